@@ -198,9 +198,10 @@ CHEAP = [
 ]
 
 
-def test_importing_is_cheap() -> None:
+def test_importing_is_cheap_and_what_trains_does_not_load_matplotlib() -> None:
     heavy = "{'triton', 'numba', 'torch.distributed.pipelining'} & set(sys.modules)"
     code = "".join(f"import {name}\nassert not {heavy}, ('{name}', {heavy})\n" for name in CHEAP)
+    code += "import thinpipe.launch.start\nassert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT)
 
 

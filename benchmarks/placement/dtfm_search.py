@@ -132,7 +132,7 @@ def _placement_cycles(hop_DD, group_D, stages):
             break
         if total > highest:
             highest = total
-            best[:] = trial
+            best = trial.copy()  # slices would compile numba's errors about shapes, for seconds
     return best
 
 
@@ -144,7 +144,9 @@ def _placement_genetic(reduce_DD, hop_DD, devices, stages, seed, pool, candidate
     costs = np.empty(candidates)
     size = len(devices) // stages
     for index in range(pool):
-        members[index, np.random.permutation(devices)] = devices // size
+        order = np.random.permutation(devices)
+        for place in range(len(devices)):
+            members[index, order[place]] = place // size
         costs[index] = _placement_score(reduce_DD, hop_DD, members[index], stages)
         scores[index] = costs[index]
     for index in range(pool, candidates):
@@ -154,5 +156,7 @@ def _placement_genetic(reduce_DD, hop_DD, devices, stages, seed, pool, candidate
         costs[index] = _placement_score(reduce_DD, hop_DD, child, stages)
         worse = first if scores[first] >= scores[second] else second
         if costs[index] <= scores[worse]:
-            members[worse], scores[worse] = child, costs[index]
+            scores[worse] = costs[index]
+            for device in devices:
+                members[worse, device] = child[device]
     return members[np.argmin(scores)], costs

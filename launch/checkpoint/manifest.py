@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,14 @@ class Manifest:
     meta: dict[str, Any]
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of all that is in it, and thereby of all parts."""
         return hashlib.sha256(json.dumps(self._body()).encode()).hexdigest()
 
     def _body(self) -> dict[str, Any]:
-        return {"format": _FORMAT, **asdict(self)}
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"format": _FORMAT, **own, "parts": [asdict(part) for part in self.parts]}
 
     def render(self) -> str:
         return json.dumps({**self._body(), "sha256": self.digest}, indent=1) + "\n"

@@ -3,6 +3,7 @@
 A saved run lists every setting. So one that says what always holds now is passed over.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -48,27 +49,39 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """What was read of a run file, without settings that say what holds anyway.
 
     Raises:
-        ValueError: one says something else; the message names it and the remedy.
+        ValueError: some say something else; the message has each, and its remedy.
     """
-    return {key: value for key, value in _kept(tree, "")}
+    problems: list[str] = []
+    found = dict(_kept(tree, "", problems))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
 
 
-def _kept(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _kept(tree: Mapping[str, Any], above: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{above}{key}"
-        for pattern, old, remedy in _GONE_VALUES:
-            if value == old and fnmatchcase(name, pattern):
-                raise ValueError(f"{name} = {json.dumps(value)}: no longer offered; {remedy}")
-        gone = next((each for each in _GONE if fnmatchcase(name, each[0])), None)
+        problems += (
+            f"{name} = {json.dumps(value)}: no longer offered; {remedy}"
+            for pattern, old, remedy in _GONE_VALUES
+            if value == old and fnmatchcase(name, pattern)
+        )
+        gone = _gone(name)
         if gone is None:
-            yield key, _inside(value, f"{name}.")
+            yield key, _inside(value, f"{name}.", problems)
         elif value != gone[1]:
-            raise ValueError(f"{name} = {json.dumps(value)}: no longer a setting; {gone[2]}")
+            problems.append(f"{name} = {json.dumps(value)}: no longer a setting; {gone[2]}")
 
 
-def _inside(value: Any, above: str) -> Any:
+@functools.cache
+def _gone(name: str) -> tuple[str, Any, str] | None:
+    """Asked of each setting of a saved run, which lists all of them."""
+    return next((each for each in _GONE if fnmatchcase(name, each[0])), None)
+
+
+def _inside(value: Any, above: str, problems: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return dict(_kept(value, above))
+        return dict(_kept(value, above, problems))
     if isinstance(value, list | tuple):
-        return [_inside(each, f"{above}{index}.") for index, each in enumerate(value)]
+        return [_inside(each, f"{above}{index}.", problems) for index, each in enumerate(value)]
     return value

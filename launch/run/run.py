@@ -174,8 +174,9 @@ class RankRun:
         pipeline = self.config.pipeline
         mesh = self.config.mesh(int(os.environ["RANK"]))
         facts = {"config": self.config.shared(), **self._facts}
-        wait_s = pipeline.peer_timeout_s
-        joined = join(self.config.network, mesh, facts, self._problem, wait_s=wait_s)
+        wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
+        network = self.config.network
+        joined = join(network, mesh, facts, self._problem, wait_s=wait_s, ended=ended)
         session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"
@@ -206,7 +207,8 @@ class RankRun:
         try:
             check_batch_size(config, samples)
             config = sized_for(config, samples)
-            notices = check_host(config, len(samples), ranks_here())
+            if session.local_rank == 0:  # for all ranks of its host
+                notices = check_host(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}

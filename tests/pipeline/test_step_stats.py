@@ -1,5 +1,6 @@
 """What a step shows is the same number whatever keeps replicas together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,12 @@ from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.loss import IGNORED_TARGET
 
 STEPS = 5
+Losses = dict[str, list[tuple[bool, float, int]]]
+"""By method and step: whether replicas met, the loss, and of how many tokens."""
+
+
+STAGES = ("none", "diloco")
+"""Methods that are tried with two stages too: one that meets in each step, one that seldom does."""
 
 
 def _run(method: str, **pipeline: Any) -> RunConfig:
@@ -22,7 +29,7 @@ def _run(method: str, **pipeline: Any) -> RunConfig:
     fields = load_method(method).Config.model_fields
     rare = {name: value for name, value in {"interval": 2, "overlap": 0}.items() if name in fields}
     return config(
-        pipeline={"microbatches": 2, "cuts": [2], **pipeline},
+        pipeline={"microbatches": 2, "cuts": [], **pipeline},
         gradcomp={"method": method, method: rare},
         train={"batch_size": 4, "lr": 1e-30, "weight_decay": 0},
     )
@@ -36,10 +43,10 @@ def _uneven(step: int) -> Batch:
     return replace(whole, targets=targets)
 
 
-def _losses(rank: int) -> dict[str, list[tuple[bool, float, int]]]:
+def _losses(rank: int, methods: Sequence[str], cuts: Sequence[int]) -> Losses:
     found = {}
-    for method in method_names():
-        built = start(_run(method, replicas=2))
+    for method in methods:
+        built = start(_run(method, cuts=cuts, replicas=2))
         dp_rank = built.engine.transport.mesh.dp_rank
         totals = [
             built.engine.train_step(share(_uneven(step), dp_rank, 2), step) for step in range(STEPS)
@@ -53,7 +60,8 @@ def _losses(rank: int) -> dict[str, list[tuple[bool, float, int]]]:
 @pytest.mark.dist
 def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None:
     """Of all replicas where they meet, otherwise of the rank's own, as one process has it."""
-    by_rank = ranks(4, _losses)
+    by_rank = ranks(2, _losses, method_names(), [])
+    by_rank += ranks(4, _losses, STAGES, [2])
     with in_process(_run("none"), total_steps=STEPS) as built:
 
         def loss(item: Batch, step: int) -> tuple[float, int]:
@@ -63,10 +71,10 @@ def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None
         whole = [loss(_uneven(step), step) for step in range(STEPS)]
         own = [[loss(share(_uneven(s), dp_rank, 2), s) for s in range(STEPS)] for dp_rank in (0, 1)]
     assert not torch.allclose(*(torch.tensor([each[0] for each in dp_rank]) for dp_rank in own))
-    for rank, losses in enumerate(by_rank):
+    for dp_rank, losses in zip((0, 1, 0, 0, 1, 1), by_rank, strict=True):
         for method, steps in losses.items():
             for step, (met, found, tokens) in enumerate(steps):
-                expected = whole[step] if met else own[rank // 2][step]
+                expected = whole[step] if met else own[dp_rank][step]
                 assert found == pytest.approx(expected[0], rel=1e-5), (method, step)
                 assert tokens == expected[1] * (1 if met else 2), (method, step)
     assert {met for met, *_ in by_rank[0]["diloco"]} == {True, False}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
@@ -28,7 +29,7 @@ from thinpipe.launch.net.ranks.network import (
     HostNetwork,
     one_machine,
 )
-from thinpipe.launch.net.ranks.restarts import STOPPED
+from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0
@@ -118,9 +119,9 @@ def _launch(
     stop: Stop,
 ) -> int:
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
-    killed: list[str] = []
+    killed = _Killed(network.host or socket.gethostname())
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        _silence(logging.getLogger(name), _Killed(network.host or socket.gethostname(), killed))
+        _silence(logging.getLogger(name), killed)
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
@@ -130,7 +131,7 @@ def _launch(
         nodes.count,
         environment,
         limit_s=nodes.join_s,
-        killed=killed,
+        opened=killed.report_to,
         stop=stop,
         restarts=nodes.max_restarts,
     )
@@ -187,17 +188,26 @@ def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *argumen
 
 
 class _Killed(logging.Handler):
-    """Keeps which of this host's processes were killed; what else agents log, ranks say better."""
+    """Says which supervisor was killed, here and to other ranks; ranks say better what else is
+    logged.
+    """
 
-    def __init__(self, host: str, found: list[str]) -> None:
+    def __init__(self, host: str) -> None:
         super().__init__()
-        self._host, self._found = host, found
+        self._host = host
+        self._store: Store | None = None
+
+    def report_to(self, store: Store) -> None:
+        self._store = store
 
     def emit(self, record: logging.LogRecord) -> None:
         code, rank = (*(record.args or ()), None, None)[:2]
         if isinstance(code, int) and code < 0:
+            process = f"the supervisor of local rank {rank} on {self._host}"
             how = death_by(-code, out_of_memory=False)
-            self._found.append(f"the supervisor of local rank {rank} on {self._host}: {how}")
+            print_error(f"{process}: {how}")
+            if self._store is not None:
+                report_killed(self._store, process, how)
 
 
 def _silence(logger: logging.Logger, handler: logging.Handler) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.store import await_key
 
-_GRACE_S = 1.0
-"""How long to wait for the cause: its consequences are often noticed before it."""
+_GRACE_S, _CAUSE_S = 1.0, 5.0
+"""How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
 _OWN_ACCOUNT_S = 0.2
 """How long the main thread may take to say more, if it has noticed too."""
 _STUCK_S = 10.0
@@ -34,28 +34,29 @@ class Failures:
         number = self._store.add("count", 1)
         self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
 
-    def first(self, since_s: float) -> str:
+    def first(self, since_s: float, ended: Callable[[], bool]) -> str:
         """The first cause, or else the first failure, and whose it is.
 
-        Waits for it until a moment after `since_s`, when this rank learnt of a failure (monotonic).
+        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic). If
+        `ended()` says that this machine's launcher ends its ranks, the launcher knows more, and
+        says it when they are gone; then the text is empty.
 
         Raises:
             RuntimeError: the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
+        while not self._found()[0] and time.monotonic() < since_s + _CAUSE_S:
+            if ended():
+                return ""
+            time.sleep(0.05)
         return self.known() or "nothing was reported"
 
     def known(self) -> str | None:
         """The same as far as it was reported by now."""
-        _, words = self._first()
-        return words
+        return self._found()[1]
 
-    def cause(self) -> str | None:
-        """The first cause that was reported by now; no connection that broke."""
-        is_cause, words = self._first()
-        return words if is_cause else None
-
-    def _first(self) -> tuple[bool, str | None]:
+    def _found(self) -> tuple[bool, str | None]:
+        """Whether that is a cause, and its words."""
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         if not keys:
@@ -76,11 +77,14 @@ class Watch:
     """Ends this process when another rank fails, wherever it waits meanwhile.
 
     `failures` must have a store connection of its own: it is blocked all the time. `describe` says
-    what this host knows of the connections to others.
+    what this host knows of the connections to others; `ended` as in `Failures.first`.
     """
 
-    def __init__(self, failures: Failures, who: str, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, failures: Failures, who: str, describe: Callable[[], str], ended: Callable[[], bool]
+    ) -> None:
         self._failures, self._who, self._describe = failures, who, describe
+        self._ended = ended
         self._handled = threading.Event()
         self._noticed_s: float | None = None
         threading.Thread(target=self._run, daemon=True).start()
@@ -97,7 +101,8 @@ class Watch:
         try:
             self._failures.wait()
             self._noticed_s = time.monotonic()
-            account = f"ended because of another rank: {self._failures.first(self._noticed_s)}"
+            first = self._failures.first(self._noticed_s, self._ended)
+            account = f"ended because of another rank{first and ': '}{first}"
         except RuntimeError:
             account = "the machine that holds the run's store is gone"
             time.sleep(_GRACE_S)

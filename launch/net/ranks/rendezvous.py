@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -33,7 +33,7 @@ from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.network import ROUND, HostNetwork
-from thinpipe.launch.net.ranks.restarts import name_killed, refused_restarts
+from thinpipe.launch.net.ranks.restarts import refused_restarts
 from thinpipe.launch.net.ranks.stopping import Stop
 from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
@@ -73,16 +73,17 @@ class Rendezvous(RendezvousHandler):
         environment: dict[str, str],
         *,
         limit_s: float,
-        killed: list[str],
+        opened: Callable[[Store], None],
         stop: Stop,
         restarts: int,
     ) -> None:
-        """Open the store, or connect to it. `environment` of ranks gets the number of the round;
-        `killed` is filled elsewhere with what was killed in a round, and emptied here. `stop`
-        learns when there are no ranks to answer signals. Without `restarts` nobody comes later.
+        """Open the store, or connect to it, and pass it to `opened`.
+
+        `environment` of ranks gets the number of the round. `stop` learns when there are no ranks
+        to answer signals. Without `restarts` nobody comes later.
         """
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
-        self._environment, self._killed, self._stop = environment, killed, stop
+        self._environment, self._stop = environment, stop
         self._restarts = restarts
         self._wait = None
         if hosts > 1:
@@ -93,6 +94,7 @@ class Rendezvous(RendezvousHandler):
             if network.server is None
             else hold_store(network.server, wait_s=limit_s)
         )
+        opened(self._tcp)
         self._store = PrefixStore("rendezvous", self._tcp)
         self._posts = self._handled = self._round = 0
         self._come: dict[str, _Come] = {}
@@ -125,8 +127,6 @@ class Rendezvous(RendezvousHandler):
         if self._round:
             self._stop.waits()
         try:
-            if self._round and self._killed:
-                name_killed(self._tcp, self._round, self._killed)
             rank, self._round, self._posts = self._meet()
         except SignalException:  # of which torch tells nobody
             self._stop.say()
@@ -138,7 +138,6 @@ class Rendezvous(RendezvousHandler):
         except RuntimeError as error:
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
         self._stop.runs()
-        self._killed.clear()
         fork_server.revive()
         if self._wait is not None:
             self._wait.over()

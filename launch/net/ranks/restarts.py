@@ -5,13 +5,11 @@ torchrun's agents keep their store over restarts, so what failed is still there.
 
 import contextlib
 import os
-from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.failures import Failures
 from thinpipe.launch.net.ranks.handshake import store_address
-from thinpipe.launch.net.ranks.network import ROUND
 from thinpipe.launch.net.ranks.store import connect_store
 
 STOPPED = "the run was asked to stop"
@@ -30,21 +28,20 @@ def last_failure(met: Store, name: str, who: str) -> str:
     text = ""
     if met.check([_LAST]):
         failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
-        key = _killed_in(int(os.environ.get(ROUND, "1")) - 1)
-        # a killed supervisor's rank is killed with it: what other ranks then met is no cause
-        killed = met.get(key).decode() if met.check([key]) else ""
-        text = failures.cause() or killed or failures.known() or _NO_RANK
+        text = failures.known() or _NO_RANK
     met.set(_LAST, name)
     return text
 
 
-def name_killed(store: Store, number: int, killed: Sequence[str]) -> None:
-    """Called by an agent: what it found killed in a round, as ranks could not say it themselves."""
-    store.set(_killed_in(number), "; ".join(killed))
+def report_killed(store: Store, process: str, how: str) -> None:
+    """Called by an agent: which process of its own was killed, and with it a rank.
 
-
-def _killed_in(number: int) -> str:
-    return f"killed in round {number}"
+    Other ranks then meet connections that broke, which are no cause.
+    """
+    with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
+        if store.check([_LAST]):
+            name = store.get(_LAST).decode()
+            Failures(PrefixStore(name, store), process).report(how, cause=True)
 
 
 def restart_words(failure: str) -> str | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -117,6 +118,10 @@ class StopFlag:
         if self.number is not None:
             stop_all()
 
+    def is_set(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.number is not None
+
     def check(self) -> None:
         """Stop here if asked to, as long as there is nothing to save.
 
@@ -157,11 +162,12 @@ def join(
     problem: str | None,
     *,
     wait_s: float,
+    ended: Callable[[], bool],
 ) -> Iterator[Session]:
     """Meet the other ranks (environment as set by torchrun) and leave them again.
 
     `facts` must be equal on all; `problem` is what keeps this rank from starting; every rank raises
-    it.
+    it. `ended` says whether this process was asked to stop.
 
     Raises:
         HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
@@ -187,7 +193,7 @@ def join(
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
     failures = Failures(store, who)
     own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
-    watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links)
+    watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links, ended)
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
@@ -200,7 +206,8 @@ def join(
         since_s = watch.stand_down()
         end_soon()
         if isinstance(error, DesyncError | TransportError):
-            raise PeerError(_report(failures, who, rank, error, since_s)) from error
+            first = partial(failures.first, since_s, ended)
+            raise PeerError(_report(failures, who, rank, error, first)) from error
         if not isinstance(error, TerminatedError):  # which is often the echo of a failure
             with contextlib.suppress(RuntimeError):
                 failures.report(_in_words(error), cause=True)
@@ -218,13 +225,15 @@ def _in_words(error: Exception) -> str:
     return text if text and says_it else f"{kind}: {text}" if text else kind
 
 
-def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
+def _report(
+    failures: Failures, who: str, rank: int, error: Exception, first_of_all: Callable[[], str]
+) -> str:
     """Say what failed here, then tell the other ranks; return what failed before."""
     own = f"{str(error).strip()}{broken_links()}"
     print_error(f"rank {rank}: {own}")
     try:
         failures.report(own, cause=not isinstance(error, TransportError))
-        first = failures.first(since_s)
+        first = first_of_all()
     except RuntimeError:
         return "the run's store is gone as well, so what failed first is not known here"
-    return "" if first == f"{who}: {own}" else f"first failure: {first}"
+    return "" if first in ("", f"{who}: {own}") else f"first failure: {first}"

@@ -30,7 +30,8 @@ def announce(address: tuple[str, int], name: str, who: str) -> None:
 def supervise(be_rank: Callable[[], None]) -> None:
     """Fork a rank, pass signals on to it, and exit as it does.
 
-    A rank that a signal ended is reported to all others, with the likely reason.
+    A rank that another signal ended is reported to all others, with the likely reason. This process
+    then exits with 1: one that ended by a signal too would pass for killed itself.
     """
     reading, writing = os.pipe()
     kills = _memory_kills()
@@ -47,6 +48,7 @@ def supervise(be_rank: Callable[[], None]) -> None:
         sys.exit(code)
     if not asked:
         _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+        sys.exit(1)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)

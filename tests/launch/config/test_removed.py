@@ -71,3 +71,17 @@ def test_a_checkpoint_that_says_what_holds_is_of_the_same_run() -> None:
     now = RunConfig().shared()
     saved = {**now, "train": {**now["train"], "verify_share": 0.008}}
     assert changed_settings(saved, now) == []
+
+
+def test_all_that_is_gone_is_answered_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[train]\nverify_share = 0.5\n[[boundary]]\n"
+        'forward = { kind = "auto", coding = "auto" }\n[gradcomp.cocktail]\nseed = 3\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    said = [line.strip() for line in str(caught.value).splitlines()]
+    names = ("train.verify_share = 0.5", 'boundary.0.forward.kind = "auto"')
+    names = (*names, 'boundary.0.forward.coding = "auto"', "gradcomp.cocktail.seed = 3")
+    assert all(any(name in line for line in said) for name in names), said

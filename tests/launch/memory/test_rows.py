@@ -1,8 +1,5 @@
 """Memory needs are computed before a run starts; one that exceeds what is free is rejected."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,12 +177,6 @@ def test_a_budget_on_a_gpu_includes_the_rows_of_a_step() -> None:
     assert found.disk == 0
 
 
-def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "thinpipe.launch", "train", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-
-
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     run = config(
@@ -216,12 +207,14 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
-    done = thinpipe(run_file, "--dry-run", "--set", "memory.tier=disk")
+    wide = {"COLUMNS": "100"}
+    on_disk = Command("train", run_file, "--dry-run", "--set", "memory.tier=disk", environment=wide)
+    done = on_disk.done()
     assert done.returncode == 0, done.stderr
     assert "384 B" in done.stdout  # 12 tokens of 16 channels in bf16
     assert "24 of 24" in done.stdout
     assert "with all 3 ranks on this host: disk 36.9 kB of" in done.stdout
-    small = thinpipe(run_file, "--dry-run", "--set", "memory.budget=3kB")
+    small = Command("train", run_file, "--dry-run", "--set", "memory.budget=3kB").done()
     assert small.returncode == 2
     assert "memory.budget = 3.00 kB: a sample takes" in small.stderr
     assert not (run_file.parent / "run").exists()

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tests.waiting import until
 from thinpipe.pipeline.wire.thread import Worker
 
 
@@ -48,7 +49,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 
 def test_stopping_waits_for_the_jobs_but_not_for_ever() -> None:
     worker, done = Worker("test"), threading.Event()
-    ended = worker.submit(lambda: time.sleep(0.1))
+    ended = worker.submit(lambda: until(worker._jobs.qsize))  # until it is being stopped
     worker.stop(60)
     assert ended.done()
     slow = Worker("slow")

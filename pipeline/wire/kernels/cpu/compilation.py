@@ -64,18 +64,16 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep a variant in the first folder that takes it."""
-        name, code = self._file_name(signature, compiled.codegen), dumps(compiled._reduce())
-        for folder in cache_folders():
-            partial = folder / f"{name}.{uuid4().hex}"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                partial.write_bytes(hashlib.sha256(code).digest() + code)
-                os.replace(partial, folder / name)
-                break
-            except OSError:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-        self._unlock(name)
+        name = self._file_name(signature, compiled.codegen)
+        try:
+            _keep(name, dumps(compiled._reduce()))
+        finally:
+            self._unlock(name)
+
+    def unlock(self) -> None:
+        """Nothing is being compiled any more: others need not wait for it."""
+        for name in [*self._locks]:
+            self._unlock(name)
 
     def _read(self, name: str, target: Any) -> Any:
         for folder in cache_folders():
@@ -88,7 +86,6 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
     def _lock(self, name: str) -> None:
         """Wait until no other process compiles this; go on without a lock where there are none."""
-        self._unlock(name)  # if compiling it failed before
         for folder in cache_folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +110,19 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
     def _file_name(self, signature: Any, codegen: Any) -> str:
         key = repr((_VERSIONS, signature, codegen.magic_tuple()))
         return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _keep(name: str, code: bytes) -> None:
+    for folder in cache_folders():
+        partial = folder / f"{name}.{uuid4().hex}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(partial, folder / name)
+            return
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
 
 def cache_folders() -> list[Path]:
@@ -148,8 +158,22 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function.__qualname__ = f"{function.__qualname__}_{source_digest(function.__module__)}"
     wrapped: Any = njit(nogil=True, error_model="numpy")(function)
-    wrapped._cache = KernelCache(function)
+    wrapped._cache = cache = KernelCache(function)
+    wrapped._compiler.compile = _then_unlocked(wrapped._compiler.compile, cache)
     return wrapped  # type: ignore[no-any-return]
+
+
+def _then_unlocked(compile_variant: Callable[..., Any], cache: KernelCache) -> Callable[..., Any]:
+    """The same for numba, which tells its cache nothing of code that cannot be compiled."""
+
+    def compile_or_unlock(*args: Any) -> Any:
+        try:
+            return compile_variant(*args)
+        except BaseException:
+            cache.unlock()
+            raise
+
+    return compile_or_unlock
 
 
 @functools.cache

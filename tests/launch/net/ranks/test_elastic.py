@@ -1,8 +1,13 @@
-"""Rendezvous that fail."""
+"""Rendezvous that fail, and processes of an agent's that are killed."""
 
+import logging
 import os
+import signal
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -12,9 +17,9 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from thinpipe.launch.cli import main
 from thinpipe.launch.net.ranks import elastic as spawn
-from thinpipe.launch.net.ranks.elastic import (
-    run_local,
-)
+from thinpipe.launch.net.ranks.elastic import _Killed, run_local
+from thinpipe.launch.net.ranks.failures import Failures
+from thinpipe.launch.net.ranks.restarts import last_failure
 
 
 @pytest.mark.parametrize(
@@ -42,3 +47,28 @@ def test_rendezvous_failures_are_explained(
     monkeypatch.setattr(spawn.fork_server, "start", lambda: None)
     assert run_local(main, ["train"], 1) == 1
     assert message in capfd.readouterr().err
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_of_an_agent_is_named_here_and_to_the_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store, agent = HashStore(), _Killed("host1")
+    last_failure(store, "session", "rank 0")
+    told = Failures(PrefixStore("session", store), "rank 1")
+    told.report("connection broke", cause=False)
+    agent.report_to(store)
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(agent)
+    try:
+        logs = DefaultLogsSpecs(log_dir=os.devnull)
+        started = start_processes("test", be_killed, {0: ()}, {0: {}}, logs, start_method="fork")
+        started.wait(60)
+    finally:
+        logger.removeHandler(agent)
+    who = "the supervisor of local rank 0 on host1: killed by signal 9 (SIGKILL): if nobody did"
+    assert who in capfd.readouterr().err
+    assert (told.known() or "").startswith(who)

@@ -23,7 +23,7 @@ def fail(rank: int) -> str:
     if rank == 0:
         failures.report("no space left", cause=True)
     dist.barrier()
-    return failures.first(time.monotonic())
+    return failures.first(time.monotonic(), lambda: False)
 
 
 @pytest.mark.dist
@@ -35,23 +35,34 @@ def test_without_a_cause_the_first_report_counts() -> None:
     store = dist.HashStore()
     for who in ("b", "a"):
         Failures(store, who).report("connection broke", cause=False)
-    assert Failures(store, "c").first(0.0) == "b: connection broke"
+    assert Failures(store, "c").first(0.0, lambda: False) == "b: connection broke"
+
+
+def test_a_rank_that_its_launcher_ends_leaves_the_cause_to_it() -> None:
+    """The launcher reports what it found killed only when all its ranks are gone."""
+    store = dist.HashStore()
+    Failures(store, "rank 1").report("connection broke", cause=False)
+    now_s = time.monotonic()
+    assert Failures(store, "rank 1").first(now_s, lambda: True) == ""
+    Failures(store, "the supervisor").report("killed", cause=True)
+    assert Failures(store, "rank 2").first(now_s, lambda: True) == "the supervisor: killed"
 
 
 WATCHED = """
-    import os, sys, time
+    import os, signal, sys, threading
     from thinpipe.launch.net.ranks.failures import Failures, Watch
     from thinpipe.launch.net.ranks.store import connect_store
 
     store = connect_store(("127.0.0.1", int(sys.argv[1])), wait_s=120)
-    watch = Watch(Failures(store, "rank 1"), "rank 1", lambda: " [described]")
+    watch = Watch(Failures(store, "rank 1"), "rank 1", lambda: " [described]", lambda: False)
     print("waits", flush=True)
     if sys.argv[2] == "handled":
         watch.stand_down()
-        time.sleep(4)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread():
+                thread.join()  # it has met the failure
         os._exit(7)
-    while True:
-        time.sleep(1)
+    signal.pause()
 """
 
 

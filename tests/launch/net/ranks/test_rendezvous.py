@@ -52,7 +52,7 @@ def waited(run_file: Path, port: int) -> str:
 
 def come(name: str, port: int, restarts: int) -> Rendezvous:
     network = several_machines(NetworkConfig(), f"127.0.0.1:{port}", 2, limit_s=60, log=str)
-    given: dict[str, Any] = {"limit_s": 1e6, "killed": [], "stop": Stop(), "restarts": restarts}
+    given: dict[str, Any] = {"limit_s": 1e6, "opened": id, "stop": Stop(), "restarts": restarts}
     return Rendezvous(replace(network, host=name), 2, {}, **given)
 
 

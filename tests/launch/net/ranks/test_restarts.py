@@ -5,8 +5,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.net.ranks.failures import Failures
-from thinpipe.launch.net.ranks.network import ROUND
-from thinpipe.launch.net.ranks.restarts import last_failure, name_killed, restart_words
+from thinpipe.launch.net.ranks.restarts import last_failure, report_killed, restart_words
 
 
 def test_the_first_session_has_none_before_it() -> None:
@@ -31,19 +30,12 @@ def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
     assert last_failure(met, "two", "rank 0").startswith("no rank said why: a machine was started")
 
 
-def test_what_agents_found_killed_is_named_before_edges_that_broke(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_agents_found_killed_is_named_before_edges_that_broke() -> None:
     met = HashStore()
+    report_killed(met, "the supervisor of local rank 0 on host1", "killed")  # before there was one
     last_failure(met, "one", "rank 0")
-    name_killed(met, 1, ["the supervisor of local rank 0 on host1: killed by signal 9"])
     Failures(PrefixStore("one", met), "rank 1 on host1").report("edge lost", cause=False)
-    monkeypatch.setenv(ROUND, "2")
+    report_killed(met, "the supervisor of local rank 0 on host1", "killed by signal 9")
     found = last_failure(met, "two", "rank 0")
     assert found == "the supervisor of local rank 0 on host1: killed by signal 9"
-    name_killed(met, 2, ["the supervisor of local rank 1 on host1: killed by signal 9"])
-    Failures(PrefixStore("two", met), "rank 1 on host1").report("killed by signal 9", cause=True)
-    monkeypatch.setenv(ROUND, "3")  # a supervisor ends as its rank did
-    assert last_failure(met, "three", "rank 0") == "rank 1 on host1: killed by signal 9"
-    monkeypatch.setenv(ROUND, "4")
-    assert last_failure(met, "four", "rank 0").startswith("no rank said why")
+    assert last_failure(met, "three", "rank 0").startswith("no rank said why")

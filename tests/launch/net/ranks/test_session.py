@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.session import _TERMINATION_GRACE_S
 pytestmark = pytest.mark.dist
 
 BLOCKED = """
-    import os, sys, torch
+    import os, sys, threading, time, torch
     import torch.distributed as dist
     from thinpipe.launch.net.ranks.session import StopFlag
 
@@ -24,8 +24,22 @@ BLOCKED = """
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     stop = StopFlag()
     work = dist.irecv(torch.empty(1), src=1 - rank)
-    print("waits", flush=True)
-    work.wait()  # for what nobody sends
+    main = threading.main_thread().ident
+
+    def wait():
+        work.wait()  # for what nobody sends
+
+    def say():
+        inside = False  # nothing else in that line lets other threads run
+        while not inside:
+            time.sleep(0.01)
+            frame = sys._current_frames()[main]
+            code = frame.f_code
+            inside = code.co_name == "wait" and frame.f_lineno > code.co_firstlineno
+        print("waits", flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    wait()
 """
 
 LOOPS = """
@@ -59,7 +73,6 @@ def test_a_rank_that_waits_for_its_peer_ends_after_the_grace(tmp_path: Path) -> 
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "waits\n"
-        time.sleep(0.5)  # from the line to the wait
         ranks[0].send_signal(signal.SIGTERM)
         start_s = time.monotonic()
         assert ranks[0].wait(PATIENCE_S) == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""A rank's supervisor ends as the rank did, and says so where the rank no longer can."""
+"""A rank's supervisor exits as the rank did, and says what killed it."""
 
 import os
 import signal
@@ -39,10 +39,10 @@ def start(body: str) -> subprocess.Popen[str]:
     ("body", "code", "said"),
     [
         ("os._exit(7)", 7, ""),
-        ("os.kill(os.getpid(), 9)", -9, ": killed by signal 9 (SIGKILL): "),
-        ("os.kill(os.getpid(), 6)", -6, ": killed by signal 6 (SIGABRT)\n"),
+        ("os.kill(os.getpid(), 9)", 1, ": killed by signal 9 (SIGKILL): "),
+        ("os.kill(os.getpid(), 6)", 1, ": killed by signal 6 (SIGABRT)\n"),
         # a child of the rank's still holds the pipe by which the rank would have announced itself
-        ("os.fork() and os.kill(os.getpid(), 9) or input()", -9, ": killed by signal 9 "),
+        ("os.fork() and os.kill(os.getpid(), 9) or input()", 1, ": killed by signal 9 "),
     ],
 )
 def test_the_end_of_a_rank_is_passed_on(body: str, code: int, said: str) -> None:

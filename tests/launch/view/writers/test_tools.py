@@ -108,7 +108,8 @@ def test_wandb_keeps_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     write("wandb", tmp_path, range(1, 4))
-    time.sleep(1.1)  # wandb names folders by the second
+    second = int(time.time())
+    wait_until(lambda: int(time.time()) > second, PATIENCE_S)  # wandb names folders by the second
     write("wandb", tmp_path, range(3, 6), done=2)
 
     def logged() -> list[dict[str, str]]:

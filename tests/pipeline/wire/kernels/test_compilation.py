@@ -20,11 +20,18 @@ def _product(a: Any, b: Any) -> Any:
     return a * b
 
 
-def _fresh() -> Any:
+def _product_in_another(a: Any, b: Any) -> Any:
+    return _inner(a, b)
+
+
+def _fresh(function: Any = _product) -> Any:
     """As another process would have it."""
-    copied = FunctionType(_product.__code__, globals(), "_product")
-    copied.__qualname__ = "_product"
+    copied = FunctionType(function.__code__, globals(), function.__name__)
+    copied.__qualname__ = function.__name__
     return compilation.compiled(copied)
+
+
+_inner = _fresh()
 
 
 def _used(found: Any) -> tuple[int, int]:
@@ -113,6 +120,27 @@ def test_of_two_processes_one_compiles_and_the_other_waits_for_its_code(tmp_path
     (tmp_path / "go").touch()
     assert sorted(twin.communicate(timeout=60)[0] for twin in twins) == ["0\n", "1\n"]
     assert len([*(tmp_path / "code").iterdir()]) == 1  # locks are gone
+
+
+@pytest.mark.parametrize("function", [_product, _product_in_another])
+@pytest.mark.parametrize("failure", ["types that do not fit", "Ctrl-C", "cannot be kept"])
+def test_code_that_cannot_be_compiled_keeps_no_lock(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: Any, failure: str
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    arguments: tuple[Any, Any] = ("a", "b") if failure == "types that do not fit" else (3, 5j)
+    if failure == "Ctrl-C":
+        monkeypatch.setattr(numba.core.compiler, "compile_extra", interrupt)
+    if failure == "cannot be kept":
+        monkeypatch.setattr(compilation, "dumps", interrupt)
+    kernel = _fresh(function)
+    with pytest.raises((KeyboardInterrupt, numba.TypingError)):
+        kernel(*arguments)
+    assert not [*folder.glob("*.lock")]
+    assert not kernel._cache._locks
+    assert not _inner._cache._locks
 
 
 def test_without_locks_or_past_the_deadline_a_process_compiles_by_itself(
