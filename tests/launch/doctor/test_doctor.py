@@ -115,7 +115,6 @@ def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path
     for link, mbit in (((0, 1), 40), ((1, 2), 40), ((2, 0), 1)):  # a busy machine measures less
         assert 0 < rates[link] < 1.2 * mbit
     assert 0.01 <= network.latency_s[0][1] < 0.5
-    assert (tmp_path / "net1.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Path) -> None:
