@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import PATIENCE_S, Command
 from tests.launch.test_train import ranks_of, run_file, start, thinpipe, wait_until
+from tests.processes import lives
 from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.checkpoint import files
 
@@ -143,6 +144,20 @@ def test_a_killed_supervisor_is_named_last(long_run: subprocess.Popen[str]) -> N
     assert killed in dead
     assert sum(line.startswith("rank ") for line in said) == 2, output
     assert "first failure" not in output
+
+
+@pytest.mark.slow
+def test_a_killed_resource_tracker_is_not_missed(long_run: subprocess.Popen[str]) -> None:
+    """It is multiprocessing's, and clears away what a killed launcher leaves."""
+    children = psutil.Process(long_run.pid).children()
+    (tracker,) = (c for c in children if "resource_tracker import main" in " ".join(c.cmdline()))
+    tracker.kill()
+    wait_until(lambda: not tracker.is_running() or not lives(tracker), PATIENCE_S)
+    long_run.send_signal(signal.SIGTERM)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode == 128 + signal.SIGTERM
+    assert "resource_tracker" not in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ launcher dies it dies too, however that happens, and then its ranks.
 
 import contextlib
 import ctypes
+import functools
 import os
 import pkgutil
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
 
@@ -42,6 +44,7 @@ def start() -> None:
         return
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
+    _outlive_the_resource_tracker()
     forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
@@ -55,6 +58,23 @@ def start() -> None:
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@functools.cache
+def _outlive_the_resource_tracker() -> None:
+    """Do not complain if it is killed: another starts, which does not know what the first knew.
+
+    It only clears away what a killed launcher leaves. So names are told again before they are taken
+    back: to take back an unknown name prints a traceback.
+    """
+    warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
+    forget = resource_tracker.unregister
+
+    def unregister(name: str, kind: str) -> None:
+        resource_tracker.register(name, kind)
+        forget(name, kind)
+
+    resource_tracker.unregister = unregister
 
 
 GONE = (

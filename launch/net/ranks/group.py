@@ -1,6 +1,7 @@
 """How a rank meets the others: in a store, then in torch's default process group."""
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -11,17 +12,17 @@ from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.net.overlay.ranks import open_ports
 from thinpipe.launch.net.ranks import gloo_backend
-from thinpipe.launch.net.ranks.handshake import HandshakeError, open_store
+from thinpipe.launch.net.ranks.handshake import HandshakeError, Lobby, open_store
 from thinpipe.launch.net.ranks.network import LISTENS_AT, HostNetwork, join_as_rank
 from thinpipe.pipeline.comm.errors import TransportError
 
 
 def meet(
-    config: NetworkConfig, rank: int, world: int, *, wait_s: float
+    config: NetworkConfig, rank: int, world: int, lobby: Lobby, *, wait_s: float
 ) -> tuple[Store, HostNetwork | None]:
     """The store of the run; a rank that nobody did that for joins the run's network first.
 
-    It has to leave that network in the end.
+    It has to leave that network in the end. `lobby` says that rank 0 is waited for.
 
     Raises:
         HandshakeError: the machines did not join, or nobody answers where the store should be.
@@ -32,7 +33,8 @@ def meet(
     except OverlayError as error:
         raise HandshakeError(str(error)) from None
     server = network.server if network is not None else None
-    return open_store(rank, wait_s=wait_s, server=server), network
+    with lobby.connecting() if rank else nullcontext():
+        return open_store(rank, wait_s=wait_s, server=server), network
 
 
 def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:

@@ -5,8 +5,9 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,12 @@ from thinpipe.pipeline.comm.transport import Transport
 _READ_WAIT_S = 60.0
 """How long ranks may take to read what others sent: a busy machine may stall one."""
 _POLL_S = 0.02
+_SAY_S, _SAY_LATE_S = 2.0, 30.0
+"""When ranks say for whom they wait: alone, and where their agents have met before."""
+_GONE = (
+    "the rendezvous store is gone: the process or machine that holds it has ended; see its own "
+    "output for the reason"
+)
 
 
 class HandshakeError(RuntimeError):
@@ -35,6 +42,57 @@ def store_address() -> tuple[str, int]:
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
 
 
+class Lobby:
+    """For whom a rank waits at the start: said soon, and whenever that changes.
+
+    Ranks of agents, which have met before, come within a moment, or on a busy machine a few more.
+    """
+
+    def __init__(
+        self, world: int, wait_s: float, say: Callable[[str], None], problem: str | None = None
+    ) -> None:
+        """`problem` is what keeps this rank from starting, as the others will be told."""
+        self._world, self._say, self._problem = world, say, problem
+        self._limit_s = time.monotonic() + wait_s
+        self._next_s = time.monotonic() + (_SAY_LATE_S if _agents_met() else _SAY_S)
+        self._said: list[int] = []
+
+    def look(self, missing: Collection[int]) -> None:
+        """These ranks have not come."""
+        now_s = time.monotonic()
+        if missing and now_s > self._next_s and [*missing] != self._said:
+            self._said, self._next_s = [*missing], now_s + _SAY_S
+            self._say(self._words(missing, self._limit_s - now_s))
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Rank 0 is waited for inside a call."""
+        late_s = max(0.0, self._next_s - time.monotonic())
+        timer = threading.Timer(late_s, lambda: self.look([0]))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def absent(self, ranks: Collection[int], wait_s: float) -> HandshakeError:
+        """They did not come; nor would it have helped, if this rank has a problem."""
+        words = _absent(ranks, wait_s)
+        return HandshakeError(f"{self._problem}; {words}" if self._problem else words)
+
+    def _words(self, missing: Collection[int], left_s: float) -> str:
+        why = f"{self._problem}; waiting to tell" if self._problem else "waiting for"
+        return (
+            f"{why} {_ranks(missing)} of {self._world} (WORLD_SIZE) at {_address()}, "
+            f"{left_s:.0f} s left (pipeline.peer_timeout_s)"
+        )
+
+
+def _agents_met() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless torchrun's agents do.
 
@@ -45,7 +103,7 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         ValueError: MASTER_ADDR or MASTER_PORT is not set.
     """
     host, port = store_address()
-    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if rank != 0 or _agents_met():
         try:
             return connect_store((host, port), wait_s=wait_s)
         except RuntimeError:
@@ -59,7 +117,7 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         ) from None
 
 
-def fresh_name(store: Store, rank: int, world: int, *, wait_s: float) -> str:
+def fresh_name(store: Store, rank: int, world: int, lobby: Lobby, *, wait_s: float) -> str:
     """The name of a part of the store in which nothing was written before all these ranks came.
 
     torchrun's agents keep one store over restarts, in which the addresses of ranks that are gone
@@ -69,39 +127,45 @@ def fresh_name(store: Store, rank: int, world: int, *, wait_s: float) -> str:
     Raises:
         HandshakeError: ranks did not join; the error of those that did names them.
     """
-    lobby = PrefixStore("lobby", store)
+    store = PrefixStore("lobby", store)
     if rank == 0:
-        name, absent = _receive(lobby, world, wait_s)
+        name, absent = _receive(store, world, lobby, wait_s)
     else:
         number = secrets.token_hex(8)
-        lobby.set(f"hello/{rank}", number)
-        name = _get(lobby, f"welcome/{rank}/{number}", 0, wait_s)
-        lobby.set(f"here/{rank}/{name}", "")
-        absent = json.loads(_get(lobby, f"absent/{name}", 0, wait_s + _READ_WAIT_S))
-        lobby.set(f"read/{rank}/{name}", "")
+        store.set(f"hello/{rank}", number)
+        name = _polled(store, f"welcome/{rank}/{number}", wait_s, lambda: lobby.look([0]))
+        store.set(f"here/{rank}/{name}", "")
+
+        def look() -> None:
+            others = (other for other in range(1, world) if other != rank)
+            lobby.look([other for other in others if not store.check([f"hello/{other}"])])
+
+        absent = json.loads(_polled(store, f"absent/{name}", wait_s + _READ_WAIT_S, look))
+        store.set(f"read/{rank}/{name}", "")
     if absent:
-        raise HandshakeError(_absent(absent, wait_s))
+        raise lobby.absent(absent, wait_s)
     return name
 
 
-def _receive(lobby: Store, world: int, wait_s: float) -> tuple[str, list[int]]:
+def _receive(store: Store, world: int, lobby: Lobby, wait_s: float) -> tuple[str, list[int]]:
     """Rank 0's part: the name it drew, and the ranks that did not join, as sent to all others."""
     name, answered = secrets.token_hex(8), dict.fromkeys(range(1, world), "")
     limit_s = time.monotonic() + wait_s
     while answered and time.monotonic() < limit_s:
         for other, last in list(answered.items()):
-            if lobby.check([f"here/{other}/{name}"]):
+            if store.check([f"here/{other}/{name}"]):
                 del answered[other]
-            elif lobby.check([f"hello/{other}"]):
-                number = lobby.get(f"hello/{other}").decode()
+            elif store.check([f"hello/{other}"]):
+                number = store.get(f"hello/{other}").decode()
                 if number != last:
-                    lobby.set(f"welcome/{other}/{number}", name)
+                    store.set(f"welcome/{other}/{number}", name)
                     answered[other] = number
+        lobby.look(answered)
         time.sleep(_POLL_S)
-    lobby.set(f"absent/{name}", json.dumps(list(answered)))
+    store.set(f"absent/{name}", json.dumps(list(answered)))
     if answered:
         came = set(range(1, world)) - answered.keys()
-        _let_read(lobby, [f"read/{other}/{name}" for other in came])
+        _let_read(store, [f"read/{other}/{name}" for other in came])
     return name, list(answered)
 
 
@@ -170,23 +234,39 @@ def _let_read(store: Store, keys: list[str]) -> None:
         store.wait(keys, timedelta(seconds=_READ_WAIT_S))
 
 
+def _polled(store: Store, key: str, wait_s: float, look: Callable[[], None]) -> str:
+    """What rank 0 sets; `look` is called meanwhile."""
+    limit_s = time.monotonic() + wait_s
+    try:
+        while not store.check([key]):
+            if time.monotonic() > limit_s:
+                raise HandshakeError(_absent([0], wait_s))
+            look()
+            time.sleep(_POLL_S)
+        return store.get(key).decode()
+    except RuntimeError as error:
+        if isinstance(error, HandshakeError):
+            raise
+        raise HandshakeError(_GONE) from None
+
+
 def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
     try:
         store.wait([key], timedelta(seconds=wait_s))
         return str(store.get(key).decode())
     except RuntimeError as error:  # torch's DistStoreError
-        if "timeout" not in str(error).lower():
-            raise HandshakeError(
-                "the rendezvous store is gone: the process or machine that holds it has ended; "
-                "see its own output for the reason"
-            ) from None
-        raise HandshakeError(_absent([rank], wait_s)) from None
+        late = "timeout" in str(error).lower()
+        raise HandshakeError(_absent([rank], wait_s) if late else _GONE) from None
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _absent(ranks: Collection[int], wait_s: float) -> str:
     many = len(ranks) > 1
     return (
-        f"{'ranks' if many else 'rank'} {', '.join(map(str, ranks))} did not join within "
+        f"{_ranks(ranks)} did not join within "
         f"{wait_s:.0f} s; {'are they' if many else 'is it'} started, and can "
         f"{'they' if many else 'it'} reach {_address()}? (run `thinpipe doctor` on each machine)"
     )

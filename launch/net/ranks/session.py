@@ -22,7 +22,7 @@ from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
 from thinpipe.launch.net.ranks.group import meet, open_group
-from thinpipe.launch.net.ranks.handshake import agree, fresh_name, store_address
+from thinpipe.launch.net.ranks.handshake import Lobby, agree, fresh_name, store_address
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store
@@ -182,8 +182,9 @@ def join(
             f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
             f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
         )
-    met, network = meet(network_config, rank, world, wait_s=wait_s)
-    name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
+    lobby = Lobby(world, wait_s, tell, problem)
+    met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
+    name, place = fresh_name(met, rank, world, lobby, wait_s=wait_s), store_address()
     store = PrefixStore(name, met)
     who = f"rank {rank} on {network_config.own_name()}"
     announce(place, name, who)

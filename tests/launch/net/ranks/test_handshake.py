@@ -1,9 +1,12 @@
 """Ranks agree before step 0, or refuse and say who differs in what."""
 
 import json
+import os
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from thinpipe.launch.net.ranks import handshake
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.handshake import (
     HandshakeError,
+    Lobby,
     agree,
     fresh_name,
     open_store,
@@ -71,26 +75,31 @@ class Patience:
     """The first rank's clock: its wait is over when it has looked for all that come."""
 
     def __init__(self, come: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._missing, self._looks, self._get = come - 1, 0, handshake._get
+        self._missing, self._looks, self._polled = come - 1, 0, handshake._polled
+        self.first: int | None = None
         monkeypatch.setattr(handshake, "time", self)
-        monkeypatch.setattr(handshake, "_get", self._answered)
+        monkeypatch.setattr(handshake, "_polled", self._answered)
 
     sleep = staticmethod(time.sleep)
 
     def monotonic(self) -> float:
+        if threading.get_ident() != self.first:
+            return 0.0
         self._looks += not self._missing
-        return 2.0 * PATIENCE_S * (self._looks > 1)
+        return 2.0 * PATIENCE_S * (self._looks > 2)  # it looks twice for each time it checks
 
-    def _answered(self, store: dist.Store, key: str, rank: int, wait_s: float) -> str:
+    def _answered(self, store: dist.Store, key: str, *others: Any) -> str:
         self._missing -= key.startswith("absent/")
-        return self._get(store, key, rank, wait_s)
+        return self._polled(store, key, *others)
 
 
-def come(rank: int, world: int) -> tuple[str, dist.Store]:
+def come(rank: int, world: int, clock: Patience) -> tuple[str, dist.Store]:
     """What a rank says, and the store, which ends with the first rank's."""
+    if rank == 0:
+        clock.first = threading.get_ident()
     store = open_store(rank, wait_s=PATIENCE_S)
     try:
-        fresh_name(store, rank, world, wait_s=PATIENCE_S)
+        fresh_name(store, rank, world, Lobby(world, PATIENCE_S, str), wait_s=PATIENCE_S)
     except HandshakeError as error:
         return str(error), store
     return "all came", store
@@ -111,10 +120,40 @@ def test_whoever_came_names_all_that_did_not(
     where = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", where.split(":")[1])
-    Patience(len(came), monkeypatch)
+    clock = Patience(len(came), monkeypatch)
     with ThreadPoolExecutor(2) as ranks:
-        for message, _ in list(ranks.map(come, came, [world] * 2)):
+        for message, _ in list(ranks.map(come, came, [world] * 2, [clock] * 2)):
             assert message.startswith(reported.format(where=where))
+
+
+def test_ranks_say_at_once_for_whom_they_wait_and_why_it_is_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By hand with a wrong WORLD_SIZE: two of three have come, and no more will."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr(handshake, "_SAY_S", 0.0)
+    said: dict[int, list[str]] = {0: [], 1: []}
+    why = {0: "3 processes were started", 1: None}  # on rank 1 as well, if it is a wrong number
+
+    def come(rank: int) -> None:
+        lobby = Lobby(3, PATIENCE_S, said[rank].append, why[rank])
+        with lobby.connecting():
+            store = open_store(rank, wait_s=PATIENCE_S)
+        with pytest.raises(HandshakeError, match=f"^{why[rank] or ''}.*rank 2 did not join"):
+            fresh_name(store, rank, 3, lobby, wait_s=1 if rank == 0 else PATIENCE_S)
+
+    with ThreadPoolExecutor(2) as ranks:
+        second = ranks.submit(come, 1)
+        until(lambda: said[1])  # there is no store yet
+        list(ranks.map(come, [0]))
+        second.result()
+    where = f"of 3 (WORLD_SIZE) at 127.0.0.1:{os.environ['MASTER_PORT']}, "
+    assert said[1][0].startswith(f"waiting for rank 0 {where}24")
+    assert said[1][-1].startswith(f"waiting for rank 2 {where}2")
+    last = said[0][-1]
+    assert last.startswith(f"3 processes were started; waiting to tell rank 2 {where}2")
+    assert last.endswith(" s left (pipeline.peer_timeout_s)")
 
 
 def test_a_first_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +197,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
         def come(rank: int) -> tuple[str, bool]:
             if rank == 1 and number:
                 until(lambda: answer() != before)
-            fresh = PrefixStore(fresh_name(store, rank, 2, wait_s=60), store)
+            fresh = PrefixStore(fresh_name(store, rank, 2, Lobby(2, 60, str), wait_s=60), store)
             clean = not fresh.check([f"address of {rank}"])
             fresh.set(f"address of {rank}", f"{number}")
             return fresh.get(f"address of {1 - rank}").decode(), clean
@@ -169,7 +208,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
     for number in range(3):
         assert life(number) == [(str(number), True)] * 2
     with pytest.raises(HandshakeError, match="rank 1 did not join within 0 s"):
-        fresh_name(store, 0, 2, wait_s=0.2)
+        fresh_name(store, 0, 2, Lobby(2, 0.2, str), wait_s=0.2)
 
 
 def tell(rank: int) -> list[object]:
