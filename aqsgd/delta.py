@@ -50,6 +50,7 @@ class DeltaBoundary:
     """
 
     codec_id = CODEC_ID
+    take_gradients = None
 
     def __init__(
         self, memory: CodedMemory, *, first_visit: Codec, delta: ChangeCodec, key: int

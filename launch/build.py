@@ -264,10 +264,13 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             coding=spec.coding,
         )
 
+    sent, returned = make(OutgoingChannel, stage, FORWARD), make(IncomingChannel, stage, BACKWARD)
+    if sent is not None and returned is not None:
+        returned.codec.gradient_sink = sent.codec.training.take_gradients
     return Channels(
         activations_in=make(IncomingChannel, stage - 1, FORWARD),
-        activations_out=make(OutgoingChannel, stage, FORWARD),
-        gradients_in=make(IncomingChannel, stage, BACKWARD),
+        activations_out=sent,
+        gradients_in=returned,
         gradients_out=make(OutgoingChannel, stage - 1, BACKWARD),
     )
 

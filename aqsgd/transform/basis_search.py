@@ -39,6 +39,8 @@ _ENTRY_BITS = 7.5
 _REACH = 5
 """Standard deviations that a cached coefficient may reach."""
 _LEAST_GAIN = 0.5
+_LONGEST = 4.0
+"""Times the median length, of tokens that covariances are taken of."""
 _SCALE_BITS = 16
 """Of a token, where values are quantized without a basis (`rate`)."""
 _ENERGY = 0.95
@@ -104,6 +106,7 @@ class BasisSearch:
         one, or the first.
         """
         for kind, sent_ND, value_ND in seen:
+            sent_ND, value_ND = _limited(sent_ND), _limited(value_ND)
             self._sent_MDD[kind].addmm_(sent_ND.T, sent_ND)
             self._value_DD.addmm_(value_ND.T, value_ND)
             self._count_M[kind] += len(sent_ND)
@@ -149,14 +152,14 @@ class BasisSearch:
         v_DK = self._directions(sent_DD, kept)
         kind = CHANGE if self._count_M[CHANGE] else FIRST
         spectrum = _spectrum(self._expected(kind, v_DK), self._width)
-        if spectrum.gain < _LEAST_GAIN:
-            stays = basis.order_D is not None and not first
-            return SearchResult(None if stays else self._channels(), spectrum)
         newer_K = _expected(_variances(sent_DD, v_DK), sum(self._count_M), self._width)
         saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(newer_K)
         pays = saved * self._tokens >= _ENTRY_BITS * self._width * kept
+        if spectrum.gain < _LEAST_GAIN or (first and not pays):
+            stays = basis.order_D is not None and not first
+            return SearchResult(None if stays else self._channels(), spectrum)
         other = basis.dimensions != kept or self._leaves_out_more(basis)
-        return SearchResult(self._proposal(v_DK) if first or pays or other else None, spectrum)
+        return SearchResult(self._proposal(v_DK) if pays or other else None, spectrum)
 
     def _directions(self, sent_DD: Tensor, kept: int) -> Tensor:
         """Those in which values are largest, turned to eigenvectors of what is sent in them."""
@@ -205,6 +208,12 @@ class BasisSearch:
 def sampled(tokens: int) -> slice:
     """Which tokens of a message are looked at."""
     return slice(None, None, max(1, math.ceil(tokens / _MOST_TOKENS)))
+
+
+def _limited(x_ND: Tensor) -> Tensor:
+    """Tokens of usual length as they are, and massive ones shortened: there are few, and alike."""
+    norm_N1 = x_ND.norm(dim=1, keepdim=True)
+    return x_ND * (_LONGEST * norm_N1.median() / norm_N1.clamp_min(1e-30)).clamp_max(1.0)
 
 
 def _wide(square_K: Tensor) -> int:

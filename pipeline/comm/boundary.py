@@ -3,7 +3,7 @@
 Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,10 @@ from thinpipe.pipeline.comm.payload import Rows, rows_of
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
+
+
+GradientSink = Callable[[Tensor, Tensor], None]
+"""Takes sample ids [B] and their gradients [B, T, D] as they were received."""
 
 
 class Memory(Protocol):
@@ -94,6 +98,10 @@ class Boundary(Protocol):
     def error_meter(self) -> ErrorMeter:
         """What it measures of what it encodes."""
 
+    @property
+    def take_gradients(self) -> GradientSink | None:
+        """Takes the gradients of what it encodes, if it learns from them."""
+
     def capacity(self, shape_BTD: torch.Size) -> int:
         """The most payload bytes of this shape, whatever is cached."""
 
@@ -135,6 +143,9 @@ class Stateless:
 
     @property
     def memory(self) -> None: ...
+
+    @property
+    def take_gradients(self) -> None: ...
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         nbytes, numel = self.codec.capacity(shape_BTD[1:].numel()), shape_BTD[1:].numel()
