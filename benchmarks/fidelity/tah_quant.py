@@ -242,7 +242,7 @@ def _map_nbytes(count: int) -> int:
 
 def _packed(bit_BM: Tensor) -> Tensor:
     """Bits (uint8 0 or 1) as bit maps, bit m % 8 of byte m // 8."""
-    padded_BV8 = F.pad(bit_BM, (0, -bit_BM.shape[1] % 8)).unflatten(1, (-1, 8))
+    padded_BV8 = F.pad(bit_BM, (0, -bit_BM.shape[1] % 8)).view(len(bit_BM), -1, 8)
     shift = torch.arange(8, dtype=torch.uint8, device=bit_BM.device)
     return (padded_BV8 << shift).sum(2, dtype=torch.uint8)
 
