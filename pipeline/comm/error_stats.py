@@ -156,24 +156,27 @@ def error_stats(*taken: Sequence[float]) -> ErrorStats:
 
 
 def _measured(x_TD: Tensor, decoded_TD: Tensor, memory_TD: Tensor | None) -> _Sums:
-    """The numbers of a row; it is brought to the host once, as a few numbers."""
+    """The numbers of a row, which are brought to the host together.
+
+    One buffer takes all squares in turn: fresh memory of a large sample costs more than they do.
+    """
     x_TD = x_TD.float()
-    square_TD, error_TD = x_TD.square(), (decoded_TD.float() - x_TD).square_()
+    square_TD = x_TD.square()
     energy_D, energy_T = square_TD.sum(0), square_TD.sum(1)
     least = MASSIVE * energy_T.where(energy_T > 0, torch.nan).nanmedian()
     rest_T = (energy_T <= least).float()
     rest_D = rest_T @ square_TD
-    ratio_D = _of_own(rest_T @ error_TD, rest_D)
+    torch.sub(decoded_TD, x_TD, out=square_TD).square_()
+    ratio_D = _of_own(rest_T @ square_TD, rest_D)
     worst, largest = ratio_D.nan_to_num(nan=0.0).max(0), energy_D.max(0)
     found = [
-        energy_T.sum(), error_TD.sum(), ratio_D.nanmedian().nan_to_num(), worst.values,
+        energy_T.sum(), square_TD.sum(), ratio_D.nanmedian().nan_to_num(), worst.values,
         worst.indices, largest.values, largest.indices, (energy_T > least).sum(),
     ]  # fmt: skip
     if memory_TD is not None:
-        memory_TD = memory_TD.float()
-        change_TD = (memory_TD - x_TD).square_()
-        change = _of_own(rest_T @ change_TD, rest_D).nanmedian().nan_to_num()
-        found += [change_TD.sum(), change, memory_TD.square().sum()]
+        torch.sub(memory_TD, x_TD, out=square_TD).square_()
+        change = _of_own(rest_T @ square_TD, rest_D).nanmedian().nan_to_num()
+        found += [square_TD.sum(), change, square_TD.copy_(memory_TD).square_().sum()]
     size, error, median, *named = torch.stack([each.double() for each in found]).tolist()
     worst_error, worst_channel, most, largest_channel, massive = named[:5]
     sums = _Sums(
