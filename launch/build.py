@@ -153,11 +153,11 @@ def engine_options(config: RunConfig) -> EngineOptions:
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
         objective=config.model.objective(),
-        guarded=[
-            (cut, DIRECTIONS.index(way))
+        guarded={
+            (cut, DIRECTIONS.index(way)): spec.remedy()
             for (cut, way), spec in config.specs.items()
             if spec.kind != "raw" and config.boundary_at(cut).guard.mode != "off"
-        ],
+        },
     )
 
 

@@ -364,13 +364,12 @@ class TransformBoundary:
         change_ND, _, value_ND, _ = sent.seen
         self._proposals.see(kind, change_ND / size_N1, value_ND / size_N1, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
-            x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
             total_TK = sent.total_NK[:tokens]
-            decoded_1N, old_1N = (
-                self._restored(sent.step_N[:tokens], q_TK, x_BTD.device).view(1, -1)
+            decoded_TD, old_TD = (
+                self._restored(sent.step_N[:tokens], q_TK, x_BTD.device)
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
-            self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)
+            self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)
 
 
 def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:

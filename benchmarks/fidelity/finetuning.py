@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
+from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
@@ -32,6 +33,8 @@ from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.header import Direction
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -222,8 +225,17 @@ def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
     return {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
-def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Row:
+def fine_tune(
+    corpus: Corpus,
+    config: RunConfig,
+    weights: Weights,
+    *,
+    method: str,
+    codecs: Mapping[Direction, Codec] | None = None,
+) -> Row:
     """Train a copy of `weights` as `config` says and evaluate it.
+
+    `codecs` take the place of the boundaries of their direction.
 
     Raises:
         RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
@@ -240,6 +252,7 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
     numel = math.prod(config.message_shape)
     with in_process(config, total_steps=steps) as built:
         _load(built, weights)
+        send_with(built, codecs or {})
         torch.manual_seed(config.run.seed)  # random dropout
         before = _evaluate(built, corpus.held_out, compressed=False)
         epochs: list[Epoch] = []

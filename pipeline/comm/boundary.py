@@ -166,7 +166,7 @@ class Stateless:
             if rows and self.error_meter.wants(known=False):
                 decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
                 self.codec.decode(wire_BW[:1], decoded_1N)
-                self.error_meter.measure(x_BN[:1], decoded_1N)
+                self.error_meter.measure(x_BTD[0], decoded_1N.view(x_BTD.shape[1:]))
         return plan.capacity
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
