@@ -28,13 +28,14 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
-from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
+from thinpipe.aqsgd.transform.coefficients import LARGEST, LIMIT, Coded, most_beyond
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.rows import Rows, StoredSample
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.aqsgd.transform.tokens import (
+    COARSEST,
     NEUTRAL,
     SHARES,
     Choice,
@@ -134,7 +135,7 @@ class TransformBoundary:
         return self.weights.take
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """With a piece of a basis, and 16 bits per value."""
+        """With a piece of a basis, and 16 bits per value and an eighth."""
         values = coefficients.capacity(shape_BTD[:-1].numel(), self._width)
         piece = min(PIECE_NBYTES, proposal_capacity(self._width))
         choices = 2 * _LENGTH.size + 2 * rans.capacity(shape_BTD[:-1].numel())
@@ -243,8 +244,7 @@ class TransformBoundary:
         step_N = step + 2 * choice.coarse_N
         held_NK = part.at(step_N, choice, y_NK.shape[1])
         wanted_NK = (y_NK / step_sizes(step_N).float()[:, None]).round_()
-        wanted_NK = wanted_NK.clamp_(-LARGEST, LARGEST).int()
-        q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
+        q_NK = wanted_NK.clamp_(-LIMIT, LIMIT).int() - held_NK
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
         model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)
@@ -267,7 +267,8 @@ class TransformBoundary:
         value_ND, value_NK, change_NK = x_ND[some].float().cpu(), y_NK[some], change_NK[some]
         seen = _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.without(~usual(value_NK)))
-        return step - (0 if weight_N is None else 2 * NEUTRAL), choice, seen
+        step -= 0 if weight_N is None else 2 * NEUTRAL
+        return _fitting(step, choice, y_NK), choice, seen
 
     def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
         symbol_N = choice.symbol_N
@@ -370,6 +371,19 @@ class TransformBoundary:
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
             self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)
+
+
+def _fitting(step: int, choice: Choice, y_NK: Tensor) -> int:
+    """The first of ever coarser steps in which numbers fit: so that none is ever clamped.
+
+    What is clamped once is clamped at every visit, as caches hold less than a message.
+    """
+    while step + 2 * COARSEST < STEP_RANGE:
+        size_NK = y_NK.abs() / step_sizes(step + 2 * choice.coarse_N).float()[:, None]
+        if (size_NK > LARGEST).sum() <= most_beyond(y_NK.numel()) and bool((size_NK < LIMIT).all()):
+            break
+        step += 4
+    return step
 
 
 def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.coefficients import SCALES, UNSCALED, Coded
+from thinpipe.aqsgd.transform.coefficients import LARGEST, SCALES, UNSCALED, Coded
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.aqsgd.transform.tokens import SYMBOLS
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
@@ -99,7 +99,8 @@ class Learned:
         sampled_T1 = (torch.bincount(some_N, minlength=SCALES) * weight_T)[:, None]
         near = [(coded.model_TK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
         sums = [(logistic.magnitudes()[model_TK] * sampled_T1).sum(0) for model_TK in near]
-        found_K = (coded.q_NK[::_SAMPLED].abs() * weight_T[some_N, None]).sum(0)
+        size_NK = coded.q_NK[::_SAMPLED].abs().clamp_max_(LARGEST)
+        found_K = (size_NK * weight_T[some_N, None]).sum(0)
         self._sums[kind] += torch.stack([found_K << logistic.MAGNITUDE_BITS, *sums])
 
     def adopt(self, proposal: Proposal) -> None:
