@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 _PER_OCTAVE = 8
+_TRUST = 0.5
+"""Of a ratio of gradients, in octaves. All of it is no better: gradients of one visit, with one
+label, say little of how much an error would matter on average."""
 
 
 class TokenWeights:
@@ -42,7 +45,7 @@ class TokenWeights:
         known_N = found_N > -(2**15) + 1
         if not bool(known_N.any()):
             return None
-        octave_N = found_N.float() / _PER_OCTAVE
+        octave_N = _TRUST * found_N.float() / _PER_OCTAVE
         return torch.where(known_N, octave_N - octave_N[known_N].mean(), 0.0)
 
     def finish_step(self, *, keep: bool) -> None:
