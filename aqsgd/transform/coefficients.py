@@ -12,6 +12,7 @@ X numbers beyond 16 bits.
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     if _COUNTS.size + sum(counts) != wire.numel():
         words = " + ".join(map(str, counts))
         raise CodingError(f"coefficients: {words} bytes do not fill {wire.numel()}")
-    parts = wire[_COUNTS.size :].split(list(counts))
+    parts = wire[_COUNTS.size :].tensor_split(list(accumulate(counts[:-1])))
     coded = _decoded(parts, tokens, model_K, scales)
     if parts[3].numel() % 8:
         raise CodingError(f"coefficients: {parts[3].numel()} bytes of numbers that take 8 each")
