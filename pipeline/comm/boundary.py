@@ -16,7 +16,6 @@ from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
-
 GradientSink = Callable[[Tensor, Tensor], None]
 """Takes sample ids [B] and their gradients [B, T, D] as they were received."""
 
