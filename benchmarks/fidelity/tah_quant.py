@@ -223,7 +223,7 @@ def _turned(x_BKG: Tensor, tiles: _Tiles) -> Tensor:
     place_BK = torch.arange(count, dtype=torch.int32, device=x_BKG.device).repeat(rows, 1)
     y_BKG = torch.empty_like(x_BKG)
     swapped_BN = _swapped(x_BKG, tiles).flatten(1)
-    _kernels(x_BKG).gather(swapped_BN, place_BK, tiles.turned_BK, y_BKG)
+    _kernels(x_BKG).gather(swapped_BN, None, place_BK, tiles.turned_BK, y_BKG)
     return y_BKG
 
 
