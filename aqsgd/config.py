@@ -38,25 +38,39 @@ class MemoryConfig(BaseModel):
     folder: str | None = None
 
 
-class AqsgdConfig(QuantizerConfig):
-    """Quantized changes. `first_visit` and `memory`: a float format or that many bits.
+_OF_UNIFORM = ("scale_per", "rounding", "rate")
+"""Settings that tiles do not have."""
 
-    `first_visit = "same"` codes first visits as changes are coded, from nothing.
-    `first_visit = { kind = "stateless", bits = 5 }` sends them in tiles, and
-    `delta = "tiles"` the changes: a smaller error for the same bits (at 2 bits by a tenth), by a
-    codec that is slower than the fused `delta = "uniform"`.
+
+class AqsgdConfig(QuantizerConfig):
+    """Quantized changes. `first_visit` and `memory`: a float format, that many bits, or tiles.
+
+    `first_visit = "same"` codes first visits as changes are coded, from nothing. Changes are in
+    rotated tiles, whose scales no massive activation coarsens for others; `delta = "uniform"`
+    codes them as the paper does. That is the default too at 1 and 8 bits and with `scale_per`,
+    `rounding`, `rate` or `coding = "rans"`, which tiles do not have.
     """
 
     kind: Literal["aqsgd"] = "aqsgd"
-    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = 8
+    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = TileConfig(bits=6)
     memory: Literal["fp32", "bf16", 4, 8] = "bf16"
-    delta: Literal["uniform", "tiles"] = "uniform"
+    delta: Literal["uniform", "tiles"] | None = None
+
+    @property
+    def tiled(self) -> bool:
+        """Whether changes are coded in tiles."""
+        if self.delta is not None:
+            return self.delta == "tiles"
+        return 2 <= self.bits <= 7 and self.coding != "rans" and not self._of_uniform()
+
+    def _of_uniform(self) -> list[str]:
+        """Settings given that tiles do not have."""
+        fields = type(self).model_fields
+        return [name for name in _OF_UNIFORM if getattr(self, name) != fields[name].default]
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
-        names = ("scale_per", "rounding", "rate")
-        fields = type(self).model_fields
-        unused = [name for name in names if getattr(self, name) != fields[name].default]
+        unused = self._of_uniform()
         if self.delta == "tiles" and unused:
             raise ValueError(
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
@@ -71,17 +85,15 @@ class AqsgdConfig(QuantizerConfig):
 
     def change_codec(self, width: int) -> "ChangeCodec":
         """What codes changes of tokens of `width` channels."""
-        from thinpipe.aqsgd.delta_codec import Composed
-
-        if self.delta == "tiles":
-            return Composed(TileConfig(bits=self.bits).quantizer())
+        if self.tiled:
+            return TileConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
     def first_visit_codec(self, width: int) -> Codec:
         """What codes tokens of samples without history."""
         if self.first_visit != "same":
             return build_codec(self.first_visit, width)
-        if self.delta == "tiles":
+        if self.tiled:
             return TileConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
@@ -97,6 +109,9 @@ class AqsgdConfig(QuantizerConfig):
 
     def row_nbytes(self, tokens: int, width: int) -> int:
         return build_codec(self.memory, width).capacity(tokens * width)
+
+    def remedy(self) -> str:
+        return "use more bits" if self.tiled else 'use delta = "tiles"'
 
     def notices(self, *, epochs: int) -> list[str]:
         if epochs > 1:

@@ -50,6 +50,7 @@ class DeltaBoundary:
     """
 
     codec_id = CODEC_ID
+    take_gradients = None
 
     def __init__(
         self, memory: CodedMemory, *, first_visit: Codec, delta: ChangeCodec, key: int
@@ -84,8 +85,8 @@ class DeltaBoundary:
         x_BN = x_BTD.detach().reshape(len(plan.ids_B), -1)
         with written_on(x_BN.device, wire) as near:
             first, known = self._parts(plan, near)
-            seen_BN = self._encode_first(x_BN, first, plan.step)
-            visits = [self._encode_change(x_BN, *row, plan.step) for row in known.one_by_one()]
+            seen_BN = self._encode_first(x_BN, first, plan)
+            visits = [self._encode_change(x_BN, *row, plan) for row in known.one_by_one()]
         self.error_meter.count(known=len(known.rows), first_visits=len(first.rows))
         self._stage(plan, wire, seen_BN, visits)
         return plan.capacity
@@ -112,28 +113,30 @@ class DeltaBoundary:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.memory.load_state_dict(state)
 
-    def _encode_first(self, x_BN: Tensor, part: _Part, step: int) -> Tensor:
+    def _encode_first(self, x_BN: Tensor, part: _Part, plan: MessagePlan) -> Tensor:
         """What the receiver will have seen of samples without history."""
         seen_BN = torch.empty(len(part.rows), x_BN.shape[1], device=x_BN.device)
         if part.rows:
-            noise = Noise(self._key, step, part.ids_B)
+            noise = Noise(self._key, plan.step, part.ids_B)
             self._first_visit.encode(x_BN[part.rows], part.wire_BW, seen_BN, noise=noise)
             if self.error_meter.wants(known=False):
-                self.error_meter.measure(x_BN[part.rows[:1]], seen_BN[:1])
+                pair = x_BN[part.rows[0]], seen_BN[0]
+                self.error_meter.measure(*(row.view(plan.shape_BTD[1:]) for row in pair))
         return seen_BN
 
     def _encode_change(
-        self, x_BN: Tensor, row: int, id_1: Tensor, wire_1W: Tensor, step: int
+        self, x_BN: Tensor, row: int, id_1: Tensor, wire_1W: Tensor, plan: MessagePlan
     ) -> tuple[Visit, Tensor]:
         """An open visit, and whether its new row is finite."""
         x_1N = x_BN[row : row + 1]
         visit = self.memory.open(int(id_1), x_BN.shape[1], x_BN.device)
-        noise = Noise(self._key, step, id_1)
+        noise = Noise(self._key, plan.step, id_1)
         finite_1 = self._delta.encode_change(
             x_1N, visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
         )
         if self.error_meter.wants(known=True):
-            self.error_meter.measure(x_1N, visit.fresh_1N.float(), visit.old_1N.float())
+            rows = (x_1N, visit.fresh_1N, visit.old_1N)
+            self.error_meter.measure(*(row_1N.view(plan.shape_BTD[1:]) for row_1N in rows))
         return visit, finite_1
 
     def _decode_change(

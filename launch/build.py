@@ -155,11 +155,11 @@ def engine_options(config: RunConfig) -> EngineOptions:
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
         objective=config.model.objective(),
-        guarded=[
-            (cut, DIRECTIONS.index(way))
+        guarded={
+            (cut, DIRECTIONS.index(way)): spec.remedy()
             for (cut, way), spec in config.specs.items()
             if spec.kind != "raw" and config.boundary_at(cut).guard.mode != "off"
-        ],
+        },
     )
 
 
@@ -265,10 +265,13 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             coding=spec.coding,
         )
 
+    sent, returned = make(OutgoingChannel, stage, FORWARD), make(IncomingChannel, stage, BACKWARD)
+    if sent is not None and returned is not None:
+        returned.codec.gradient_sink = sent.codec.training.take_gradients
     return Channels(
         activations_in=make(IncomingChannel, stage - 1, FORWARD),
-        activations_out=make(OutgoingChannel, stage, FORWARD),
-        gradients_in=make(IncomingChannel, stage, BACKWARD),
+        activations_out=sent,
+        gradients_in=returned,
         gradients_out=make(OutgoingChannel, stage - 1, BACKWARD),
     )
 

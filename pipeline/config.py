@@ -112,7 +112,9 @@ class GuardConfig(BaseModel):
     """Whether a direction of a cut that fails is told: `mode = "off"` checks nothing.
 
     It fails when its relative error exceeds 0.6, or when the relative size of changes is 1.5 times
-    the smallest it has been and more than a quarter, both in the mean over about 20 steps.
+    the smallest it has been and more than a quarter. It also fails when one channel has a quarter
+    of the energy and half of all channels an error of 0.25 of their own. All are means over about
+    20 steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -151,6 +153,10 @@ class BoundaryKind(BaseModel):
     def notices(self, *, epochs: int) -> list[str]:
         """Notices for a run of so many epochs."""
         return []
+
+    def remedy(self) -> str:
+        """What to use where one channel or token is so large that the others are lost."""
+        return 'use kind = "stateless"'
 
     @property
     def remembers(self) -> bool:
@@ -272,6 +278,9 @@ class StatelessConfig(TileConfig, BoundaryKind):
 
     def words(self) -> str:
         return f"stateless {self.bits}-bit" + _named(self.coding)
+
+    def remedy(self) -> str:
+        return "use more bits"
 
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class EngineOptions:
 
     `cuts` are all cuts of the pipeline, `hidden` is D, the width there, and `tokens` T, by default
     as many as inputs have; `clip_norm` limits the gradient norm over all stages, 0 leaves it alone;
-    `guarded` are the directions that the guard judges.
+    `guarded` are the directions that the guard judges, with what to use where a codec is wrong.
     """
 
     schedule: ScheduleName
@@ -68,7 +68,7 @@ class EngineOptions:
     clip_norm: float = 0.0
     precision: Precision = "fp32"
     objective: Objective = field(default_factory=NextToken)
-    guarded: Collection[CutDirection] = ()
+    guarded: Mapping[CutDirection, str] = field(default_factory=dict)
 
 
 class PipelineEngine:

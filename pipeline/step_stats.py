@@ -154,7 +154,7 @@ class StepStats:
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(of_ranks.busy_s.mean()) / seconds,
-            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0) * alike),
+            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :], alike),
             sync_bytes=alike * int(total.sync_bytes),
             weight_bytes=alike * int(total.weight_bytes),
             gradient_bytes=alike * int(total.gradient_bytes),
@@ -180,20 +180,23 @@ class StepStats:
     def _places(self) -> list[tuple[int, int]]:
         return [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
 
-    def _wire(self, sums: torch.Tensor) -> tuple[WireTotal, ...]:
-        rows = sums.view(-1, _COUNTS + SUMS).tolist()
+    def _wire(self, all_WN: torch.Tensor, alike: int) -> tuple[WireTotal, ...]:
+        """Of the ranks W, each of which stands for as many others as there are replicas alike."""
+        rows_PWN = all_WN.reshape(len(all_WN), -1, _COUNTS + SUMS).transpose(0, 1).tolist()
         return tuple(
-            _wire_total(*place, row) for place, row in zip(self._places(), rows, strict=True)
+            _wire_total(*place, rows * alike)
+            for place, rows in zip(self._places(), rows_PWN, strict=True)
         )
 
 
-def _wire_total(cut: int, direction: int, sums: Sequence[float]) -> WireTotal:
-    nbytes, messages, values = map(int, sums[:_COUNTS])
+def _wire_total(cut: int, direction: int, senders: Sequence[Sequence[float]]) -> WireTotal:
+    counts = [row[:_COUNTS] for row in senders]
+    nbytes, messages, values = (int(sum(column)) for column in zip(*counts, strict=True))
     return WireTotal(
         cut=cut,
         direction=DIRECTIONS[direction],
         nbytes=nbytes,
         messages=messages,
         values=values,
-        **asdict(error_stats(sums[_COUNTS:])),
+        **asdict(error_stats(*(row[_COUNTS:] for row in senders))),
     )

@@ -135,12 +135,18 @@ def step_index(size: float) -> int:
     return round(4 * math.log2(size))
 
 
-def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
-    """Coefficients (int32) in steps of index `old`, in those of index `new`."""
-    if old == new:
+def step_sizes(index_N: Tensor) -> Tensor:
+    """Those of many indices (float64)."""
+    quarter_4 = torch.tensor(_quarters(), dtype=torch.float64)
+    return torch.ldexp(quarter_4[index_N % 4], index_N.div(4, rounding_mode="floor"))
+
+
+def rescaled(q_NK: Tensor, old_N: Tensor, new_N: Tensor) -> Tensor:
+    """Coefficients (int32) in steps of indices `old_N`, in those of indices `new_N`."""
+    if torch.equal(old_N, new_N):
         return q_NK
-    factor = torch.tensor(step_size(old - new), dtype=torch.float64)
-    return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
+    factor_N = step_sizes(old_N - new_N)
+    return torch.floor(q_NK.double() * factor_N[:, None] + 0.5).clamp_(-(2**30), 2**30).int()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

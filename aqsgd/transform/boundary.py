@@ -1,17 +1,18 @@
 """AQ-SGD in a learned transform: entropy-coded changes of whole-number coefficients.
 
 A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends cache of
-the sample, the whole numbers Q:
+the sample, the whole numbers Q, as far as it counts (`tokens.py`):
 
     q = round(V'a / s) - Q;   Q += q;   the receiver computes V (s Q)
 
 V is the Karhunen-Loeve transform of what the sender has sent (`basis_search.py`); steps are its
-choice too, message by message (`steps.py`). Samples without history have Q = 0, and models of their
-own. The ends need to agree on whole numbers only, so that their floating-point products may differ.
+choice too, message by message (`steps.py`) and token by token. Samples without history have Q = 0,
+and models of their own. The ends need to agree on whole numbers only, so that their floating-point
+products may differ.
 
 Payload: `_HEAD` (version of the basis; a piece of the next one: index, of how many, bytes; the two
 steps; bytes of first visits), the piece, a byte per sample (0: not finite, nothing is coded), then
-coefficients of first visits and of changes (`coefficients.py`).
+first visits and changes: bytes of choices (u32), choices, and coefficients (`coefficients.py`).
 
 Axes: B samples, T tokens, D channels, N tokens of several samples, K dimensions.
 """
@@ -25,16 +26,27 @@ from torch import Tensor
 
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform import coefficients
-from thinpipe.aqsgd.transform.basis import rescaled, step_size
+from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
-from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
+from thinpipe.aqsgd.transform.coefficients import LARGEST, LIMIT, Coded, most_beyond
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.rows import Rows, StoredSample
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
-from thinpipe.pipeline.comm.boundary import MessagePlan
+from thinpipe.aqsgd.transform.tokens import (
+    COARSEST,
+    NEUTRAL,
+    SHARES,
+    Choice,
+    best_shares,
+    coarseness,
+    usual,
+)
+from thinpipe.aqsgd.transform.weights import TokenWeights
+from thinpipe.pipeline.comm.boundary import GradientSink, MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
+from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
 
@@ -43,28 +55,30 @@ BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
 _HEAD = struct.Struct("<IHHIhhI")
+_LENGTH = struct.Struct("<I")
 
 
 class _Part(NamedTuple):
     """The samples of a message that are coded alike, and what is cached of each.
 
-    Numbers are in the current basis, and in steps of each sample's own.
+    Numbers are in the current basis, and in steps of each token's own.
     """
 
     kind: Kind
     rows: list[int]
     held: list[StoredSample]
 
-    def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
-        """What is cached (int32 [N, K]), in steps of this index; nothing of first visits."""
+    def at(self, step_N: Tensor, choice: Choice, dimensions: int) -> Tensor:
+        """What counts of what is cached (int32 [N, K]), in these steps; nothing of first visits."""
         if self.kind == FIRST or not self.rows:
-            return torch.zeros(len(self.rows) * tokens, dimensions, dtype=torch.int32)
-        found = [rescaled(held.q_TK, held.step, step) for held in self.held]
-        return torch.cat(found).clamp_(-LARGEST, LARGEST)
+            return torch.zeros(len(step_N), dimensions, dtype=torch.int32)
+        q_NK = torch.cat([held.q_TK for held in self.held])
+        found_NK = rescaled(q_NK, torch.cat([held.step_T for held in self.held]), step_N)
+        return choice.counted(found_NK.clamp_(-LARGEST, LARGEST))
 
     def values(self) -> Tensor:
         """Of known samples (fp32 [N, K])."""
-        return torch.cat([held.q_TK.float() * step_size(held.step) for held in self.held])
+        return torch.cat([_scaled(held.q_TK, held.step_T) for held in self.held])
 
 
 class _Seen(NamedTuple):
@@ -78,16 +92,25 @@ class _Seen(NamedTuple):
     value_ND: Tensor
     value_NK: Tensor
 
+    def without(self, massive_N: Tensor) -> "_Seen":
+        return _Seen(*(x[~massive_N] for x in self))
+
 
 class _Sent(NamedTuple):
-    """A part as it was coded, in steps of index `step`."""
+    """A part as it was coded, in steps of index `step` or coarser."""
 
     part: _Part
     step: int
+    choice: Choice
     total_NK: Tensor
     """What is decoded, in steps."""
     coded: Coded
     seen: _Seen | None = None
+
+    @property
+    def step_N(self) -> Tensor:
+        """Indices of the tokens' steps."""
+        return self.step + 2 * self.choice.coarse_N
 
 
 class TransformBoundary:
@@ -105,12 +128,18 @@ class TransformBoundary:
         self.error_meter = ErrorMeter()
         self._width, self._steps = learned.width, steps
         self._proposals = Proposals(learned.width, share)
+        self.weights = TokenWeights()
+
+    @property
+    def take_gradients(self) -> GradientSink:
+        return self.weights.take
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """With a piece of a basis, and 16 bits per value."""
+        """With a piece of a basis, and 16 bits per value and an eighth."""
         values = coefficients.capacity(shape_BTD[:-1].numel(), self._width)
         piece = min(PIECE_NBYTES, proposal_capacity(self._width))
-        return _HEAD.size + piece + shape_BTD[0] + coefficients.capacity(0, 0) + values
+        choices = 2 * _LENGTH.size + 2 * rans.capacity(shape_BTD[:-1].numel())
+        return _HEAD.size + piece + shape_BTD[0] + coefficients.capacity(0, 0) + choices + values
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """Lengths depend on values; the checksum stands for all that both ends have learned."""
@@ -168,10 +197,12 @@ class TransformBoundary:
         for kind, step, block in zip(KINDS, steps, blocks, strict=True):
             part = self._part(plan, kind, finite_B)
             model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
+            choice, block = self._read_choice(kind, block, len(part.rows) * tokens)
             coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
-            held_NK = part.at(step, tokens, model_K.numel())
-            done = _Sent(part, step, held_NK + coded.q_NK, coded)
-            value_BTD = self._restored(step, done.total_NK, out_BTD.device)
+            step_N = step + 2 * choice.coarse_N
+            held_NK = part.at(step_N, choice, model_K.numel())
+            done = _Sent(part, step, choice, held_NK + coded.q_NK, coded)
+            value_BTD = self._restored(step_N, done.total_NK, out_BTD.device)
             shape = (len(part.rows), *plan.shape_BTD[1:])
             out_BTD[part.rows] = value_BTD.view(shape).to(out_BTD.dtype)
             sent.append(done)
@@ -184,42 +215,80 @@ class TransformBoundary:
             self._learn()
         else:
             self.learned.discard()
+        self.weights.finish_step(keep=keep)
         self._proposals.finish_step(self.learned, keep=keep)
 
     def state_dict(self) -> dict[str, Any]:
         memory = {} if self._rows is None else self._rows.state_dict()
-        own = {"learned": self.learned.state_dict(), "proposals": self._proposals.state_dict()}
-        return memory | own
+        parts = {
+            "learned": self.learned,
+            "proposals": self._proposals,
+            "weights": self.weights,
+        }
+        return memory | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._rows is not None:
             self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])
         self._proposals.load_state_dict(state["proposals"])
+        self.weights.load_state_dict(state["weights"])
 
     def _write_part(self, plan: MessagePlan, part: _Part, x_BTD: Tensor) -> tuple[_Sent, Tensor]:
         x_ND = x_BTD[part.rows].flatten(0, 1)
         y_NK = self.learned.basis.project(x_ND).cpu()
         seen, step = None, 0
+        choice = Choice(*torch.zeros(2, len(y_NK), dtype=torch.int64))
         if part.rows:
-            seen = self._look(part, x_ND, y_NK)
-            step = self._steps.choose(part.kind == CHANGE, *seen)
-        held_NK = part.at(step, plan.shape_BTD[1], y_NK.shape[1])
-        wanted_NK = (y_NK / step_size(step)).round_().clamp_(-LARGEST, LARGEST).int()
-        q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
+            step, choice, seen = self._choose(part, plan, x_ND, y_NK)
+        step_N = step + 2 * choice.coarse_N
+        held_NK = part.at(step_N, choice, y_NK.shape[1])
+        wanted_NK = (y_NK / step_sizes(step_N).float()[:, None]).round_()
+        q_NK = wanted_NK.clamp_(-LIMIT, LIMIT).int() - held_NK
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
         model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)
         used, coded = coefficients.encode(q_NK, model_K, scales, block)
-        return _Sent(part, step, held_NK + coded.q_NK, coded, seen), block[:used]
+        done = _Sent(part, step, choice, held_NK + coded.q_NK, coded, seen)
+        return done, torch.cat([self._written_choice(part.kind, choice), block[:used]])
 
-    def _look(self, part: _Part, x_ND: Tensor, y_NK: Tensor) -> _Seen:
+    def _choose(
+        self, part: _Part, plan: MessagePlan, x_ND: Tensor, y_NK: Tensor
+    ) -> tuple[int, Choice, _Seen]:
+        """The step, what differs from token to token, and what the sender looks at."""
         some = sampled(len(x_ND))
-        value_ND, value_NK = x_ND[some].float().cpu(), y_NK[some]
-        change_NK = value_NK
+        share_N, change_NK = torch.zeros(len(y_NK), dtype=torch.int64), y_NK
         if part.kind == CHANGE:
-            change_NK = value_NK - part.values()[some]
-        return _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
+            held_NK = part.values()
+            share_N = best_shares(y_NK, held_NK)
+            change_NK = y_NK - held_NK * (SHARES[share_N] / 4)[:, None]
+        weight_N = self.weights.octaves(plan.ids_B[part.rows].tolist(), plan.shape_BTD[1])
+        choice = Choice(coarseness(y_NK, weight_N), share_N)
+        value_ND, value_NK, change_NK = x_ND[some].float().cpu(), y_NK[some], change_NK[some]
+        seen = _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
+        step = self._steps.choose(part.kind == CHANGE, *seen.without(~usual(value_NK)))
+        step -= 0 if weight_N is None else 2 * NEUTRAL
+        return _fitting(step, choice, y_NK), choice, seen
+
+    def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
+        symbol_N = choice.symbol_N
+        wire = torch.empty(_LENGTH.size + rans.capacity(symbol_N.numel()), dtype=torch.uint8)
+        used = rans.encode(symbol_N, None, self.learned.choices(kind), wire[_LENGTH.size :])
+        length = torch.frombuffer(bytearray(_LENGTH.pack(used)), dtype=torch.uint8)
+        wire[: _LENGTH.size] = length
+        return wire[: _LENGTH.size + used]
+
+    def _read_choice(self, kind: Kind, block: Tensor, tokens: int) -> tuple[Choice, Tensor]:
+        """What was chosen, and the rest of the block."""
+        if block.numel() < _LENGTH.size:
+            raise CodingError(f"{block.numel()} bytes of coefficients: too few for their choices")
+        (used,) = _LENGTH.unpack(block[: _LENGTH.size].numpy().tobytes())
+        if used > block.numel() - _LENGTH.size:
+            raise CodingError(f"{used} bytes of choices among {block.numel()}")
+        coded, rest = block[_LENGTH.size :].tensor_split([used])
+        symbol_N = torch.empty(tokens, dtype=torch.uint8)
+        rans.decode(coded, None, self.learned.choices(kind), symbol_N)
+        return Choice.of(symbol_N), rest
 
     def _split(
         self, wire: Tensor, samples: int
@@ -258,9 +327,8 @@ class TransformBoundary:
             held = [self._rows.held(sample, tokens) for sample in ids]
         return _Part(kind, rows, held)
 
-    def _restored(self, step: int, q_NK: Tensor, device: torch.device) -> Tensor:
-        y_NK = q_NK.to(device).float() * step_size(step)
-        return self.learned.basis.restore(y_NK)
+    def _restored(self, step_N: Tensor, q_NK: Tensor, device: torch.device) -> Tensor:
+        return self.learned.basis.restore(_scaled(q_NK, step_N).to(device))
 
     def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
         """Learn from a message, and stage its samples."""
@@ -268,12 +336,14 @@ class TransformBoundary:
             self.learned.take_piece(*piece)
         tokens, version = plan.shape_BTD[1], self.learned.version
         for done in sent:
-            self.learned.count(done.part.kind, done.coded)
-            if self._rows is None or version == 0:
-                continue  # nobody knows how large coefficients of channels are
+            self.learned.count(done.part.kind, done.coded, done.choice.symbol_N)
+            if self._rows is None:
+                continue
             total_BTK = done.total_NK.view(-1, tokens, done.total_NK.shape[1])
-            for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
-                self._rows.stage(int(plan.ids_B[row]), StoredSample(version, done.step, q_TK))
+            coarse_BT = done.choice.coarse_N.view(-1, tokens)
+            for row, coarse_T, q_TK in zip(done.part.rows, coarse_BT, total_BTK, strict=True):
+                held = StoredSample(version, done.step, coarse_T, q_TK)
+                self._rows.stage(int(plan.ids_B[row]), held)
 
     def _learn(self) -> None:
         """Take in what a step that counts brought, and drop bases that nobody needs any more."""
@@ -290,14 +360,32 @@ class TransformBoundary:
         self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
         if sent.seen is None:
             return
-        tokens, size = x_BTD.shape[1], step_size(sent.step)
+        tokens, some = x_BTD.shape[1], sampled(len(sent.step_N))
+        size_N1 = step_sizes(sent.step_N[some]).float()[:, None]
         change_ND, _, value_ND, _ = sent.seen
-        self._proposals.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
+        self._proposals.see(kind, change_ND / size_N1, value_ND / size_N1, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
-            x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
             total_TK = sent.total_NK[:tokens]
-            decoded_1N, old_1N = (
-                self._restored(sent.step, q_TK, x_BTD.device).view(1, -1)
+            decoded_TD, old_TD = (
+                self._restored(sent.step_N[:tokens], q_TK, x_BTD.device)
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
-            self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)
+            self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)
+
+
+def _fitting(step: int, choice: Choice, y_NK: Tensor) -> int:
+    """The first of ever coarser steps in which numbers fit: so that none is ever clamped.
+
+    What is clamped once is clamped at every visit, as caches hold less than a message.
+    """
+    while step + 2 * COARSEST < STEP_RANGE:
+        size_NK = y_NK.abs() / step_sizes(step + 2 * choice.coarse_N).float()[:, None]
+        if (size_NK > LARGEST).sum() <= most_beyond(y_NK.numel()) and bool((size_NK < LIMIT).all()):
+            break
+        step += 4
+    return step
+
+
+def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:
+    """Coefficients (fp32) from whole numbers of steps."""
+    return q_NK.float() * step_sizes(step_N).float()[:, None]

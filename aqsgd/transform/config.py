@@ -1,5 +1,6 @@
 """How transform coding is configured at a direction of a cut."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -71,7 +72,7 @@ class TransformConfig(BoundaryKind):
     def row_nbytes(self, tokens: int, width: int) -> int:
         from thinpipe.aqsgd.transform.rows import row_nbytes
 
-        return row_nbytes(tokens * width) if self.memory else 0
+        return row_nbytes(width, tokens * width) if self.memory else 0
 
     def words(self) -> str:
         share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
@@ -108,5 +109,6 @@ def build_transform(
 
     learned, memory = Learned(width), None
     if config.memory:
-        memory = SampleMemory(row_nbytes, store, capacity=capacity, shared=learned)
+        nbytes = partial(row_nbytes, width)
+        memory = SampleMemory(nbytes, store, capacity=capacity, shared=learned)
     return TransformBoundary(learned, memory, config.steps, config.dimensions)

@@ -18,6 +18,7 @@ class FirstVisits:
     codec_id = CODEC_ID
     bits = BITS
     memory = None
+    take_gradients = None
 
     def __init__(self, training: TransformBoundary) -> None:
         """What `training` has learned is used."""

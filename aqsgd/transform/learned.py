@@ -4,9 +4,12 @@ Everything is whole numbers. A step's messages are coded with what was learned b
 order; at its end both ends take in sums over them, or drop these with the step. A new basis comes
 from the sender in pieces, one to a message, and is used from the step after its last piece.
 
-Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits, T scales of a token.
+Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits, T scales of a token, C what the
+sender chooses for it.
 """
 
+import functools
+import math
 import struct
 import zlib
 from collections.abc import Collection, Mapping
@@ -17,8 +20,9 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.coefficients import SCALES, Coded
+from thinpipe.aqsgd.transform.coefficients import LARGEST, SCALES, UNSCALED, Coded
 from thinpipe.aqsgd.transform.proposal import Proposal
+from thinpipe.aqsgd.transform.tokens import SYMBOLS
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
 Kind = Literal[0, 1]
@@ -47,6 +51,7 @@ class Learned:
         self.bases = {0: Basis.identity(self.width)}
         self.model_MK = torch.tensor(_START)[:, None].repeat(1, self.width)
         self._scales_MT = torch.zeros(2, SCALES, dtype=torch.int64)
+        self._choices_MC = torch.zeros(2, SYMBOLS, dtype=torch.int64)
         self._pieces: dict[int, bytes] = {}
         self._turns: dict[int, Tensor] = {}
         self._forget_step()
@@ -68,14 +73,11 @@ class Learned:
 
     def scales(self, kind: Kind) -> Tables:
         """Frequencies of the tokens' scales in this step."""
-        return self._tables[kind]
+        return self._scale_tables[kind]
 
-    def _scale_tables(self, kind: Kind) -> Tables:
-        count_T = self._scales_MT[kind] + 1
-        spare = (1 << PROBABILITY_BITS) - SCALES
-        frequency_T = 1 + count_T * spare // int(count_T.sum())
-        frequency_T[int(frequency_T.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_T.sum())
-        return Tables(frequency_T[None].int())
+    def choices(self, kind: Kind) -> Tables:
+        """Frequencies of what is chosen for tokens in this step."""
+        return self._choice_tables[kind]
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
         """Keep a piece of the next basis until the end of the step.
@@ -89,14 +91,17 @@ class Learned:
         if len(pieces) == of:
             self._proposal = Proposal.unpacked(_joined(pieces), self.width)
 
-    def count(self, kind: Kind, coded: Coded) -> None:
-        """Take in a message's coefficients at the end of the step."""
+    def count(self, kind: Kind, coded: Coded, symbol_N: Tensor) -> None:
+        """Take in a message's coefficients, and what was chosen, at the end of the step."""
         self._new_scales_MT[kind] += torch.bincount(coded.scale_N, minlength=SCALES)
-        sampled_T1 = torch.bincount(coded.scale_N[::_SAMPLED], minlength=SCALES)[:, None]
+        self._new_choices_MC[kind] += torch.bincount(symbol_N.long(), minlength=SYMBOLS)
+        some_N, weight_T = coded.scale_N[::_SAMPLED], _alike()
+        sampled_T1 = (torch.bincount(some_N, minlength=SCALES) * weight_T)[:, None]
         near = [(coded.model_TK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
         sums = [(logistic.magnitudes()[model_TK] * sampled_T1).sum(0) for model_TK in near]
-        found_K = coded.q_NK[::_SAMPLED].abs().sum(0) << logistic.MAGNITUDE_BITS
-        self._sums[kind] += torch.stack([found_K, *sums])
+        size_NK = coded.q_NK[::_SAMPLED].abs().clamp_max_(LARGEST)
+        found_K = (size_NK * weight_T[some_N, None]).sum(0)
+        self._sums[kind] += torch.stack([found_K << logistic.MAGNITUDE_BITS, *sums])
 
     def adopt(self, proposal: Proposal) -> None:
         """Use a basis from the next step on; both ends do so between the same two steps."""
@@ -115,9 +120,8 @@ class Learned:
             falls_K = 2 * found_K < here_K + below_K
             self.model_MK[kind] += rises_K.long() - falls_K.long()
         self.model_MK.clamp_(0, logistic.MODELS - 1)
-        known = self._new_scales_MT.sum(1, keepdim=True) > 0
-        fresh_MT = self._scales_MT // 2 + self._new_scales_MT
-        self._scales_MT = torch.where(known, fresh_MT, self._scales_MT)
+        self._scales_MT = _faded(self._scales_MT, self._new_scales_MT)
+        self._choices_MC = _faded(self._choices_MC, self._new_choices_MC)
         self._pieces = self._known_pieces()
         if self._proposal is not None:
             self.adopt(self._proposal)
@@ -142,7 +146,7 @@ class Learned:
 
     def _computed_digest(self) -> int:
         crc = zlib.crc32(struct.pack("<qq", self.version, len(self._pieces)))
-        for tensor in (self.model_MK, self._scales_MT):
+        for tensor in (self.model_MK, self._scales_MT, self._choices_MC):
             crc = zlib.crc32(tensor.numpy().tobytes(), crc)
         return zlib.crc32(struct.pack("<I", self.basis.checksum), crc)
 
@@ -156,6 +160,7 @@ class Learned:
             },
             "models": self.model_MK,
             "scales": self._scales_MT,
+            "choices": self._choices_MC,
             "pieces": {str(index): _bytes(data) for index, data in self._pieces.items()},
         }
 
@@ -163,6 +168,7 @@ class Learned:
         self.version = state["version"]
         self.bases = {int(v): Basis(*basis) for v, basis in state["bases"].items()}
         self.model_MK, self._scales_MT = state["models"].clone(), state["scales"].clone()
+        self._choices_MC = state["choices"].clone()
         self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
         self._turns = {}
         self._forget_step()
@@ -174,12 +180,35 @@ class Learned:
 
     def _forget_step(self) -> None:
         dimensions = self.basis.dimensions
-        self._tables = [self._scale_tables(kind) for kind in KINDS]
+        self._scale_tables = [_tables(self._scales_MT[kind]) for kind in KINDS]
+        self._choice_tables = [_tables(self._choices_MC[kind]) for kind in KINDS]
         self._digest = self._computed_digest()
         self._new_scales_MT = torch.zeros_like(self._scales_MT)
+        self._new_choices_MC = torch.zeros_like(self._choices_MC)
         self._new_pieces: dict[int, bytes] = {}
         self._proposal = None
         self._sums = [torch.zeros(4, dimensions, dtype=torch.int64) for _ in KINDS]
+
+
+@functools.cache
+def _alike() -> Tensor:
+    """What tokens of each scale are multiplied by, so that large ones count for no more."""
+    return torch.tensor([math.isqrt(1 << (24 + UNSCALED - t)) for t in range(SCALES)])
+
+
+def _tables(seen_S: Tensor) -> Tables:
+    """Frequencies close to those that were seen, none of them 0."""
+    count_S = seen_S + 1
+    spare = (1 << PROBABILITY_BITS) - len(count_S)
+    frequency_S = 1 + count_S * spare // int(count_S.sum())
+    frequency_S[int(frequency_S.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_S.sum())
+    return Tables(frequency_S[None].int())
+
+
+def _faded(count_MS: Tensor, new_MS: Tensor) -> Tensor:
+    """Counts to which a step's were added; those of kinds that it had none of stay."""
+    known_M1 = new_MS.sum(1, keepdim=True) > 0
+    return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)
 
 
 def _joined(pieces: Mapping[int, bytes]) -> bytes:

@@ -61,12 +61,12 @@ class Proposals:
         self._next += 1
         return self._pieces[self._next - 1]
 
-    def see(self, kind: Kind, sent_ND: Tensor, value_ND: Tensor, *, step: float, of: int) -> None:
-        """Take in some `of` so many tokens that were sent: what was coded, and the values."""
+    def see(self, kind: Kind, sent_ND: Tensor, value_ND: Tensor, *, of: int) -> None:
+        """Take in some `of` so many tokens that were sent, in steps: what was coded, and values."""
         self._new_tokens += of
         room = self._room - sum(len(seen.sent_ND) for seen in self._new_seen)
         if room > 0:
-            self._new_seen.append(Seen(kind, sent_ND[:room] / step, value_ND[:room] / step))
+            self._new_seen.append(Seen(kind, sent_ND[:room], value_ND[:room]))
 
     def finish_step(self, learned: Learned, *, keep: bool) -> None:
         """Look for a better basis when all of the last one has arrived, or send again."""

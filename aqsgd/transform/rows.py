@@ -1,7 +1,7 @@
-"""How samples' coefficients are cached: in rows of 8 + T D bytes, whatever K.
+"""How samples' coefficients are cached: in rows of 8 + T (D + 1) bytes, whatever K.
 
-These are the version of the basis (u32), the index of the step (i32), and a byte for each of K
-dimensions of T tokens.
+These are the version of the basis (u32), the index of the step (i32), a byte per token for how much
+coarser its own is, and a byte for each of K dimensions of T tokens.
 
 Axes: T tokens, D channels, K dimensions.
 """
@@ -22,35 +22,46 @@ _HEAD = struct.Struct("<Ii")
 
 
 class StoredSample(NamedTuple):
-    """What is cached of a sample: whole numbers (int32) of steps in a basis."""
+    """What is cached of a sample: whole numbers (int32) of steps in a basis.
+
+    `coarse_T` (int64) is how many half octaves a token's step is above that of index `step`.
+    """
 
     version: int
     step: int
+    coarse_T: Tensor
     q_TK: Tensor
 
+    @property
+    def step_T(self) -> Tensor:
+        """Indices of the tokens' steps."""
+        return self.step + 2 * self.coarse_T
 
-def row_nbytes(numel: int) -> int:
-    """Bytes of the row of a sample of `numel` values."""
-    return _HEAD.size + numel
+
+def row_nbytes(width: int, numel: int) -> int:
+    """Bytes of the row of a sample of `numel` values, in tokens of `width` channels."""
+    return _HEAD.size + numel // width + numel
 
 
-def pack(held: StoredSample, basis: Basis, numel: int) -> Tensor:
-    """A row, with what the basis keeps of the numbers."""
-    row = torch.zeros(row_nbytes(numel), dtype=torch.uint8)
+def pack(held: StoredSample, basis: Basis, width: int) -> Tensor:
+    """A row of tokens of `width` channels, with what the basis keeps of the numbers."""
+    tokens = len(held.q_TK)
+    row = torch.zeros(row_nbytes(width, tokens * width), dtype=torch.uint8)
     head = _HEAD.pack(held.version, held.step)
     row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     stored_TK = basis.remembered(held.q_TK)
-    row[_HEAD.size : _HEAD.size + stored_TK.numel()] = stored_TK.flatten()
+    numbers = row[_HEAD.size :]
+    numbers[:tokens] = held.coarse_T
+    numbers[tokens : tokens + stored_TK.numel()] = stored_TK.flatten()
     return row
 
 
 def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> StoredSample:
     """What a row keeps of what `pack` was given."""
     version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
-    basis = bases[version]
-    end = _HEAD.size + tokens * basis.dimensions
-    stored_TK = row[_HEAD.size : end].view(tokens, -1)
-    return StoredSample(version, step, basis.recalled(stored_TK))
+    basis, numbers = bases[version], row[_HEAD.size :]
+    stored_TK = numbers[tokens : tokens * (1 + basis.dimensions)].view(tokens, -1)
+    return StoredSample(version, step, numbers[:tokens].long(), basis.recalled(stored_TK))
 
 
 class Rows:
@@ -80,8 +91,9 @@ class Rows:
 
     def stage(self, sample: int, held: StoredSample) -> None:
         """Cache this at the end of the step, in the current basis."""
-        numel = len(held.q_TK) * self._learned.width
-        self.memory.renew(sample, pack(held, self._learned.basis, numel), numel)
+        width = self._learned.width
+        row = pack(held, self._learned.basis, width)
+        self.memory.renew(sample, row, len(held.q_TK) * width)
         self._staged[sample] = held.version
 
     def finish_step(self, *, keep: bool) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
+from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
@@ -32,6 +33,8 @@ from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.header import Direction
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -222,8 +225,19 @@ def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
     return {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
-def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Row:
+def fine_tune(
+    corpus: Corpus,
+    config: RunConfig,
+    weights: Weights | None,
+    *,
+    method: str,
+    codecs: Mapping[Direction, Codec] | None = None,
+    eval_batch: int = _EVAL_BATCH,
+) -> Row:
     """Train a copy of `weights` as `config` says and evaluate it.
+
+    None are those that `config` names; then nothing is evaluated before. `codecs` take the place of
+    the boundaries of their direction.
 
     Raises:
         RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
@@ -239,9 +253,15 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
     steps = config.train.epochs * sampler.steps_per_epoch
     numel = math.prod(config.message_shape)
     with in_process(config, total_steps=steps) as built:
-        _load(built, weights)
+        if weights is not None:
+            _load(built, weights)
+        send_with(built, codecs or {})
         torch.manual_seed(config.run.seed)  # random dropout
-        before = _evaluate(built, corpus.held_out, compressed=False)
+        losses = {}
+        if weights is not None:
+            losses["before"] = _evaluate(built, corpus.held_out, eval_batch, compressed=False)[
+                "loss"
+            ]
         epochs: list[Epoch] = []
         memory: list[Tensor] = []
         for epoch in range(config.train.epochs):
@@ -252,10 +272,10 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
             previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
             epochs.append(_epoch(totals, _change(previous, memory)))
         after, compressed = (
-            _evaluate(built, corpus.held_out, compressed=which) for which in (False, True)
+            _evaluate(built, corpus.held_out, eval_batch, compressed=which)
+            for which in (False, True)
         )
-        losses = {
-            "before": before["loss"],
+        losses |= {
             "loss": epochs[-1].loss,
             "held out": after["loss"],
             "held out, compressed": compressed["loss"],
@@ -323,10 +343,12 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
     )
 
 
-def _evaluate(built: Built, samples: SampleSet, *, compressed: bool) -> dict[str, float]:
+def _evaluate(
+    built: Built, samples: SampleSet, batch: int, *, compressed: bool
+) -> dict[str, float]:
     tallies = [
         built.engine.eval_step(samples.batch(ids_B), 0, compressed=compressed)
-        for ids_B in torch.split(torch.arange(len(samples)), _EVAL_BATCH)
+        for ids_B in torch.split(torch.arange(len(samples)), batch)
     ]
     return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
 

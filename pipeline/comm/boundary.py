@@ -3,7 +3,7 @@
 Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,9 @@ from thinpipe.pipeline.comm.payload import Rows, rows_of
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
+
+GradientSink = Callable[[Tensor, Tensor], None]
+"""Takes sample ids [B] and their gradients [B, T, D] as they were received."""
 
 
 class Memory(Protocol):
@@ -94,6 +97,10 @@ class Boundary(Protocol):
     def error_meter(self) -> ErrorMeter:
         """Measurements of the encoded values."""
 
+    @property
+    def take_gradients(self) -> GradientSink | None:
+        """Takes the gradients of what it encodes, if it learns from them."""
+
     def capacity(self, shape_BTD: torch.Size) -> int:
         """The most payload bytes of this shape, whatever is cached."""
 
@@ -136,6 +143,9 @@ class Stateless:
     @property
     def memory(self) -> None: ...
 
+    @property
+    def take_gradients(self) -> None: ...
+
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         nbytes, numel = self.codec.capacity(shape_BTD[1:].numel()), shape_BTD[1:].numel()
         rows = rows_of(self.codec, shape_BTD[0], nbytes, numel)
@@ -155,7 +165,7 @@ class Stateless:
             if rows and self.error_meter.wants(known=False):
                 decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
                 self.codec.decode(wire_BW[:1], decoded_1N)
-                self.error_meter.measure(x_BN[:1], decoded_1N)
+                self.error_meter.measure(x_BTD[0], decoded_1N.view(x_BTD.shape[1:]))
         return plan.capacity
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:

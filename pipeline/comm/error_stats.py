@@ -1,18 +1,25 @@
 """What compression does to values, measured where they are encoded.
 
 The first row of a step is measured, and of a boundary with a cache the first known one: enough to
-follow a run, at the cost of a pass or two over one sample per step.
+follow a run, at the cost of a few passes over one sample per step.
 
-Axes: B samples, N values of a sample.
+A norm over all values says little of a model with massive activations, where one channel of one
+token can have nearly all the energy (Sun et al. 2024, arXiv 2402.17762). So each channel is also
+measured against its own energy, without the tokens that are massive.
+
+Axes: T tokens of a sample, D channels.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-SUMS = 10
+MASSIVE = 100.0
+"""How many times the energy of the median token a massive one has at least: ten times its norm."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,13 @@ class ErrorStats:
 
     `known` and `first_visits` count samples with and without history, `error` is |decoded - a| /
     |a|, `change` |a - m| / |a| and `cosine` that of the angle between activations (or gradients) a
-    and cached values m. `gain` is how many bits per value a transform saves at the same step, and
-    `dimensions` how many of its directions have 95 % of the energy of what is sent, when it was
-    last looked at. None if not measured.
+    and cached values m. `massive_tokens` is how many tokens of the sample have more than `MASSIVE`
+    times the energy of the median token. `channel_error` and `channel_change` are those of single
+    channels without these tokens, the median over channels; `worst_error` is the largest, that of
+    `worst_channel`. `largest_channel` has the share `largest_share` of all energy. `gain` is how
+    many bits per value a transform saves at the same step, and `dimensions` how many of its
+    directions have 95 % of the energy of what is sent, when it was last looked at. None if not
+    measured.
     """
 
     known: int = 0
@@ -31,67 +42,165 @@ class ErrorStats:
     error: float | None = None
     change: float | None = None
     cosine: float | None = None
+    channel_error: float | None = None
+    channel_change: float | None = None
+    worst_error: float | None = None
+    worst_channel: int | None = None
+    largest_channel: int | None = None
+    largest_share: float | None = None
+    massive_tokens: int | None = None
     gain: float | None = None
     dimensions: float | None = None
 
 
+class _Sums(NamedTuple):
+    """A sender's step: what adds up, and of its rows the largest."""
+
+    known: float = 0.0
+    first_visits: float = 0.0
+    size: float = 0.0
+    error: float = 0.0
+    known_size: float = 0.0
+    change: float = 0.0
+    memory: float = 0.0
+    rows: float = 0.0
+    channel_error: float = 0.0
+    known_rows: float = 0.0
+    channel_change: float = 0.0
+    senders: float = 0.0
+    gain: float = 0.0
+    dimensions: float = 0.0
+    worst_error: float = 0.0
+    worst_channel: float = 0.0
+    largest_share: float = 0.0
+    largest_channel: float = 0.0
+    massive_tokens: float = 0.0
+
+    def plus(self, other: "_Sums") -> "_Sums":
+        """Both taken together; of equal maxima the first one's channel is named."""
+        added = [a + b for a, b in zip(self[:_ADDED], other[:_ADDED], strict=True)]
+        worst = max(self[_ADDED : _ADDED + 2], other[_ADDED : _ADDED + 2], key=_first)
+        largest = max(self[_ADDED + 2 :], other[_ADDED + 2 :], key=_first)
+        return _Sums(*added, *worst, *largest)
+
+
+SUMS = len(_Sums._fields)
+_ADDED = _Sums._fields.index("worst_error")
+_NOTHING = _Sums()
+
+
 @dataclass
 class ErrorMeter:
-    """Collects a step's sums at a sender: numbers that add up over replicas.
+    """Collects a step's numbers at a sender.
 
     `spectrum` is what a transform last found: gain and dimensions.
     """
 
     spectrum: tuple[float, float] | None = None
-    _known: int = 0
-    _first_visits: int = 0
-    _squares: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _sums: _Sums = _NOTHING
     _seen: set[bool] = field(default_factory=set)
 
     def count(self, *, known: int, first_visits: int) -> None:
         """Samples that were sent."""
-        self._known += known
-        self._first_visits += first_visits
+        self._sums = self._sums.plus(_Sums(known, first_visits))
 
     def wants(self, *, known: bool) -> bool:
         """Whether no such row was measured in this step."""
         return known not in self._seen
 
-    def measure(self, x_1N: Tensor, decoded_1N: Tensor, memory_1N: Tensor | None = None) -> None:
-        """Take in what a row was, what the peer makes of it, and what both had cached."""
-        self._seen.add(memory_1N is not None)
-        x_1N = x_1N.float()
-        size, error = _square(x_1N), _square(decoded_1N.float() - x_1N)
-        sums = [size, error, 0.0, 0.0, 0.0]
-        if memory_1N is not None:
-            sums[2:] = size, _square(memory_1N.float() - x_1N), _square(memory_1N.float())
-        self._squares = [a + b for a, b in zip(self._squares, sums, strict=True)]
+    def measure(self, x_TD: Tensor, decoded_TD: Tensor, memory_TD: Tensor | None = None) -> None:
+        """Take in what a row was, what the peer makes of it, and what both had cached.
+
+        A row that is not finite counts for nothing.
+        """
+        self._seen.add(memory_TD is not None)
+        found = _measured(x_TD.detach(), decoded_TD, memory_TD)
+        if all(map(math.isfinite, found)):
+            self._sums = self._sums.plus(found)
 
     def take(self) -> list[float]:
         """The `SUMS` numbers since the last call, counted from zero again."""
-        spectrum = (1.0, *self.spectrum) if self.spectrum and self._seen else (0.0, 0.0, 0.0)
-        taken = [float(self._known), float(self._first_visits), *self._squares, *spectrum]
-        self._known, self._first_visits, self._squares, self._seen = 0, 0, [0.0] * 5, set()
-        return taken
+        taken = self._sums
+        if self.spectrum and self._seen:
+            taken = taken._replace(senders=1, gain=self.spectrum[0], dimensions=self.spectrum[1])
+        self._sums, self._seen = _NOTHING, set()
+        return list(map(float, taken))
 
 
-def error_stats(sums: Sequence[float]) -> ErrorStats:
-    """Ratios from added-up `ErrorMeter.take`s."""
-    known, first_visits, size, error, known_size, change, memory, senders, gain, dimensions = sums
-    inner = (known_size + memory - change) / 2
+def error_stats(*taken: Sequence[float]) -> ErrorStats:
+    """What `ErrorMeter.take`s of one or more senders say together.
+
+    Medians over channels and a transform's numbers are means over senders.
+    """
+    found = _NOTHING
+    for numbers in taken:
+        found = found.plus(_Sums(*numbers))
+    inner = (found.known_size + found.memory - found.change) / 2
+    measured = found.rows > 0
     return ErrorStats(
-        int(known),
-        int(first_visits),
-        error=_ratio(error, size),
-        change=_ratio(change, known_size),
-        cosine=_quotient(inner, math.sqrt(known_size) * math.sqrt(memory)),
-        gain=_quotient(gain, senders),
-        dimensions=_quotient(dimensions, senders),
+        int(found.known),
+        int(found.first_visits),
+        error=_ratio(found.error, found.size),
+        change=_ratio(found.change, found.known_size),
+        cosine=_quotient(inner, math.sqrt(found.known_size) * math.sqrt(found.memory)),
+        channel_error=_quotient(found.channel_error, found.rows),
+        channel_change=_quotient(found.channel_change, found.known_rows),
+        worst_error=found.worst_error if measured else None,
+        worst_channel=int(found.worst_channel) if measured else None,
+        largest_channel=int(found.largest_channel) if measured else None,
+        largest_share=found.largest_share if measured else None,
+        massive_tokens=int(found.massive_tokens) if measured else None,
+        gain=_quotient(found.gain, found.senders),
+        dimensions=_quotient(found.dimensions, found.senders),
     )
 
 
-def _square(x_1N: Tensor) -> float:
-    return float(x_1N.norm()) ** 2
+def _measured(x_TD: Tensor, decoded_TD: Tensor, memory_TD: Tensor | None) -> _Sums:
+    """The numbers of a row, which are brought to the host together.
+
+    One buffer takes all squares in turn: fresh memory of a large sample costs more than they do.
+    """
+    x_TD = x_TD.float()
+    square_TD = x_TD.square()
+    energy_D, energy_T = square_TD.sum(0), square_TD.sum(1)
+    least = MASSIVE * energy_T.where(energy_T > 0, torch.nan).nanmedian()
+    rest_T = (energy_T <= least).float()
+    rest_D = rest_T @ square_TD
+    torch.sub(decoded_TD, x_TD, out=square_TD).square_()
+    ratio_D = _of_own(rest_T @ square_TD, rest_D)
+    worst, largest = ratio_D.nan_to_num(nan=0.0).max(0), energy_D.max(0)
+    found = [
+        energy_T.sum(), square_TD.sum(), ratio_D.nanmedian().nan_to_num(), worst.values,
+        worst.indices, largest.values, largest.indices, (energy_T > least).sum(),
+    ]  # fmt: skip
+    if memory_TD is not None:
+        torch.sub(memory_TD, x_TD, out=square_TD).square_()
+        change = _of_own(rest_T @ square_TD, rest_D).nanmedian().nan_to_num()
+        found += [square_TD.sum(), change, square_TD.copy_(memory_TD).square_().sum()]
+    size, error, median, *named = torch.stack([each.double() for each in found]).tolist()
+    worst_error, worst_channel, most, largest_channel, massive = named[:5]
+    sums = _Sums(
+        size=size, error=error, rows=1, channel_error=math.sqrt(median),
+        worst_error=math.sqrt(worst_error), worst_channel=worst_channel,
+        largest_share=most / size if size > 0 else math.nan,
+        largest_channel=largest_channel, massive_tokens=massive,
+    )  # fmt: skip
+    if memory_TD is None:
+        return sums
+    change, channel_change, memory = named[5:]
+    return sums._replace(
+        known_size=size, change=change, memory=memory,
+        known_rows=1, channel_change=math.sqrt(channel_change),
+    )  # fmt: skip
+
+
+def _of_own(square_D: Tensor, energy_D: Tensor) -> Tensor:
+    """Each channel's part of its own energy; NaN for channels that have none."""
+    return (square_D / energy_D).where(energy_D > 0, torch.nan)
+
+
+def _first(numbers: tuple[float, ...]) -> float:
+    return numbers[0]
 
 
 def _ratio(square: float, size: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
+from thinpipe.pipeline.comm.boundary import Boundary, GradientSink, Memory, MessagePlan
 from thinpipe.pipeline.comm.payload import NUMBERS, compress_payload, expand_payload
 from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.header import (
@@ -30,7 +30,7 @@ class MessageCodec:
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
     entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
     values are coded times `scale`, which both ends set alike, so that what is cached does not
-    depend on it.
+    depend on it. `gradient_sink` takes what training decodes, before it is divided by that again.
     """
 
     cut: int
@@ -41,6 +41,7 @@ class MessageCodec:
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
     scale: float = 1.0
+    gradient_sink: GradientSink | None = None
     _mode: Mode = "train"
     _step: int = 0
 
@@ -87,6 +88,8 @@ class MessageCodec:
             expand_payload(coding, message[HEADER_NBYTES:], payload, plan.rows)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
         self._boundary.decode(plan, payload, out_BTD)
+        if self._mode == "train" and self.gradient_sink is not None:
+            self.gradient_sink(ids_B, out_BTD)
         if self._mode == "train" and self.scale != 1.0:
             out_BTD.div_(self.scale)
         return out_BTD

@@ -18,7 +18,7 @@ On the activations of a small language model rotation saves 5 to 8 % of the erro
 bits, on gradients trading another 20 to 25 %; `docs/activations.md` has the numbers, and why
 there is no pivot swap. Rounding is to nearest.
 
-A row of N values has K = ceil(N / tile) tiles, the last one padded with zeros, and becomes: three
+A row of N values has K = ceil(N / 64) tiles, the last one padded with zeros, and becomes: three
 bit maps of K bits (rotated, one bit more, one bit less; tile k in bit k % 8 of byte k // 8), K bf16
 scales, and codes. Scales and codes come in the order of tiles with more bits, with `bits`, and with
 fewer, each of the three with its codes laid out as in `kernels/__init__.py`. Scales come first.
@@ -30,17 +30,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, load, load_kernels
+from thinpipe.pipeline.wire.kernels.hadamard import TILE
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
 
-TILES = (16, 64, 256)
 _SCALE_NBYTES = 2
 _CLIP = 2.25
 """Times the rms, at 1 and 2 bits. At 2 bits forward training ends 0.0185 above fp32 so, 0.0217
@@ -62,15 +63,13 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Hadamard:
-    """`bits` per value on average over a row, one scale per tile of `tile` values.
+    """`bits` per value on average over a row, one scale per tile of 64 values.
 
     Raises:
-        ValueError: bits outside 2..7 (a tile has one more or less), or a tile that is no square
-            of a small power of two.
+        ValueError: bits outside 2..7 (a tile has one more or less).
     """
 
     bits: int
-    tile: int = 64
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
@@ -79,8 +78,6 @@ class Hadamard:
                 f"bits = {self.bits}: use 2 to 7, as tiles have one bit more or less; "
                 'for 1 or 8 bits use kind = "direct"'
             )
-        if self.tile not in TILES:
-            raise ValueError(f"tile = {self.tile}: use one of {', '.join(map(str, TILES))}")
 
     @property
     def codec_id(self) -> int:
@@ -88,8 +85,8 @@ class Hadamard:
 
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row; bits that move between tiles do not change them."""
-        tiles = self._tiles(numel)
-        return 3 * _map_nbytes(tiles) + tiles * (_SCALE_NBYTES + self.bits * self.tile // 8)
+        tiles = _tiles(numel)
+        return 3 * _map_nbytes(tiles) + tiles * (_SCALE_NBYTES + self.bits * TILE // 8)
 
     def encode(
         self,
@@ -99,51 +96,94 @@ class Hadamard:
         *,
         noise: Noise | None = None,
     ) -> int:
-        plan = self._plan(x_BN)
-        order_BK = plan.order()
-        tiles_BKG = x_BN.new_empty((*order_BK.shape, self.tile), dtype=torch.float32)
-        self._kernels(x_BN).gather(x_BN, order_BK, plan.turned_BK, tiles_BKG)
-        tiles, kernels = order_BK.shape[1], load_kernels(self.backend, x_BN.device)
-        scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
-        for part_1M, codes in self._parts(plan, tiles_BKG, scale_BK, wire_BW):
-            clipped_1M = _clipped(part_1M, self.tile) if codes.bits <= 2 else part_1M
-            kernels.quantize(clipped_1M, codes, noise=None)
-        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([_packed(flag) for flag in plan], 1)
-        wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
+        self._encode(x_BN, None, wire_BW)
         if seen_BN is not None:
             self.decode(wire_BW, seen_BN)
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        rows, tiles = out_BN.shape[0], self._tiles(out_BN.shape[1])
+        plan, tiles_BKG = self._received(wire_BW, out_BN)
+        self._kernels(out_BN).scatter(tiles_BKG, plan.order(), plan.turned_BK, out_BN)
+
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
+    ) -> Tensor:
+        """Encode x - memory and write what memory becomes to `fresh_BN`.
+
+        Returns, bool [B], whether all of a row's new memory is finite.
+        """
+        plan, order_BK, tiles_BKG, scale_BK = self._encode(x_BN, memory_BN, wire_BW)
+        self._dequantize(plan, tiles_BKG, scale_BK, wire_BW)
+        return self._kernels(x_BN).scatter_change(
+            tiles_BKG, order_BK, plan.turned_BK, memory_BN, fresh_BN, None
+        )
+
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """Write memory + change to `out_BN`, and to `fresh_BN` rounded to the memory's format.
+
+        Returns, bool [B], whether all of a row's new memory is finite.
+        """
+        plan, tiles_BKG = self._received(wire_BW, out_BN)
+        return self._kernels(out_BN).scatter_change(
+            tiles_BKG, plan.order(), plan.turned_BK, memory_BN, fresh_BN, out_BN
+        )
+
+    def _encode(
+        self, x_BN: Tensor, memory_BN: Tensor | None, wire_BW: Tensor
+    ) -> tuple[_Plan, Tensor, Tensor, Tensor]:
+        """Fill `wire_BW`; returns plan, order, room for the tiles, and scales in that order."""
+        plan = self._plan(x_BN, memory_BN)
+        order_BK = plan.order()
+        tiles_BKG = x_BN.new_empty((*order_BK.shape, TILE), dtype=torch.float32)
+        self._kernels(x_BN).gather(x_BN, memory_BN, order_BK, plan.turned_BK, tiles_BKG)
+        tiles, kernels = order_BK.shape[1], load_kernels(self.backend, x_BN.device)
+        scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
+        for part_1M, codes in self._parts(plan, tiles_BKG, scale_BK, wire_BW):
+            clipped_1M = _clipped(part_1M) if codes.bits <= 2 else part_1M
+            kernels.quantize(clipped_1M, codes, noise=None)
+        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([_packed(flag) for flag in plan], 1)
+        wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
+        return plan, order_BK, tiles_BKG, scale_BK
+
+    def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Plan, Tensor]:
+        """Plan and tiles of a message."""
+        rows, tiles = out_BN.shape[0], _tiles(out_BN.shape[1])
         maps_B3V = wire_BW[:, : 3 * _map_nbytes(tiles)].reshape(rows, 3, _map_nbytes(tiles))
         plan = _Plan(*(_unpacked(maps_B3V[:, i], tiles) for i in range(3)))
         scale_BK = out_BN.new_empty((rows, tiles), dtype=torch.bfloat16)
         scale_BK.view(torch.uint8).copy_(wire_BW[:, self._scales(tiles)])
-        tiles_BKG = out_BN.new_empty((rows, tiles, self.tile), dtype=torch.float32)
-        kernels = load_kernels(self.backend, out_BN.device)
+        tiles_BKG = out_BN.new_empty((rows, tiles, TILE), dtype=torch.float32)
+        self._dequantize(plan, tiles_BKG, scale_BK, wire_BW)
+        return plan, tiles_BKG
+
+    def _dequantize(
+        self, plan: _Plan, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
+    ) -> None:
+        kernels = load_kernels(self.backend, tiles_BKG.device)
         for part_1M, codes in self._parts(plan, tiles_BKG, scale_BK, wire_BW):
             kernels.dequantize(codes, part_1M)
-        self._kernels(out_BN).scatter(tiles_BKG, plan.order(), plan.turned_BK, out_BN)
 
     def _kernels(self, x_BN: Tensor) -> "TileKernels":
         return cast("TileKernels", load("hadamard", self.backend, x_BN.device))
 
-    def _plan(self, x_BN: Tensor) -> _Plan:
-        rows, tiles = x_BN.shape[0], self._tiles(x_BN.shape[1])
+    def _plan(self, x_BN: Tensor, memory_BN: Tensor | None) -> _Plan:
+        rows, tiles = x_BN.shape[0], _tiles(x_BN.shape[1])
         peak_BK = x_BN.new_empty((rows, tiles), dtype=torch.float32)
         turned_BK = x_BN.new_empty((rows, tiles), dtype=torch.uint8)
-        self._kernels(x_BN).survey(x_BN, self.tile, peak_BK, turned_BK)
-        ranked_BK, order_BK = torch.sort(peak_BK, dim=1, stable=True)
+        self._kernels(x_BN).survey(x_BN, memory_BN, peak_BK, turned_BK)
+        ranked_BK = _sorted(peak_BK)
         low_BH, high_BH = ranked_BK[:, : tiles // 2], ranked_BK.flip(1)[:, : tiles // 2]
-        trades_BH = (high_BH > (3 if self.bits == 2 else 2) * low_BH).to(torch.uint8)
-        lowered_BK = F.pad(trades_BH, (0, tiles - trades_BH.shape[1]))
-        raised_BK = lowered_BK.flip(1)
-        place = (
-            torch.empty_like(turned_BK).scatter_(1, order_BK, flag)
-            for flag in (raised_BK, lowered_BK)
-        )
-        return _Plan(turned_BK, *place)
+        traded_B1 = (high_BH > (3 if self.bits == 2 else 2) * low_BH).sum(1, keepdim=True)
+        raised_BK = _smallest(-peak_BK, -ranked_BK.flip(1), traded_B1)
+        return _Plan(turned_BK, raised_BK, _smallest(peak_BK, ranked_BK, traded_B1))
 
     def _parts(
         self, plan: _Plan, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
@@ -155,18 +195,15 @@ class Hadamard:
             counts = (traded, tiles - 2 * traded, traded)
             for bits, count in zip((self.bits + 1, self.bits, self.bits - 1), counts, strict=True):
                 if count:
-                    end = at + count * bits * self.tile // 8
+                    end = at + count * bits * TILE // 8
                     codes = Codes(
                         wire_BW[row : row + 1, at:end],
                         scale_BK[row : row + 1, k : k + count],
                         bits,
-                        self.tile,
+                        TILE,
                     )
                     yield tiles_BKG[row : row + 1, k : k + count].flatten(1), codes
                     at, k = end, k + count
-
-    def _tiles(self, numel: int) -> int:
-        return -(-numel // self.tile)
 
     @staticmethod
     def _scales(tiles: int) -> slice:
@@ -174,19 +211,41 @@ class Hadamard:
         return slice(start, start + _SCALE_NBYTES * tiles)
 
 
-def _clipped(x_1M: Tensor, tile: int) -> Tensor:
+def _tiles(numel: int) -> int:
+    return -(-numel // TILE)
+
+
+def _sorted(x_BK: Tensor) -> Tensor:
+    """Each row in ascending order."""
+    if x_BK.device.type == "cpu":  # numpy takes a fortieth of torch's time
+        return torch.from_numpy(np.sort(x_BK.numpy(), axis=1))
+    return torch.sort(x_BK, dim=1)[0]
+
+
+def _smallest(x_BK: Tensor, ranked_BK: Tensor, count_B1: Tensor) -> Tensor:
+    """Flags (uint8) of the smallest so many of each row; of equal ones, those that come first."""
+    if not x_BK.shape[1]:
+        return x_BK.to(torch.uint8)
+    last_B1 = ranked_BK.gather(1, (count_B1 - 1).clamp_min(0))
+    below_BK, equal_BK = x_BK < last_B1, x_BK == last_B1
+    left_B1 = count_B1 - below_BK.sum(1, keepdim=True)
+    chosen_BK = below_BK | (equal_BK & (equal_BK.cumsum(1) <= left_B1))
+    return (chosen_BK & (count_B1 > 0)).to(torch.uint8)
+
+
+def _clipped(x_1M: Tensor) -> Tensor:
     """Values limited to `_CLIP` times the root mean square of their tile.
 
     Sums are folded, so that every device adds in the same order, and relative to the peak, so that
     no square overflows or vanishes.
     """
-    x_KG = x_1M.view(-1, tile)
+    x_KG = x_1M.view(-1, TILE)
     peak_K1 = x_KG.abs().amax(1, keepdim=True)
     square_KG = (x_KG / peak_K1).square()
     while square_KG.shape[1] > 1:
         half = square_KG.shape[1] // 2
         square_KG = square_KG[:, :half] + square_KG[:, half:]
-    limit_K1 = peak_K1 * (_CLIP * (square_KG * (1.0 / tile)).sqrt())
+    limit_K1 = peak_K1 * (_CLIP * (square_KG * (1.0 / TILE)).sqrt())
     limit_K1 = torch.where(peak_K1 > 0, limit_K1, 0.0)
     return torch.where(x_KG.abs() > limit_K1, x_KG.sign() * limit_K1, x_KG).view_as(x_1M)
 

@@ -46,12 +46,12 @@ def bytes_chart(info: RunInfo, records: Sequence[StepRecord]) -> Chart:
 
 
 def error_chart(records: Sequence[StepRecord]) -> Chart:
-    """Relative errors and changes, smoothed, as one sample is measured per step."""
+    """Errors and changes of the median channel, smoothed, as one sample is measured per step."""
     reach = max(1, len(records) // 50)
     kinds: tuple[tuple[str, Direction, str], ...] = (
-        ("error, forward", "forward", "error"),
-        ("error, backward", "backward", "error"),
-        ("change since the last epoch", "forward", "change"),
+        ("error, forward", "forward", "channel_error"),
+        ("error, backward", "backward", "channel_error"),
+        ("change since the last epoch", "forward", "channel_change"),
     )
     lines = []
     for color, (label, way, name) in enumerate(kinds):

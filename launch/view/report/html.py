@@ -4,7 +4,7 @@ The page is self-contained: charts are SVG in the page's own colours, with value
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from thinpipe.launch.view.report.metric_table import (
     shown,
 )
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
-from thinpipe.launch.view.report.summary import Summary, Traffic, traffic_cells
+from thinpipe.launch.view.report.summary import Summary, Traffic, WireTraffic, traffic_cells
 from thinpipe.launch.view.report.svg import SCRIPT, STYLE
 from thinpipe.launch.view.report.timeline_chart import timeline_svg
+from thinpipe.pipeline.comm.error_stats import MASSIVE
 from thinpipe.pipeline.stage import ComputeEvent
 
 
@@ -98,6 +99,8 @@ _BYTES_TEXT = """At a cut, a stage sends activations to the next one (forward) a
 gradients (backward); a cut is named by the first layer after it. The dotted lines are the same
 values as bf16 or fp32; the scale is logarithmic, so equal distances are equal ratios."""
 
+_MASSIVE_TEXT = f"""Massive tokens of a sample have over {MASSIVE:.0f} times the energy of its
+median token. Channels are measured without them, all values with them."""
 _GAIN = "Coding gain, bits per value"
 _GAIN_TEXT = """ The coding gain is what a learned basis saves at the same step, against one
 distribution for all values; below half a bit, it is not used."""
@@ -200,35 +203,47 @@ def _error_section(records: Sequence[StepRecord], summary: Summary) -> str:
         return ""
     picture = panel(error_chart(records).svg())
     return f"""<h2>Compression error</h2>
-<p>Measured at the sender on one sample per step: the relative error of the decoded values, and the
-relative change of activations since their sample's previous epoch. Changes that grow are a bad
-sign.</p>
+<p>Measured at the sender on one sample per step: the error of each channel, and its change since
+the previous epoch of the sample, relative to the channel's own size. Shown is the median channel.
+Changes that grow are a bad sign.</p>
 {picture}
 {_measured_table(summary)}"""
 
 
 def _measured_table(summary: Summary) -> str:
     """Means over the last epoch; columns that nothing was measured for are left out."""
-    columns: dict[str, list[float | None]] = {
-        "Error": [row["error"] for row in summary["wire"]],
-        "Change": [row["change"] for row in summary["wire"]],
-        "Cosine to the last epoch": [row["cosine"] for row in summary["wire"]],
-        _GAIN: [row["gain"] for row in summary["wire"]],
-        "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
+    columns: dict[str, Callable[[WireTraffic], str]] = {
+        "Error": lambda row: _number(row["channel_error"]),
+        "Worst channel": lambda row: _channel(row["worst_channel"], row["worst_error"], "{:.3g}"),
+        "Error of all values": lambda row: _number(row["error"]),
+        "Change": lambda row: _number(row["channel_change"]),
+        "Change of all values": lambda row: _number(row["change"]),
+        "Cosine to the last epoch": lambda row: _number(row["cosine"]),
+        "Largest channel": lambda row: _channel(
+            row["largest_channel"], row["largest_share"], "{:.0%} of the energy"
+        ),
+        "Massive tokens": lambda row: _number(row["massive_tokens"]),
+        _GAIN: lambda row: _number(row["gain"]),
+        "Dimensions for 95 %": lambda row: _number(row["dimensions"]),
     }
-    shown = {name: column for name, column in columns.items() if any(v is not None for v in column)}
+    cells = {name: [show(row) for row in summary["wire"]] for name, show in columns.items()}
+    shown = {name: column for name, column in cells.items() if set(column) != {NOTHING}}
     rows = [
-        [str(row["cut"]), row["direction"], *(_number(column[i]) for column in shown.values())]
+        [str(row["cut"]), row["direction"], *(column[i] for column in shown.values())]
         for i, row in enumerate(summary["wire"])
     ]
     text = _GAIN_TEXT if _GAIN in shown else ""
-    return f"""<p>Means over the last epoch.{text}</p>
+    return f"""<p>Means over the last epoch. {_MASSIVE_TEXT}{text}</p>
 {table(("Cut", "Direction"), tuple(shown), rows)}
 """
 
 
 def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.3g}"
+
+
+def _channel(number: int | None, value: float | None, form: str) -> str:
+    return NOTHING if number is None or value is None else f"{number}: {form.format(value)}"
 
 
 def _wire_table(summary: Summary) -> str:

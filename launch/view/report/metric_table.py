@@ -151,7 +151,14 @@ def scalars(record: StepRecord) -> dict[str, float]:
     for count in record.wire:
         place = f"cut_{count.cut}_{count.direction}"
         found[f"bytes/{place}"] = count.nbytes
-        if count.error is not None:
-            found[f"error/{place}"] = count.error
+        measured = {
+            "error": count.error,
+            "channel_error": count.channel_error,
+            "channel_change": count.channel_change,
+            "largest_share": count.largest_share,
+        }
+        for name, value in measured.items():
+            if value is not None:
+                found[f"{name}/{place}"] = value
     found |= {f"eval/{name}": value for name, value in (record.eval or {}).items()}
     return found | {f"own/{name}": value for name, value in record.own.items()}

@@ -1,6 +1,7 @@
 """Summary of a run, from its step records."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TypedDict
@@ -8,6 +9,7 @@ from typing import TypedDict
 from thinpipe.launch.host.words import WireKey, format_bytes, format_ratio
 from thinpipe.launch.view.report.edges import Edge
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
+from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import Direction
 
 
@@ -28,7 +30,8 @@ class Traffic(TypedDict):
 class WireTraffic(Traffic):
     """The traffic of one cut in one direction over the whole run.
 
-    What was measured of its values (`ErrorStats`) are means over the last epoch.
+    What was measured of its values (`ErrorStats`) are means over the last epoch. The worst channel
+    is that of the largest error in it; the largest one is the one that was it most often.
     """
 
     cut: int
@@ -37,6 +40,13 @@ class WireTraffic(Traffic):
     error: float | None
     change: float | None
     cosine: float | None
+    channel_error: float | None
+    channel_change: float | None
+    worst_error: float | None
+    worst_channel: int | None
+    largest_channel: int | None
+    largest_share: float | None
+    massive_tokens: float | None
     gain: float | None
     dimensions: float | None
 
@@ -192,9 +202,35 @@ def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) ->
         error=_mean_of_known([count.error for count in measured]),
         change=_mean_of_known([count.change for count in measured]),
         cosine=_mean_of_known([count.cosine for count in measured]),
+        channel_error=_mean_of_known([count.channel_error for count in measured]),
+        channel_change=_mean_of_known([count.channel_change for count in measured]),
+        **_named_channels(measured),
+        massive_tokens=_mean_of_known([count.massive_tokens for count in measured]),
         gain=_mean_of_known([count.gain for count in measured]),
         dimensions=_mean_of_known([count.dimensions for count in measured]),
         **traffic,
+    )
+
+
+class _Named(TypedDict):
+    worst_error: float | None
+    worst_channel: int | None
+    largest_channel: int | None
+    largest_share: float | None
+
+
+def _named_channels(measured: Sequence[WireTotal]) -> _Named:
+    """Those of the largest error, and of the most energy, with its share when it was that."""
+    errors = [(m.worst_error, m.worst_channel) for m in measured if m.worst_error is not None]
+    worst_error, worst_channel = max(errors, default=(None, None))
+    often = Counter(m.largest_channel for m in measured if m.largest_channel is not None)
+    largest = often.most_common(1)[0][0] if often else None
+    shares = [m.largest_share for m in measured if m.largest_channel == largest]
+    return _Named(
+        worst_error=worst_error,
+        worst_channel=worst_channel,
+        largest_channel=largest,
+        largest_share=_mean_of_known(shares),
     )
 
 

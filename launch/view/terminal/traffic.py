@@ -19,7 +19,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[StepRecord, WireTotal], str]], ...] = 
     ("Mbit/s", 58, lambda record, sent: record.mbps(sent.nbytes)),
     ("vs bf16", 68, lambda _, sent: _ratio(2 * sent.values, sent.nbytes)),
     ("vs fp32", 100, lambda _, sent: _ratio(4 * sent.values, sent.nbytes)),
-    ("error", 76, lambda _, sent: format_share(sent.error)),
+    ("error", 76, lambda _, sent: format_share(sent.channel_error)),
 )
 """Of each direction: header, the terminal width from which it is shown, and its text."""
 

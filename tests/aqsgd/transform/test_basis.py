@@ -58,7 +58,8 @@ def test_steps_are_quarter_octaves(index: int) -> None:
 def test_numbers_in_other_steps_are_rounded_to_nearest(old: int, new: int) -> None:
     q_NK = torch.arange(-500, 501, dtype=torch.int32)[:, None]
     expected = q_NK.double() * 2 ** ((old - new) / 4)
-    assert float((rescaled(q_NK, old, new) - expected).abs().max()) <= 0.5 + 1e-2
+    steps = (torch.full((len(q_NK),), step) for step in (old, new))
+    assert float((rescaled(q_NK, *steps) - expected).abs().max()) <= 0.5 + 1e-2
 
 
 @pytest.mark.parametrize("wide", [0, 1, 5])

@@ -244,11 +244,13 @@ def test_evaluation_learns_nothing_and_is_like_a_first_visit() -> None:
 def test_a_row_holds_a_byte_per_value() -> None:
     basis = Basis(torch.zeros(WIDTH, WIDTH - 4, dtype=torch.int16))
     q_TK = torch.randint(-127, 128, (TOKENS, WIDTH - 4), dtype=torch.int32)
-    row = pack(StoredSample(3, -17, q_TK), basis, TOKENS * WIDTH)
-    assert row.numel() == 8 + TOKENS * WIDTH
-    version, step, found_TK = unpack(row, {3: basis}, TOKENS)
-    assert (version, step) == (3, -17)
-    assert torch.equal(found_TK, q_TK)
+    coarse_T = torch.arange(TOKENS) % 8
+    row = pack(StoredSample(3, -17, coarse_T, q_TK), basis, WIDTH)
+    assert row.numel() == 8 + TOKENS * (WIDTH + 1)
+    found = unpack(row, {3: basis}, TOKENS)
+    assert (found.version, found.step) == (3, -17)
+    assert torch.equal(found.coarse_T, coarse_T)
+    assert torch.equal(found.q_TK, q_TK)
 
 
 def test_damaged_payloads_end_in_errors() -> None:

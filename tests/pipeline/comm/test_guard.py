@@ -1,6 +1,7 @@
 """What is measured where values are encoded, and the guard that judges it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def test_a_delta_boundary_measures_changes() -> None:
     end = build_delta(AqsgdConfig(bits=8, memory="fp32", first_visit="fp32"), width=16, key=0)
     encode(end, x, [4, 5])
     end.finish_step(keep=True)
-    assert error_stats(end.error_meter.take()) == ErrorStats(0, 2, 0.0, None)
+    found = error_stats(end.error_meter.take())
+    assert (found.known, found.first_visits, found.error, found.change) == (0, 2, 0.0, None)
     encode(end, 1.25 * x, [4, 6])
     found = error_stats(end.error_meter.take())
     assert (found.known, found.first_visits) == (1, 1)
@@ -62,7 +64,7 @@ def judge(guard: Guard, *signals: ErrorStats) -> list[str]:
 
 
 def make() -> Guard:
-    return Guard([PLACE])
+    return Guard({PLACE: 'use kind = "stateless"'})
 
 
 def test_shrinking_changes_are_no_problem() -> None:
@@ -86,6 +88,31 @@ def test_small_changes_may_grow() -> None:
 def test_a_large_error_is_told_once() -> None:
     (note,) = judge(make(), *[ErrorStats(0, 1, 0.7)] * 60)
     assert "the error is 0.70" in note
+
+
+SUITED = ErrorStats(0, 1, 0.05, channel_error=0.1, largest_channel=507, largest_share=0.98)
+LOST = replace(SUITED, channel_error=0.45)
+
+
+def test_a_codec_that_loses_all_but_one_channel_is_told_once() -> None:
+    (note,) = judge(make(), *[LOST] * 60)
+    assert note == (
+        "cut 2 forward: channel 507 holds 98% of the energy, and half of the others have an error "
+        'of 45% of their own or more; use kind = "stateless"'
+    )
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [SUITED] * 60,
+        [replace(LOST, largest_share=0.1)] * 60,
+        [LOST] * 19,
+        [LOST] * 8 + [SUITED] * 40,
+    ],
+)
+def test_a_codec_that_suits_its_values_is_not_blamed(signals: list[ErrorStats]) -> None:
+    assert judge(make(), *signals) == []
 
 
 def test_one_outlier_is_not_a_trend() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.pipeline.wire.hadamard import TILES, Hadamard
+from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -43,23 +43,22 @@ def error(codec: Hadamard | Uniform, x: torch.Tensor) -> float:
 @pytest.mark.parametrize("bits", BITS)
 def test_nbytes_is_maps_scales_and_codes(bits: int) -> None:
     assert Hadamard(bits).capacity(64 * 64) == 3 * 8 + 2 * 64 + 8 * bits * 64
-    assert Hadamard(bits, 16).capacity(17) == 3 * 1 + 2 * 2 + 2 * bits * 2
-    assert Hadamard(bits, 256).capacity(0) == 0
+    assert Hadamard(bits).capacity(65) == 3 * 1 + 2 * 2 + 8 * bits * 2
+    assert Hadamard(bits).capacity(0) == 0
 
 
 @given(
     bits=st.integers(2, 7),
-    tile=st.sampled_from(TILES),
     numel=st.integers(1, 3000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
 def test_any_size_and_format_round_trips(
-    bits: int, tile: int, numel: int, dtype: torch.dtype, seed: int
+    bits: int, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
     x = bursts(3, numel, seed).clamp(-6e4, 6e4).to(dtype)
-    out, seen = through(Hadamard(bits, tile), x)
+    out, seen = through(Hadamard(bits), x)
     assert torch.equal(out, seen)
     # a tile's step is at most its peak / (2^(b-2) + 0.5), rotated or not; at 1 bit it is the peak
     # and half a tile may lose its sign
@@ -160,8 +159,41 @@ def test_visiting_the_same_value_again_contracts_the_error() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"bits": 1}, "bits = 1: use 2 to 7"), ({"bits": 8}, "bits = 8"), ({"tile": 32}, "tile = 32")],
+    [({"bits": 1}, "bits = 1: use 2 to 7"), ({"bits": 8}, "bits = 8")],
 )
 def test_wrong_options_are_rejected(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Hadamard(**{"bits": 4, **options})
+        Hadamard(**options)
+
+
+@given(
+    bits=st.integers(2, 7),
+    numel=st.integers(1, 1500),
+    memory=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_changes_are_differences_and_an_addition_in_fp32(
+    bits: int, numel: int, memory: torch.dtype, seed: int
+) -> None:
+    """At both ends and with either backend, also where a value is not finite."""
+    before_BN, x_BN = bursts(2, numel, seed).to(memory), bursts(2, numel, seed + 7)
+    x_BN[1, numel // 2] = math.nan if seed % 3 == 0 else x_BN[1, numel // 2]
+    found = []
+    backends: tuple[Backend, ...] = ("reference", "numba")
+    for name in backends:
+        codec = Hadamard(bits, backend=name)
+        wire = torch.full((2, codec.capacity(numel)), 0xAA, dtype=torch.uint8)
+        kept, fresh = torch.empty_like(before_BN), torch.empty_like(before_BN)
+        out = torch.empty(2, numel)
+        finite = codec.encode_change(x_BN, before_BN, wire, kept, noise=None)
+        assert torch.equal(finite, codec.decode_change(wire, before_BN, fresh, out))
+        assert finite.tolist() == torch.isfinite(out).all(1).tolist()
+        change = torch.empty(2, numel)
+        codec.decode(wire, change)
+        parts = (kept, fresh, out, (before_BN.float() + change))
+        found.append([wire, *(part.float().nan_to_num(9.0) for part in parts)])
+        assert torch.equal(found[-1][1], found[-1][2])
+        assert torch.equal(found[-1][3], found[-1][4])
+        assert torch.equal(found[-1][4].to(memory).float(), found[-1][1])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -7,18 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llvmlite import binding
-from numba import config, njit
+from numba import njit
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, with_contiguous_rows
+from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import LANES
 from thinpipe.pipeline.wire.kernels.cpu.rows import (
+    BLOCK,
     INFINITY,
     ROOM,
     decode_row,
     encode_row,
+)
+from thinpipe.pipeline.wire.kernels.cpu.windows import (
+    NOTHING,
+    Window,
+    hand_over,
+    kept,
+    readable,
+    window,
+    writable,
 )
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
@@ -26,37 +36,20 @@ if TYPE_CHECKING:  # a backend that drifts fails the type check
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
-_Window = tuple[Any, int]  # a flat numpy array and the distance between rows in it
-_NOTHING: _Window = (None, 0)
-_STORED_AS = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-}
-
-if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
-    if binding.get_host_cpu_features().get("f16c") is False:
-        raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
-    if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
-        raise ImportError(
-            "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
-            'NUMBA_CPU_FEATURES = +f16c too, or use backend = "reference"'
-        )
-
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
     into, words = _code_windows(codes, numel, rate), _words(noise, rows)
-    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words)
+    _encode(readable(x_BN), NOTHING, kept(None, rows), into, words)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     rows, numel = out_BN.shape
-    source, into_BN = _code_windows(codes, numel), _writable(out_BN)
-    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN))
-    _hand_over(into_BN, out_BN)
+    source, into_BN = _code_windows(codes, numel), writable(out_BN)
+    _decode(source, NOTHING, kept(None, rows), window(into_BN))
+    hand_over(into_BN, out_BN)
 
 
 def delta_encode(
@@ -70,64 +63,31 @@ def delta_encode(
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
     rows, numel = x_BN.shape
-    fresh, memory, words = _kept(fresh_BN, rows), _window(memory_BN), _words(noise, rows)
+    fresh, memory, words = kept(fresh_BN, rows), window(memory_BN), _words(noise, rows)
     into = _code_windows(codes, numel, rate)
-    _encode(_readable(x_BN), memory, fresh, into, words)
+    _encode(readable(x_BN), memory, fresh, into, words)
     return torch.from_numpy(fresh[2])
 
 
 def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     rows, numel = out_BN.shape
-    fresh, into_BN, source = _kept(fresh_BN, rows), _writable(out_BN), _code_windows(codes, numel)
-    _decode(source, _window(memory_BN), fresh, _window(into_BN))
-    _hand_over(into_BN, out_BN)
+    fresh, into_BN, source = kept(fresh_BN, rows), writable(out_BN), _code_windows(codes, numel)
+    _decode(source, window(memory_BN), fresh, window(into_BN))
+    hand_over(into_BN, out_BN)
     return torch.from_numpy(fresh[2])
-
-
-def _readable(x_BN: Tensor) -> _Window:
-    x_BN = x_BN.detach()
-    x_BN = x_BN if x_BN.dtype in _STORED_AS else x_BN.float()
-    return _window(with_contiguous_rows(x_BN))
-
-
-def _writable(out_BN: Tensor) -> Tensor:
-    if out_BN.dtype in _STORED_AS and out_BN.stride(1) == 1:
-        return out_BN.detach()
-    return torch.empty(out_BN.shape)
-
-
-def _hand_over(into_BN: Tensor, out_BN: Tensor) -> None:
-    if into_BN.data_ptr() != out_BN.data_ptr():
-        out_BN.copy_(into_BN)
-
-
-def _window(t_BN: Tensor) -> _Window:
-    """The memory of the rows as one flat array, and the distance between rows in it."""
-    rows, numel = t_BN.shape
-    assert t_BN.stride(1) == 1 or numel <= 1, "rows must be contiguous"
-    row = t_BN.stride(0)
-    span = (rows - 1) * row + numel if rows and numel else 0
-    stored = t_BN.view(_STORED_AS.get(t_BN.dtype, t_BN.dtype))
-    return stored.as_strided((span,), (1,)).numpy(), row
 
 
 def _code_windows(
     codes: Codes, numel: int, rate: float | None = None
-) -> tuple[_Window, _Window, tuple[int, int, int, int, Any]]:
+) -> tuple[Window, Window, tuple[int, int, int, int, Any]]:
     """Payload, bytes of the scales, and (values, bits, group, scales are fp32, rate or 0)."""
     sizes = (codes.payload_BP.shape[1], codes.scale_BK.shape[1])
     assert sizes == (codes.bits * -(-numel // 8), -(-numel // codes.group)), "codes of another row"
     fp32 = int(codes.scale_BK.dtype == torch.float32)
-    scale = _window(codes.scale_BK.view(torch.uint8))
+    scale = window(codes.scale_BK.view(torch.uint8))
     rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
-    return _window(codes.payload_BP), scale, rule
-
-
-def _kept(fresh_BN: Tensor | None, rows: int) -> tuple[Any, int, Any]:
-    """Where new memories go, and a flag per row for whether they are finite."""
-    array, row = _NOTHING if fresh_BN is None else _window(fresh_BN)
-    return array, row, np.empty(rows, np.bool_)
+    return window(codes.payload_BP), scale, rule
 
 
 def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:
@@ -149,7 +109,11 @@ def _row_of(codes: Any, row: Any) -> Any:
 @compiled
 def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
     random, key, noise_step, row_numbers = noise
-    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    codes, largest = (
+        (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)),
+        np.empty(LANES, np.uint32),
+    )
+    room = (*codes, largest, np.empty(BLOCK, np.float32))
     for row in range(len(fresh[2])):
         largest = encode_row(
             (x[0], row * x[1]),
@@ -165,7 +129,7 @@ def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
 
 @compiled
 def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
-    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8), np.empty(LANES, np.uint32))
     for row in range(len(fresh[2])):
         largest = decode_row(
             _row_of(source, row),

@@ -4,7 +4,6 @@ A program takes some tiles of one row. The transposition between the two halves 
 left to the store: until then the second butterflies run over neighbours 1, 2, 4, ... apart.
 """
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,63 +12,100 @@ import triton.language as tl
 from torch import Tensor
 
 from thinpipe.pipeline.wire.kernels import with_contiguous_rows
+from thinpipe.pipeline.wire.kernels.gpu.uniform import store_value
+from thinpipe.pipeline.wire.kernels.hadamard import SIDE
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels.gpu import hadamard as hadamard_triton
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
 
-_VALUES = 1024  # of a program
+_TILES = 16  # of a program
+_SIDE = tl.constexpr(SIDE)
+_LEVELS = tl.constexpr(SIDE.bit_length() - 1)
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _LIMIT = tl.constexpr(0x71800000)  # 2^100
 
 
-def survey(x_BN: Tensor, tile: int, peak_BK: Tensor, turned_BK: Tensor) -> None:
+def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: Tensor) -> None:
     """Write each tile's smaller peak and whether it is the rotated one's."""
     rows, tiles = peak_BK.shape
-    x_BN = with_contiguous_rows(x_BN)
+    x_BN, (memory_BN, has_memory) = with_contiguous_rows(x_BN), _given(memory_BN, x_BN)
     if rows and tiles:
-        _survey_kernel[_grid(rows, tiles, tile)](
-            *(x_BN, peak_BK, turned_BK, x_BN.shape[1], tiles, x_BN.stride(0)),
-            **_shape(tile),
+        _survey_kernel[_grid(rows, tiles)](
+            *(x_BN, memory_BN, peak_BK, turned_BK, x_BN.shape[1], tiles),
+            *(x_BN.stride(0), memory_BN.stride(0), has_memory, _TILES),
             enable_fp_fusion=False,
         )
 
 
-def gather(x_BN: Tensor, order_BK: Tensor, turned_BK: Tensor, tiles_BKG: Tensor) -> None:
+def gather(
+    x_BN: Tensor,
+    memory_BN: Tensor | None,
+    order_BK: Tensor,
+    turned_BK: Tensor,
+    tiles_BKG: Tensor,
+) -> None:
     """Write tiles in the order given, rotated where they are turned."""
-    rows, tiles, tile = tiles_BKG.shape
-    x_BN = with_contiguous_rows(x_BN)
+    rows, tiles, _ = tiles_BKG.shape
+    x_BN, (memory_BN, has_memory) = with_contiguous_rows(x_BN), _given(memory_BN, x_BN)
     if rows and tiles:
-        _gather_kernel[_grid(rows, tiles, tile)](
-            *(x_BN, order_BK, turned_BK, tiles_BKG, x_BN.shape[1], tiles, x_BN.stride(0)),
-            **_shape(tile),
+        _gather_kernel[_grid(rows, tiles)](
+            *(x_BN, memory_BN, order_BK, turned_BK, tiles_BKG, x_BN.shape[1], tiles),
+            *(x_BN.stride(0), memory_BN.stride(0), has_memory, _TILES),
             enable_fp_fusion=False,
         )
 
 
 def scatter(tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor) -> None:
     """Write tiles to their places, rotated back where they were turned."""
-    rows, tiles, tile = tiles_BKG.shape
-    direct = out_BN.dtype == torch.float32 and out_BN.stride(1) == 1
-    into_BN = out_BN if direct else torch.empty(out_BN.shape, device=out_BN.device)
+    _scatter(tiles_BKG, order_BK, turned_BK, None, None, out_BN)
+
+
+def scatter_change(
+    tiles_BKG: Tensor,
+    order_BK: Tensor,
+    turned_BK: Tensor,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor | None,
+) -> Tensor:
+    """Add tiles to a memory; see `TileKernels.scatter_change`."""
+    _scatter(tiles_BKG, order_BK, turned_BK, memory_BN, fresh_BN, out_BN)
+    return torch.isfinite(fresh_BN).all(1)
+
+
+def _scatter(
+    tiles_BKG: Tensor,
+    order_BK: Tensor,
+    turned_BK: Tensor,
+    memory_BN: Tensor | None,
+    fresh_BN: Tensor | None,
+    out_BN: Tensor | None,
+) -> None:
+    rows, tiles, _ = tiles_BKG.shape
+    shape = (memory_BN if out_BN is None else out_BN).shape
+    direct = out_BN is None or (out_BN.dtype == torch.float32 and out_BN.stride(1) == 1)
+    into_BN = out_BN if direct else torch.empty(shape, device=tiles_BKG.device)
+    targets = [_given(one, tiles_BKG[:, 0]) for one in (memory_BN, fresh_BN, into_BN)]
     if rows and tiles:
-        _scatter_kernel[_grid(rows, tiles, tile)](
-            *(tiles_BKG, order_BK, turned_BK, into_BN, out_BN.shape[1], tiles, into_BN.stride(0)),
-            **_shape(tile),
+        _scatter_kernel[_grid(rows, tiles)](
+            *(tiles_BKG, order_BK, turned_BK, *(tensor for tensor, _ in targets)),
+            *(shape[1], tiles, *(tensor.stride(0) for tensor, _ in targets)),
+            *(*(given for _, given in targets), _TILES),
             enable_fp_fusion=False,
         )
-    if into_BN is not out_BN:
+    if out_BN is not None and into_BN is not out_BN:
         out_BN.copy_(into_BN)
 
 
-def _grid(rows: int, tiles: int, tile: int) -> tuple[int, int]:
-    return triton.cdiv(tiles, _VALUES // tile), rows
+def _given(tensor: Tensor | None, instead: Tensor) -> tuple[Tensor, bool]:
+    """What to pass to a kernel, and whether it may look at it."""
+    return (instead, False) if tensor is None else (tensor, True)
 
 
-def _shape(tile: int) -> dict[str, int]:
-    side = math.isqrt(tile)
-    return {"TILES": _VALUES // tile, "SIDE": side, "LEVELS": side.bit_length() - 1}
+def _grid(rows: int, tiles: int) -> tuple[int, int]:
+    return triton.cdiv(tiles, _TILES), rows
 
 
 @triton.jit
@@ -81,13 +117,23 @@ def _butterfly(x, TILES: tl.constexpr, SIZE: tl.constexpr, DISTANCE: tl.constexp
 
 
 @triton.jit
-def _rotate(x, TILES: tl.constexpr, SIDE: tl.constexpr, LEVELS: tl.constexpr):
+def _rotate(x, TILES: tl.constexpr):
     """Rotate tiles, but for the transposition."""
-    for level in tl.static_range(LEVELS):
-        x = _butterfly(x, TILES, SIDE * SIDE, SIDE << level)
-    for level in tl.static_range(LEVELS):
-        x = _butterfly(x, TILES, SIDE * SIDE, 1 << level)
-    return x * (1.0 / SIDE)
+    for level in tl.static_range(_LEVELS):
+        x = _butterfly(x, TILES, _SIDE * _SIDE, _SIDE << level)
+    for level in tl.static_range(_LEVELS):
+        x = _butterfly(x, TILES, _SIDE * _SIDE, 1 << level)
+    return x * (1.0 / _SIDE)
+
+
+@triton.jit
+def _values(x_ptr, memory_ptr, offset, numel, x_row, memory_row, row, HAS_MEMORY: tl.constexpr):
+    """x, or x - memory, in fp32; zeros behind the end."""
+    x = tl.load(x_ptr + row * x_row + offset, offset < numel, other=0.0).to(tl.float32)
+    if HAS_MEMORY:
+        before = tl.load(memory_ptr + row * memory_row + offset, offset < numel, other=0.0)
+        x = x - before.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -98,30 +144,31 @@ def _peak(x):
 
 
 @triton.jit
-def _mine(tiles, TILES: tl.constexpr, SIDE: tl.constexpr):
+def _mine(tiles, TILES: tl.constexpr):
     """Row, this program's tiles, which of them exist, places in a tile, and the same transposed."""
     row = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
-    inside = tl.arange(0, SIDE * SIDE)[None, :]
-    return row, k, k < tiles, inside, inside % SIDE * SIDE + inside // SIDE
+    inside = tl.arange(0, _SIDE * _SIDE)[None, :]
+    return row, k, k < tiles, inside, inside % _SIDE * _SIDE + inside // _SIDE
 
 
 @triton.jit
 def _survey_kernel(
     x_ptr,
+    memory_ptr,
     peak_ptr,
     turned_ptr,
     numel,
     tiles,
     x_row,
+    memory_row,
+    HAS_MEMORY: tl.constexpr,
     TILES: tl.constexpr,
-    SIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):
-    row, k, exists, inside, _ = _mine(tiles, TILES, SIDE)
-    offset = k[:, None] * (SIDE * SIDE) + inside
-    x = tl.load(x_ptr + row * x_row + offset, offset < numel, other=0.0).to(tl.float32)
-    plain, rotated = _peak(x), _peak(_rotate(x, TILES, SIDE, LEVELS))
+    row, k, exists, inside, _ = _mine(tiles, TILES)
+    offset = k[:, None] * (_SIDE * _SIDE) + inside
+    x = _values(x_ptr, memory_ptr, offset, numel, x_row, memory_row, row, HAS_MEMORY)
+    plain, rotated = _peak(x), _peak(_rotate(x, TILES))
     turn = (rotated < plain) & (plain < _LIMIT)
     peak = tl.where(turn, rotated, plain).to(tl.float32, bitcast=True)
     tl.store(peak_ptr + row * tiles + k, peak, exists)
@@ -131,23 +178,24 @@ def _survey_kernel(
 @triton.jit
 def _gather_kernel(
     x_ptr,
+    memory_ptr,
     order_ptr,
     turned_ptr,
     tiles_ptr,
     numel,
     tiles,
     x_row,
+    memory_row,
+    HAS_MEMORY: tl.constexpr,
     TILES: tl.constexpr,
-    SIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):
-    row, j, exists, inside, across = _mine(tiles, TILES, SIDE)
+    row, j, exists, inside, across = _mine(tiles, TILES)
     k = tl.load(order_ptr + row * tiles + j, exists, other=0).to(tl.int64)
     turned = tl.load(turned_ptr + row * tiles + k, exists, other=0)[:, None] != 0
-    offset = k[:, None] * (SIDE * SIDE) + inside
-    x = tl.load(x_ptr + row * x_row + offset, offset < numel, other=0.0).to(tl.float32)
-    value = tl.where(turned, _rotate(x, TILES, SIDE, LEVELS), x)
-    place = (row * tiles + j[:, None]) * (SIDE * SIDE) + tl.where(turned, across, inside)
+    offset = k[:, None] * (_SIDE * _SIDE) + inside
+    x = _values(x_ptr, memory_ptr, offset, numel, x_row, memory_row, row, HAS_MEMORY)
+    value = tl.where(turned, _rotate(x, TILES), x)
+    place = (row * tiles + j[:, None]) * (_SIDE * _SIDE) + tl.where(turned, across, inside)
     tl.store(tiles_ptr + place, value, exists[:, None] & (inside >= 0))
 
 
@@ -156,22 +204,34 @@ def _scatter_kernel(
     tiles_ptr,
     order_ptr,
     turned_ptr,
+    memory_ptr,
+    fresh_ptr,
     out_ptr,
     numel,
     tiles,
+    memory_row,
+    fresh_row,
     out_row,
+    HAS_MEMORY: tl.constexpr,
+    HAS_FRESH: tl.constexpr,
+    HAS_OUT: tl.constexpr,
     TILES: tl.constexpr,
-    SIDE: tl.constexpr,
-    LEVELS: tl.constexpr,
 ):
-    row, j, exists, inside, across = _mine(tiles, TILES, SIDE)
+    row, j, exists, inside, across = _mine(tiles, TILES)
     k = tl.load(order_ptr + row * tiles + j, exists, other=0).to(tl.int64)
     turned = tl.load(turned_ptr + row * tiles + k, exists, other=0)[:, None] != 0
-    source = (row * tiles + j[:, None]) * (SIDE * SIDE) + inside
+    source = (row * tiles + j[:, None]) * (_SIDE * _SIDE) + inside
     x = tl.load(tiles_ptr + source, exists[:, None] & (inside >= 0), other=0.0)
-    value = tl.where(turned, _rotate(x, TILES, SIDE, LEVELS), x)
-    offset = k[:, None] * (SIDE * SIDE) + tl.where(turned, across, inside)
-    tl.store(out_ptr + row * out_row + offset, value, exists[:, None] & (offset < numel))
+    value = tl.where(turned, _rotate(x, TILES), x)
+    offset = k[:, None] * (_SIDE * _SIDE) + tl.where(turned, across, inside)
+    within = exists[:, None] & (offset < numel)
+    if HAS_MEMORY:
+        before = tl.load(memory_ptr + row * memory_row + offset, within, other=0.0)
+        value = before.to(tl.float32) + value
+    if HAS_FRESH:
+        store_value(fresh_ptr + row * fresh_row + offset, value, within)
+    if HAS_OUT:
+        tl.store(out_ptr + row * out_row + offset, value, within)
 
 
 if TYPE_CHECKING:

@@ -217,7 +217,7 @@ def _unpack_field(base, lanes, bytes_mask, WIDTH: tl.constexpr, SHIFT: tl.conste
 
 
 @triton.jit
-def _store_value(pointer, value, mask):
+def store_value(pointer, value, mask):
     """Store in the pointer's format; returns the bits, as fp32, of the magnitude stored.
 
     bf16 is rounded by hand: the interpreter truncates. NaN is not: a GPU's, 0x7FFFFFFF, would wrap.
@@ -236,7 +236,7 @@ def _store_value(pointer, value, mask):
 
 @triton.jit
 def _store_fresh(fresh_ptr, finite_ptr, row, place, value, mask):
-    stored = _store_value(fresh_ptr + place, value, mask)
+    stored = store_value(fresh_ptr + place, value, mask)
     worst = tl.max(tl.max(tl.where(mask, stored, 0), axis=1), axis=0)
     tl.store(finite_ptr + row, 0, mask=worst >= _INFINITY)
 
@@ -333,7 +333,7 @@ def _decode_kernel(
     if DELTA:
         value = tl.load(m_ptr + row * m_row + offset, mask, other=0.0).to(tl.float32) + value
         _store_fresh(fresh_ptr, finite_ptr, row, row * fresh_row + offset, value, mask)
-    _store_value(out_ptr + row * out_row + offset, value, mask)
+    store_value(out_ptr + row * out_row + offset, value, mask)
 
 
 if TYPE_CHECKING:

@@ -113,7 +113,10 @@ def test_summary_equals_a_hand_computation(tmp_path: Path) -> None:
     assert forward == {
         "cut": 6, "direction": "forward", "method": "aqsgd 4-bit", "bytes": 5000, "messages": 16,
         "bf16_bytes": 8000, "fp32_bytes": 16000, "ratio_bf16": 1.6, "ratio_fp32": 3.2,
-        "error": None, "change": None, "cosine": None, "gain": None, "dimensions": None,
+        "error": None, "change": None, "cosine": None, "channel_error": None,
+        "channel_change": None, "worst_error": None, "worst_channel": None,
+        "largest_channel": None, "largest_share": None, "massive_tokens": None, "gain": None,
+        "dimensions": None,
     }  # fmt: skip
     assert (backward["bytes"], backward["ratio_bf16"], backward["ratio_fp32"]) == (4000, 2.0, 4.0)
     assert summary["totals"] == {
@@ -138,9 +141,35 @@ def test_what_is_measured_of_cuts_is_a_mean_over_the_last_epoch(tmp_path: Path) 
     page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text(
         encoding="utf-8"
     )
+    assert "Worst channel" not in page
     assert "Coding gain, bits per value" in page
     assert '<td class="n">1.25</td>' in page
     assert '<th class="n">Change</th>' not in page
+
+
+def test_massive_channels_are_named(tmp_path: Path) -> None:
+    """The worst channel of an epoch, and the one that is the largest most often."""
+    by_step = {
+        3: {"worst_channel": 5, "worst_error": 0.4, "largest_channel": 7, "largest_share": 0.9},
+        4: {"worst_channel": 2, "worst_error": 0.8, "largest_channel": 7, "largest_share": 0.8},
+    }
+    measured = {"error": 0.1, "channel_error": 0.3, "channel_change": 0.2, "massive_tokens": 1}
+    records = [
+        replace(r, wire=tuple(replace(w, **measured, **by_step.get(r.step, {})) for w in r.wire))
+        for r in _records()
+    ]
+    info = _info(tmp_path)
+    summary = summarize(info, records)
+    forward = summary["wire"][0]
+    assert (forward["worst_channel"], forward["worst_error"]) == (2, 0.8)
+    assert (forward["largest_channel"], forward["largest_share"]) == (7, pytest.approx(0.85))
+    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text(
+        encoding="utf-8"
+    )
+    cells = ("0.3", "2: 0.8", "0.1", "0.2", "7: 85% of the energy", "1")
+    row = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+    assert f"<td>6</td><td>forward</td>{row}" in page
+    assert "Massive tokens of a sample" in page
 
 
 def test_baselines_count_only_steps_that_crossed_the_cut(tmp_path: Path) -> None:
@@ -214,9 +243,12 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
 
 def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
     info, pictures = _info(tmp_path), []
+    names = ("error", "channel_error", "channel_change")
     for error in (None, 0.1):
         records = [
-            replace(record, wire=tuple(replace(w, error=error, change=error) for w in record.wire))
+            replace(
+                record, wire=tuple(replace(w, **dict.fromkeys(names, error)) for w in record.wire)
+            )
             for record in _records()
         ]
         page = _Page(

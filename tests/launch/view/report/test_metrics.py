@@ -59,6 +59,13 @@ def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> No
         "error": None,
         "change": None,
         "cosine": None,
+        "channel_error": None,
+        "channel_change": None,
+        "worst_error": None,
+        "worst_channel": None,
+        "largest_channel": None,
+        "largest_share": None,
+        "massive_tokens": None,
         "gain": None,
         "dimensions": None,
     }

@@ -30,7 +30,7 @@ def _record(
         tokens_per_s=123_456.7,
         step_s=4.0,
         bubble=0.256,
-        wire=wire_totals(cuts, nbytes=500_000_000, messages=16, values=10**9, error=0.0421),
+        wire=wire_totals(cuts, nbytes=500_000_000, messages=16, values=10**9, channel_error=0.0421),
         grad_norm=None if math.isnan(loss) else 1.25,
         skipped=math.isnan(loss),
         sync_bytes=123_000_000,

@@ -37,7 +37,7 @@ def record(run: RunInfo) -> StepRecord:
     """Every number in it is a different one."""
     wire = tuple(
         WireTotal(cut=cut, direction=way, nbytes=101_000_000 + 7_000_000 * number, messages=16,
-                  values=10**9, error=0.0421)
+                  values=10**9, channel_error=0.0421)
         for number, (cut, way) in enumerate(itertools.product(run.cuts, DIRECTIONS))
     )  # fmt: skip
     shards = {"weight_bytes": 811_000_000, "gradient_bytes": 822_000_000} if run.shards > 1 else {}

@@ -27,7 +27,7 @@ from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    there, back = wire_totals([6], nbytes=500 + step, error=0.25)
+    there, back = wire_totals([6], nbytes=500 + step, error=0.25, channel_error=0.125)
     values: dict[str, Any] = {
         "wire": (replace(there, nbytes=1000 + step), back),
         "skipped": step == 2,
@@ -69,6 +69,8 @@ def test_all_numbers_of_a_step_are_there() -> None:
     assert found["bytes/cut_6_backward"] == 502
     assert found["bytes/replicas"] == 77
     assert found["error/cut_6_forward"] == 0.25
+    assert found["channel_error/cut_6_forward"] == 0.125
+    assert "largest_share/cut_6_forward" not in found
     assert found["eval/loss_compressed"] == 2.75
     assert found["own/mine"] == 4.0
     assert (found["bytes/shards_weights"], found["bytes/shards_gradients"]) == (5, 6)

@@ -1,0 +1,258 @@
+"""Loss of fine-tuning a real pretrained language model across compressed cuts.
+
+    python -m benchmarks.fidelity.pretrained --model smollm2 --train valid.txt --eval test.txt \
+        --json out.jsonl
+    python -m benchmarks.fidelity.pretrained --model smollm2 --train valid.txt --eval test.txt \
+        --json once.jsonl --epochs 1 --methods once
+
+`--model` is the folder of a Hugging Face model whose residual stream has massive activations, as
+that of every Llama-like model has. All weights are trained (or `--lora` additions), in one process
+(`launch/single_process.py`: boundaries, messages and bytes are those of a run over a network).
+Seeds set the order of the sequences.
+
+Rows that FILE has already are not measured again, so a comparison may take several sittings. A row
+has `method`, `seed`, `lr`, `cuts`, `epochs`, `lora`; `ratio_fp32` of the bytes from the second
+epoch on and `ratio_fp32_run` of all; and gaps to uncompressed cuts in nats: `train_gap` of the last
+epoch (`train_gaps`: of each), `held_out_gap` and `held_out_compressed_gap`.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.fidelity.finetuning import Corpus, fine_tune
+from benchmarks.fidelity.tah_quant import TahQuant
+from benchmarks.harness import (
+    Row,
+    command_line,
+    environment,
+    parse_options,
+    summary,
+    with_baseline,
+)
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.data.load import load
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+
+BASELINE = "fp32"
+_LOSSES = {
+    "train_gap": "loss",
+    "held_out_gap": "held out",
+    "held_out_compressed_gap": "held out, compressed",
+}
+_COLUMNS = {
+    "ratio_fp32": ".1f",
+    "ratio_fp32_run": ".1f",
+    **dict.fromkeys(_LOSSES, "+.4f"),
+}
+_KEY = ("method", "seed", "lr", "cuts", "epochs", "lora", "sequences")
+_EVAL_BATCH = 16
+
+
+def _both(forward: Mapping[str, Any], backward: Mapping[str, Any]) -> dict[str, Any]:
+    return {"forward": dict(forward), "backward": dict(backward)}
+
+
+def _transform(forward: float, backward: float, **options: Any) -> dict[str, Any]:
+    ways = ({"kind": "transform", "step": step, **options} for step in (forward, backward))
+    return _both(*ways)
+
+
+def _once(forward: float, backward: float) -> dict[str, Any]:
+    ways = (
+        {"kind": "transform", "memory": False, "first_step": step} for step in (forward, backward)
+    )
+    return _both(*ways)
+
+
+_RAW = {"kind": "raw", "format": "fp32"}
+_OLD = {"kind": "aqsgd", "delta": "uniform", "first_visit": 8}
+_RATE = {"bits": 4, "coding": "rans"}
+AGAIN: dict[str, dict[str, Any]] = {
+    "aqsgd 3/6, a scale per token": _both({**_OLD, "bits": 3}, {"kind": "direct", "bits": 6}),
+    "aqsgd rate .6/.5": _both(
+        {**_OLD, **_RATE, "rate": 0.6}, {"kind": "direct", **_RATE, "rate": 0.5}
+    ),
+    "stateless 5/4": _both({"kind": "stateless", "bits": 5}, {"kind": "stateless", "bits": 4}),
+    "transform .3/.3": _transform(0.3, 0.3),
+    "transform .6/.6": _transform(0.6, 0.6),
+    "transform .8/.6": _transform(0.8, 0.6),
+    "transform 1/1": _transform(1.0, 1.0),
+}
+ONCE: dict[str, dict[str, Any]] = {
+    "stateless 5/4": AGAIN["stateless 5/4"],
+    "tah-quant fw4/bw4": _both(_RAW, _RAW),
+    "once .05/.3": _once(0.05, 0.3),
+    "once .1/.3": _once(0.1, 0.3),
+    "once .15/.5": _once(0.15, 0.5),
+}
+METHODS = {BASELINE: _both(_RAW, _RAW), **AGAIN, **ONCE}
+GROUPS = {"again": list(AGAIN), "once": list(ONCE)}
+_CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}
+_QUICK = ["stateless 5/4", "transform .3/.3", "transform .6/.6", "transform .8/.6"]
+
+
+def run_config(
+    options: argparse.Namespace, method: str, *, seed: int, lr: float, cuts: int
+) -> RunConfig:
+    """Fine-tuning with one method at all cuts, which share the layers evenly."""
+    model: dict[str, Any] = {"pretrained": str(options.model)}
+    if options.lora:
+        model["lora"] = {"rank": options.lora, "alpha": 2 * options.lora}
+    layers = json.loads((options.model / "config.json").read_text())["num_hidden_layers"]
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": seed},
+            "model": model,
+            "data": {
+                "tokenizer": "model",
+                "path": str(options.train),
+                "eval_path": str(options.eval),
+                "train_sequences": options.sequences,
+                "eval_sequences": options.held_out,
+                "sequence_length": options.tokens,
+            },
+            "pipeline": {
+                "cuts": [round(layers * cut / (cuts + 1)) for cut in range(1, cuts + 1)],
+                "schedule": "GPipe",
+                "microbatches": 4,
+            },
+            "boundary": [METHODS[method]],
+            "train": {"epochs": options.epochs, "batch_size": 8, "lr": lr},
+        }
+    )
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what is missing of the rows that were asked for; returns all of them."""
+    known = {_key(row): row for row in _read(options.json)}
+    rows = []
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for lr in options.lr:
+            for cuts in options.cuts:
+                for method in with_baseline(options.methods, BASELINE):
+                    about = {
+                        "method": method,
+                        "seed": seed,
+                        "lr": lr,
+                        "cuts": 0 if method == BASELINE else cuts,  # that has no losses
+                        "epochs": options.epochs,
+                        "lora": options.lora,
+                        "sequences": options.sequences,
+                    }
+                    if _key(about) not in known:
+                        config = run_config(options, method, seed=seed, lr=lr, cuts=cuts)
+                        base = known.get(_key({**about, "method": BASELINE, "cuts": 0}))
+                        row = about | _measure(options, config, method, base)
+                        _append(options.json, row)
+                        known[_key(about)] = row
+                        print(_words(row), flush=True)
+                    rows.append(known[_key(about)])
+    return rows
+
+
+def _measure(
+    options: argparse.Namespace, config: RunConfig, method: str, base: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    tune, held_out = load(config.data)
+    codecs = {way: TahQuant(config.message_shape[1]) for way in _CODED.get(method, ())}
+    found = fine_tune(
+        Corpus(tune, tune, held_out),
+        config,
+        None,
+        method=method,
+        codecs=codecs,
+        eval_batch=_EVAL_BATCH,
+    )
+    numbers, epochs = found.numbers, [epoch["loss"] for epoch in found.detail["epochs"]]
+    losses = {name: numbers[kind] for name, kind in _LOSSES.items()}
+    base = base or {"losses": losses, "epoch_losses": epochs}
+    return {
+        "ratio_fp32": numbers["x fp32"],
+        "ratio_fp32_run": numbers["x fp32, whole run"],
+        **{name: loss - base["losses"][name] for name, loss in losses.items()},
+        "train_gaps": [a - b for a, b in zip(epochs, base["epoch_losses"], strict=True)],
+        "bits_forward": numbers["bits forward"],
+        "bits_backward": numbers["bits backward"],
+        "losses": losses,
+        "epoch_losses": epochs,
+        "seconds": found.detail["seconds"],
+        "boundary": METHODS[method],
+        "environment": environment(),
+    }
+
+
+def _read(path: Path | None) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _append(path: Path | None, row: Mapping[str, Any]) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in _KEY)
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    numbers = ", ".join(f"{name} {row[name]:{form}}" for name, form in _COLUMNS.items())
+    return f"{row['method']}, seed {row['seed']}, lr {row['lr']:g}: {numbers}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians over seeds, with the range of gaps."""
+    found = [
+        Row(
+            row["method"],
+            {name: row[name] for name in _COLUMNS},
+            {name: row[name] for name in ("lr", "cuts", "epochs", "lora")},
+            row["seed"],
+        )
+        for row in rows
+    ]
+    return summary(found, _COLUMNS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the comparison from the command line."""
+    options = _parse(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    named = [method for name in options.methods for method in GROUPS.get(name, [name])]
+    options.methods = list(dict.fromkeys(named))
+    print(f"\n{table(compare(options))}")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    command = command_line("benchmarks.fidelity.pretrained", __doc__)
+    folder = "of a Hugging Face model with tokenizer and safetensors"
+    command.add_argument("--model", type=Path, required=True, metavar="FOLDER", help=folder)
+    command.add_argument("--train", type=Path, required=True, help="text to train on")
+    command.add_argument("--eval", type=Path, required=True, help="held-out text")
+    command.add_argument(
+        "--methods", nargs="+", choices=[*GROUPS, *METHODS], default=["again"], help="or groups"
+    )
+    command.add_argument("--seeds", type=int, default=3, help="orders of the sequences (3)")
+    command.add_argument("--first-seed", type=int, default=0, help="of them (0)")
+    command.add_argument("--lr", type=float, nargs="+", default=[1e-4], help="rates (1e-4)")
+    command.add_argument("--cuts", type=int, nargs="+", default=[3], help="numbers of cuts (3)")
+    command.add_argument("--epochs", type=int, default=3, help="(3)")
+    command.add_argument("--sequences", type=int, default=96, help="to train on (96)")
+    command.add_argument("--held-out", type=int, default=64, help="sequences (64)")
+    command.add_argument("--tokens", type=int, default=128, help="of a sequence (128)")
+    command.add_argument("--lora", type=int, default=0, help="rank; 0 trains all weights (0)")
+    command.add_argument("--threads", type=int, default=0, help="of torch (0: its own choice)")
+    quick = {"methods": _QUICK, "seeds": 1, "sequences": 48, "held_out": 16}
+    return parse_options(command, arguments, "quick", quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Tensors as compiled kernels see them: flat numpy arrays, with a row stride.
+
+Axes: B rows, N values.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding
+from numba import config
+from torch import Tensor
+
+from thinpipe.pipeline.wire.kernels import with_contiguous_rows
+
+Window = tuple[Any, int]
+"""A flat numpy array and the distance between rows in it."""
+NOTHING: Window = (None, 0)
+STORED_AS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+}
+
+if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
+    if binding.get_host_cpu_features().get("f16c") is False:
+        raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
+    if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
+        raise ImportError(
+            "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
+            'NUMBA_CPU_FEATURES = +f16c too, or use backend = "reference"'
+        )
+
+
+def readable(x_BN: Tensor) -> Window:
+    x_BN = x_BN.detach()
+    x_BN = x_BN if x_BN.dtype in STORED_AS else x_BN.float()
+    return window(with_contiguous_rows(x_BN))
+
+
+def writable(out_BN: Tensor) -> Tensor:
+    if out_BN.dtype in STORED_AS and out_BN.stride(1) == 1:
+        return out_BN.detach()
+    return torch.empty(out_BN.shape)
+
+
+def hand_over(into_BN: Tensor, out_BN: Tensor) -> None:
+    if into_BN.data_ptr() != out_BN.data_ptr():
+        out_BN.copy_(into_BN)
+
+
+def window(t_BN: Tensor) -> Window:
+    """The memory of the rows as one flat array, and the distance between rows in it."""
+    rows, numel = t_BN.shape
+    assert t_BN.stride(1) == 1 or numel <= 1, "rows must be contiguous"
+    row = t_BN.stride(0)
+    span = (rows - 1) * row + numel if rows and numel else 0
+    stored = t_BN.view(STORED_AS.get(t_BN.dtype, t_BN.dtype))
+    return stored.as_strided((span,), (1,)).numpy(), row
+
+
+def kept(fresh_BN: Tensor | None, rows: int) -> tuple[Any, int, Any]:
+    """Where new memories go, and a flag per row for whether they are finite."""
+    array, row = NOTHING if fresh_BN is None else window(fresh_BN)
+    return array, row, np.empty(rows, np.bool_)
