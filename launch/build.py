@@ -7,11 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
+from thinpipe.launch.best import Best
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
@@ -56,11 +58,13 @@ class ProgramParts:
     """What a program gives that a run file only names.
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
-    are multiplied by in a step (from 0); `metrics` are functions or `pipeline.metrics.Metric`s.
+    are multiplied by in a step (from 0), or torch `schedulers` set them; `metrics` are functions or
+    `pipeline.metrics.Metric`s.
     """
 
     optimizer: OptimizerFactory | None = None
     schedule: Callable[[int], float] | None = None
+    schedulers: Sequence[LRScheduler] = ()
     metrics: Sequence[object] = ()
 
 
@@ -121,8 +125,9 @@ def build(
         shards=shards,
         make_schedule=wiring.make_schedule,
     )
-    rates = Rates(optimizer, given.schedule or _lr_factor(config, total_steps))
-    return Built(stages, engine, optimizer, rates, sync, shards)
+    factor = given.schedule or _lr_factor(config, total_steps)
+    rates = Rates(optimizer, factor, given.schedulers)
+    return Built(stages, engine, optimizer, rates, sync, Best(config.eval), shards)
 
 
 def build_stage(

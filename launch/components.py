@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinpipe.gradcomp.sharded.stage import StageShards
+from thinpipe.launch.best import Best
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -20,4 +21,5 @@ class Built:
     optimizer: torch.optim.Optimizer
     lr_schedule: Rates
     sync: ReplicaSync
+    best: Best
     shards: StageShards | None = None

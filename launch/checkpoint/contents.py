@@ -26,7 +26,8 @@ def collect(built: Built, *, memories: bool = True) -> dict[str, Any]:
         "global_model": _global_model(built),
         "optimizer": built.optimizer.state_dict(),
         "parameters": parameter_names(built),
-        "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
+        "lr_schedule": built.lr_schedule.state_dict(),
+        "best": built.best.state_dict(),
         "engine": built.engine.state_dict(),
         "sync": built.sync.state_dict(),
         "boundaries": {
@@ -88,7 +89,8 @@ def distribute(built: Built, state: Mapping[str, Any]) -> None:
                 channel_name(channel),
             )
     built.optimizer.load_state_dict(state["optimizer"])
-    built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+    built.lr_schedule.load_state_dict(state["lr_schedule"])
+    built.best.load_state_dict(state.get("best", {}))
     built.engine.load_state_dict(state["engine"])
     built.sync.load_state_dict(state["sync"])
     if built.shards is not None:

@@ -116,7 +116,8 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     stateless = _load_optimizer(built, saved, own_rows)
     boundaries = _boundaries(folder, before, dp_rank=mesh.dp_rank % before.dp_size)
     _load_boundaries(built, boundaries)
-    built.lr_schedule.last_epoch = saved.first_part["lr_schedule"]["last_epoch"]
+    built.lr_schedule.load_state_dict(saved.first_part["lr_schedule"])
+    built.best.load_state_dict(saved.first_part.get("best", {}))
     built.engine.load_state_dict(saved.first_part["engine"])
     torch.manual_seed(hash((now, mesh.rank, built.lr_schedule.last_epoch)))
     if stateless:

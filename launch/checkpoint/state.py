@@ -187,7 +187,8 @@ class Checkpoints:
         keep, copies = self._options.keep, self._options.copies
         if step == self.end and "keep" not in self._options.model_fields_set:
             keep = 1
-        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies)
+        best = self._built.best.step
+        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies, best)
         several = len(set(self._where.hosts)) > 1
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)

@@ -298,13 +298,9 @@ def _check_sizes(config: RunConfig) -> None:
     if data.factory is None:
         model.check_tokens(data.sequence_length, data.tokenizer)
     pipeline = config.pipeline
-    parts = pipeline.dp_size * train.accumulate
+    parts = pipeline.dp_size
     if train.batch_size % parts:
-        factors = {
-            "pipeline.replicas": pipeline.replicas,
-            "pipeline.shards": pipeline.shards,
-            "train.accumulate": train.accumulate,
-        }
+        factors = {"pipeline.replicas": pipeline.replicas, "pipeline.shards": pipeline.shards}
         told = ", ".join(f"{name} = {value}" for name, value in factors.items() if value > 1)
         raise ValueError(
             f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "

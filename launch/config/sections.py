@@ -66,6 +66,8 @@ class EvalConfig(BaseModel):
 
     `metrics` are measured besides the loss: "accuracy", "f1", "matthews", "pearson", "perplexity",
     "spearman", or "module:function" (see own_code.md); by default those of the model's task.
+    The checkpoint of the `best` one is kept too: by "loss" or another metric, or "max NAME" or
+    "min NAME" of one of your own. After `patience` evaluations that are no better the run ends.
     At the end of a run, show `samples` texts that its language model writes.
     """
 
@@ -73,6 +75,8 @@ class EvalConfig(BaseModel):
 
     every_epochs: int = Field(1, ge=1)
     metrics: tuple[str, ...] | None = None
+    best: Annotated[str, Field(pattern=r"^((max|min) )?[A-Za-z_]\w*$")] | None = None
+    patience: int | None = Field(None, ge=1)
     samples: int = Field(0, ge=0, le=100)
 
     @field_validator("metrics")

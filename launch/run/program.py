@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
@@ -132,7 +133,12 @@ class Run(RankRun):
         *,
         resume: Literal["if-there", "required", "never"] | int = "if-there",
         schedule: Callable[[int], float] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] = (),
+        metrics: Sequence[object] = (),
+        best: str | None = None,
+        patience: int | None = None,
         seed: int = 0,
+        accumulate: int = 1,
         clip_norm: float = 0.0,
         writers: Sequence[str] = (),
         settings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -141,7 +147,11 @@ class Run(RankRun):
 
         `optimizer` was made with `pipeline.parameters()`, or is a function of this rank's named
         parameters, or AdamW by `settings["train"]`. Its learning rates are multiplied by
-        `schedule(step)`, step from 0. `resume`: from the newest checkpoint if there is one, always
+        `schedule(step)`, step from 0; or they are those of a torch `scheduler`, which the program
+        steps and the run saves. `metrics` are names, functions or objects that evaluations measure
+        by, `best` is the one whose best checkpoint is kept, and `patience` how many evaluations in
+        a row may be no better (`Best`). `accumulate` is in how many parts a step's samples go
+        through the pipeline. `resume`: from the newest checkpoint if there is one, always
         (an error if there is none), or never; a number is the step of the checkpoint. `clip_norm`
         limits the gradient norm, 0 does not. `writers` get the numbers of every step too:
         "tensorboard", "wandb", "trackio". `settings` are other sections of a run file, by name:
@@ -155,15 +165,23 @@ class Run(RankRun):
                 f"Run: pipeline is a {type(pipeline).__name__}; give it a thinpipe.Pipeline(model, "
                 "loss, ...) of that model"
             )
-        train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
+        train = {
+            "warmup_steps": 0,
+            "decay": "none",
+            "clip_norm": clip_norm,
+            "accumulate": accumulate,
+        }
         chosen: Mapping[str, Mapping[str, Any]] = {
             **({"report": {"writers": list(writers)}} if writers else {}),
             **(settings or {}),
         }
+        chosen = {**chosen, "eval": _evaluated(metrics, best, patience) | chosen.get("eval", {})}
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._hook = sys.excepthook  # the program's, before torch puts its own around it
-        given = ProgramParts(_factory(optimizer, pipeline), schedule)
+        schedulers = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
+        own = [one for one in metrics if not isinstance(one, str)]
+        given = ProgramParts(_factory(optimizer, pipeline), schedule, tuple(schedulers), own)
         super().__init__(config, _resume(resume), show=_shown(), given=given)
         running = _RUNNING.get()
         if running is not None:
@@ -244,6 +262,13 @@ def _config(
         "train": {**pipeline.sections["train"], **train, **settings.get("train", {})},
     }
     return config_of(sections, "Run")
+
+
+def _evaluated(metrics: Sequence[object], best: str | None, patience: int | None) -> dict[str, Any]:
+    """The section [eval] of these; functions and objects have no names in it."""
+    named = [one for one in metrics if isinstance(one, str)]
+    given = {"metrics": named if metrics else None, "best": best, "patience": patience}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _found(config: RunConfig) -> None:

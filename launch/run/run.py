@@ -105,7 +105,9 @@ class RankRun:
         for self._epoch in range(first, count):
             yield self._epoch
             if self._training is not None:
-                self._training.save_if_due(self._done)
+                self._training.end_epoch(self._done)
+                if self._training.ends_early:
+                    break
         if self._training is not None:
             self._training.finish(self._done)
 
@@ -156,6 +158,7 @@ class RankRun:
         """
         training, session = self._opened("run.save_model"), self._session
         assert session is not None, "something was trained"
+        training.meet("run.save_model", self._done)
         save_model(session, training.built, Path(path).expanduser().resolve())
 
     @property
@@ -166,6 +169,7 @@ class RankRun:
         training, self._training = self._training, None
         if training is not None:
             training.finish(self._done)
+            training.meet("the end of the program", self._done)
             self._joined.close()  # nobody waits for a rank that writes the report
             training.report()
 

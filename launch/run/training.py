@@ -1,5 +1,6 @@
 """What a rank trains with once its samples are known: steps, evaluations, checkpoints, records."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +29,15 @@ from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
+from thinpipe.launch.run.together import Together
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
+
+_ENDED = "the run ends early, as evaluations are no better (eval.patience)"
 
 
 class Training:
@@ -95,21 +99,34 @@ class Training:
             given.metrics,
             program=getattr(config.model, "program", ()),
         )
+        self._together = Together(
+            session.store,
+            session.mesh.rank,
+            session.mesh.world_size,
+            wait_s=config.pipeline.peer_timeout_s,
+        )
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self.start, self.stopping, self._finished = 0, False, False
-        self._save_again = False
+        self._save_again = self._ended_before = False
+        self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
 
     @property
     def nothing_left(self) -> bool:
-        """Whether the checkpoint was of a run that was at its end."""
-        return self.start >= self.steps
+        """Whether the checkpoint was of a run that was at its end, or had ended early."""
+        return self.start >= self.steps or self._ended_before
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether evaluations have not become better for as long as settings say."""
+        return self.built.best.enough
 
     def begin(self, stack: ExitStack, resume: Resume) -> None:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
+        self._ended_before = self.ends_early
         mesh = self._session.mesh
         self.agreement = Agreement(
             self._session.store,
@@ -141,18 +158,14 @@ class Training:
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
         if self.nothing_left:
             saved = f"the checkpoint is of step {self.start}"
-            self.display.note(f"all {self.steps} steps are done already: {saved}")
+            done = f"all {self.steps} steps are done" if self.start >= self.steps else _ENDED
+            self.display.note(f"{done} already: {saved}")
             return
         self.records.open(stack, self.start if resume.wanted else None)
         if self._session.restart is not None:
             self.display.note(f"{self._session.restart}; from step {self.start}")
         if resume.wanted:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
-            if self.built.lr_schedule.has_scheduler:
-                self.display.note(
-                    "warning: the program's torch LR scheduler is not saved and starts over; "
-                    f"let it go on from step {self.start}, or use Run(schedule=...), which does"
-                )
         held = memory_notices(plan_memory(config, len(self._samples)))
         beginning = [started] if started else []
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
@@ -167,7 +180,12 @@ class Training:
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
         per_epoch = self._sampler.steps_per_epoch
-        return range(max(self.start, epoch * per_epoch), (epoch + 1) * per_epoch)
+        end = (epoch + 1) * per_epoch
+        return (
+            range(end, end)
+            if self._ended_before
+            else range(max(self.start, epoch * per_epoch), end)
+        )
 
     def batch(self, step: int) -> Batch:
         return self._samples.batch(self._sampler.ids(step))
@@ -177,6 +195,7 @@ class Training:
 
         `stopping` is set afterwards if all ranks stop here.
         """
+        self._together.step(step)
         if self._checkpoints.retry_due():
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
@@ -205,29 +224,54 @@ class Training:
             shared = gather_events(self._session.transport, events, start)
             self._timeline = timeline_of(self._config, record, shared)
         self.records.add(record)
-        self._skips.count(record.step, skipped=record.skipped)
+        self._skips.count(record.step, skipped=record.skipped, empty=record.tokens == 0)
         self._proof.check(record.step)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
         """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
+        self.meet("run.evaluate", step + 1)
         metrics = self._evaluate(samples, step, compressed=False)
         if self._config.pipeline.cuts:
             compressed = self._evaluate(samples, step, compressed=True)
             metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         self.records.evaluated(metrics)
+        if math.isnan(metrics["loss"]):
+            self.display.note(
+                f"warning: evaluation after step {step + 1}: none of its targets counts in the "
+                "loss (all are masked), so it says nothing"
+            )
+        if not self._finished and self.built.best.judge(metrics, step + 1):
+            self._best_is_due = step + 1
+        if self.ends_early and not self.nothing_left:
+            self.display.note(f"{_ENDED}: {self.built.best.words()}")
         return metrics
+
+    def end_epoch(self, done: int) -> None:
+        """Save if that is due."""
+        self._together.passes("the end of the epoch", done)
+        self.save_if_due(done)
+
+    def meet(self, call: str, done: int) -> None:
+        """Wait until all ranks make this call of the run.
+
+        Raises:
+            ConfigError: a rank makes another.
+        """
+        self._together.meet(call, done)
 
     def save_if_due(self, done: int) -> None:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(done):
+            self._together.passes("a checkpoint", done)
             self.records.flush()
             self._checkpoints.start(done, last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
         options = self._config.checkpoint
         every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
-        return done == self.steps or done % every == 0 or self._save_again
+        due = done == self.steps or done % every == 0 or done == self._best_is_due
+        return due or self._save_again
 
     def save_now(self, done: int) -> None:
         self.records.flush()
@@ -241,8 +285,11 @@ class Training:
         if self._finished or done == self.start:
             return
         self._finished = True
+        self.meet("the end of its epochs", done)
         self._skips.finish(done)
         self._checkpoints.save_last(done)
+        if self.built.best.wanted:
+            self.display.note(self.built.best.words())
         if done < self.steps:  # ended early, and saved as it was
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())

@@ -1,7 +1,7 @@
 """Commands that take a trained model home: `thinpipe export` and `thinpipe generate`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,21 @@ from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
+
+def _step(text: str) -> int | str:
+    if text != "best" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r} is no step: give a number from 1, or best")
+    return text if text == "best" else int(text)
+
+
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", min=1, help="Step of the checkpoint; by default the newest."),
+    Any,
+    typer.Option(
+        "--step",
+        parser=_step,
+        metavar="STEP",
+        help="Step of the checkpoint, or best (eval.best); by default the newest.",
+    ),
 ]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -51,10 +51,16 @@ class Trained:
         return merge_lora(plain, model.lora, inputs_first=stores_inputs_first(model.whole()))
 
 
+Step = int | Literal["best"] | None
+"""Of a checkpoint: a number, that of the best evaluation, or the newest."""
+
+
 def read_trained(
-    run_folder: Path, *, step: int | None = None, functions: Functions | None = None
+    run_folder: Path, *, step: Step = None, functions: Functions | None = None
 ) -> Trained:
     """The model of a checkpoint, by default of the newest; its parts must all be here.
+
+    `step` is a number, or "best" for that of the best evaluation (`eval.best`).
 
     `functions` are taken in place of those that the run's settings name.
 
@@ -64,14 +70,7 @@ def read_trained(
     """
     config = load_run(run_folder, functions=functions)
     root = run_folder / "checkpoints"
-    step = checkpoint.newest(root) if step is None else step
-    if step is None:
-        damaged = sorted(path.name for path in root.glob("step-*"))
-        if damaged:
-            raise CheckpointError(
-                f"{root}: none of {', '.join(damaged)} is whole; restore its files, or train again"
-            )
-        raise CheckpointError(f"{root}: no checkpoint was saved yet; train first")
+    step = _number(root, step)
     folder = root / f"step-{step}"
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]
@@ -101,10 +100,29 @@ def read_trained(
     return Trained(config, folder, step, tensors)
 
 
+def _number(root: Path, step: Step) -> int:
+    """The number of a step."""
+    if isinstance(step, int):
+        return step
+    found = checkpoint.best(root) if step == "best" else checkpoint.newest(root)
+    if found is not None:
+        return found
+    if step == "best":
+        raise CheckpointError(
+            f"{root}: no evaluation chose a best step; train with eval.best, or name a step"
+        )
+    damaged = sorted(path.name for path in root.glob("step-*"))
+    if damaged:
+        raise CheckpointError(
+            f"{root}: none of {', '.join(damaged)} is whole; restore its files, or train again"
+        )
+    raise CheckpointError(f"{root}: no checkpoint was saved yet; train first")
+
+
 def load(
     run_folder: str | Path,
     *,
-    step: int | None = None,
+    step: Step = None,
     model: Callable[[], nn.Module] | None = None,
 ) -> nn.Module:
     """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
