@@ -64,6 +64,11 @@ class ModelKind(BaseModel):
         return False
 
     @property
+    def reads_frozen(self) -> bool:
+        """Whether frozen weights are read from files at every start, and need no other copy."""
+        return False
+
+    @property
     def ties_uncut(self) -> bool:
         """Whether embedding and head are one weight where a stage holds all."""
         return self.tie_embeddings == "exact"

@@ -6,7 +6,7 @@ torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Trainin
 Axes: B samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, Self
 
@@ -75,6 +75,12 @@ class LocalPipeline(nn.Module):
         """Return the weight this stage shares with another one; None when there is none here."""
         weights = [part.stage.tied_weight() for part in self._parts]
         return next((weight for weight in weights if weight is not None), None)
+
+    @property
+    def base(self) -> Mapping[str, str]:
+        """Digests of what a checkpoint leaves out, as of the plain stage."""
+        parts = [getattr(part.stage, "base", {}) for part in self._parts]
+        return {name: digest for part in parts for name, digest in part.items()}
 
 
 def even_bounds(first: int, stop: int, parts: int) -> list[int]:

@@ -155,6 +155,10 @@ class HuggingFaceConfig(TokenModel):
         return self.lora is not None  # as all is that LoRA does not add
 
     @property
+    def reads_frozen(self) -> bool:
+        return self.lora is not None and self.weights is not None
+
+    @property
     def could_be_tied(self) -> bool:
         return self.ties_embeddings and not self.is_frozen and self.tie_embeddings == "untied"
 

@@ -123,6 +123,11 @@ def merge_lora(
     return merged
 
 
+def plain_name(name: str) -> str:
+    """The name that a parameter has without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
 # Names of the attention's inputs, for families that peft has no default for.
 _ATTENTION = (
     *(("q_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("Wqkv",), ("c_attn",)),
