@@ -105,9 +105,8 @@ class _Export:
 
     def write(self, folder: Path) -> list[str]:
         """Write everything; return notes on deviations from the source."""
-        untied = self._untied()
-        copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(untied)
-        names = [name for name in self._whole.state_dict() if name not in copies]
+        tied, untied = self._tied(), self._untied()
+        names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)
         write_shards(folder, stored, self._file_names(stored))
         self._write_config(folder, stored, untied=bool(untied))
@@ -115,7 +114,7 @@ class _Export:
         for name in _COPIED:
             if (self._model.folder / name).is_file():
                 shutil.copyfile(self._model.folder / name, folder / name)
-        notes = []
+        notes = [f"{name}: one weight with {kept}, saved once" for name, kept in tied.items()]
         if untied:
             notes.append(f"{', '.join(untied)}: differs from the embedding, so saved untied")
         unused = self._files.keys() - stored.keys()
@@ -124,12 +123,22 @@ class _Export:
         return notes
 
     def _untied(self) -> list[str]:
-        """Tied parameters whose copies are no longer equal."""
-        return [
+        """What config.json ties to a parameter that is no longer equal, or never was."""
+        return self._model.own_heads + [
             name
             for name, source in tied_names(self._whole).items()
             if not torch.equal(self._tensors[name], self._tensors[source])
         ]
+
+    def _tied(self) -> dict[str, str]:
+        """Parameters that are left out, and the equal ones that files hold in their place."""
+        untied, found = set(self._untied()), {}
+        for name, source in tied_names(self._whole).items():
+            if name not in untied and name not in self._on_disk:
+                found[name] = source
+            elif name not in untied and source not in self._on_disk:
+                found[source] = name
+        return found
 
     def _stored(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by their names on disk, in the layout of the source."""
@@ -148,6 +157,7 @@ class _Export:
             from transformers.core_model_loading import revert_weight_conversion
 
             sources = tied_names(self._whole)
+            sources |= {source: name for name, source in sources.items()}
             found = {
                 name: self._cast(tensor, name, sources.get(name, name))
                 for name, tensor in new.items()

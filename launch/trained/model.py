@@ -118,11 +118,11 @@ def read_trained(
     for shards in in_shards(states):
         tensors |= whole_model(shards)
         base |= saved_base(shards[0])
-    if isinstance(model, HuggingFaceConfig) and model.tie_embeddings == "exact":
+    if model.tie_embeddings == "exact":
         # one weight, though optimizers on unlike processors round its two copies apart
-        for name, source in tied_names(model.whole()).items():
-            if f"model.{source}" in tensors:
-                tensors[f"model.{name}"] = tensors[f"model.{source}"]
+        for name, tied_to in model.tied_names.items():
+            if tied_to in tensors:
+                tensors[name] = tensors[tied_to]
     return Trained(config, folder, step, tensors, base)
 
 
@@ -213,6 +213,7 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     if source is None:
         return None
     trained, own_rows = read_trained(source), rows_of(built.engine.transport.mesh)
+    _check_ties(config, trained)
     for stage in built.stages:
         try:
             load_module(
@@ -225,17 +226,28 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     return f"weights of step {trained.step} of {source}; everything else starts from scratch"
 
 
+def _check_ties(config: RunConfig, trained: Trained) -> None:
+    if config.model.tie_embeddings != "exact":
+        return
+    for name, tied_to in config.model.tied_names.items():
+        ends = [trained.tensors[n] for n in (name, tied_to) if n in trained.tensors]
+        if len(ends) == 2 and not torch.equal(*ends):
+            raise CheckpointError(
+                f'model.tie_embeddings = "exact": {tied_to} and {name} of {trained.folder} were '
+                'trained as separate weights and differ; use tie_embeddings = "untied"'
+            )
+
+
 def _source(config: RunConfig) -> Path | None:
     name = config.model.from_run
     return Path(name).expanduser().resolve() if name else None
 
 
 def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    settings: Any = config.transformers_config
-    diverged = [
-        name
+    untie = bool(config.own_heads) or any(
+        name in tensors and not torch.equal(tensors[name], tensors[source])
         for name, source in tied_names(config.whole()).items()
-        if name in tensors and not torch.equal(tensors[name], tensors[source])
-    ]
-    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=bool(diverged))
+    )
+    settings: Any = config.transformers_config
+    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=untie)
     return whole

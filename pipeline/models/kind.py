@@ -1,7 +1,7 @@
 """What every kind of model answers for itself; its settings are one of the [model] sections."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -67,6 +67,11 @@ class ModelKind(BaseModel):
     def reads_frozen(self) -> bool:
         """Whether frozen weights are read from files at every start, and need no other copy."""
         return False
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        """What is one weight with another where it is tied, by the names in state dicts."""
+        return {}
 
     @property
     def ties_uncut(self) -> bool:

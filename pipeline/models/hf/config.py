@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -94,9 +94,10 @@ class HuggingFaceConfig(TokenModel):
                 "other, needs a number of classes"
             )
         if self.tie_embeddings == "exact" and not self.ties_embeddings:
+            own = f" ({', '.join(self.own_heads)} of its files differs)" if self.own_heads else ""
             raise ValueError(
-                'tie_embeddings = "exact": the head of this model is no copy of its embedding; '
-                "leave it out"
+                'tie_embeddings = "exact": the head of this model is no copy of its embedding'
+                f"{own}; leave it out"
             )
         return self
 
@@ -141,7 +142,32 @@ class HuggingFaceConfig(TokenModel):
     @property
     def ties_embeddings(self) -> bool:
         """Whether the head is a copy of the embedding."""
+        return self._says_tied and not self.own_heads
+
+    @property
+    def _says_tied(self) -> bool:
         return self.task == "language" and bool(self.transformers_config.tie_word_embeddings)
+
+    @cached_property
+    def own_heads(self) -> list[str]:
+        """Heads of the files that differ from the embedding, though config.json ties them.
+
+        Raises:
+            ShardError: a file that holds one is missing or damaged.
+        """
+        from thinpipe.pipeline.models.hf.weights import differing_copies
+        from thinpipe.pipeline.models.hf.whole import build_on_meta
+
+        if not self._says_tied or self.weights is None:
+            return []
+        return differing_copies(self.weights, build_on_meta(self.transformers_config, self.task))
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        from thinpipe.pipeline.models.hf.weights import tied_names
+
+        found = tied_names(self.whole()) if self.ties_embeddings else {}
+        return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     @property
     def fresh_dropout(self) -> float:
@@ -198,6 +224,11 @@ class HuggingFaceConfig(TokenModel):
         if self.pretrained and self.config:
             found.append(
                 "note: model.config is set, so weights are random and model.pretrained is not read"
+            )
+        if self.own_heads:
+            found.append(
+                f"note: {', '.join(self.own_heads)} in the files of model.pretrained differs from "
+                "the embedding, though config.json ties them: both are used, as separate weights"
             )
         shared = self.family.shared if cut else ()
         if shared:
@@ -257,7 +288,7 @@ class HuggingFaceConfig(TokenModel):
         """
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
-        return build_on_meta(self.transformers_config, self.task)
+        return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))
 
     def _check_folder(self, folder: Path) -> None:
         setting = "model.config" if self.config else "model.pretrained"

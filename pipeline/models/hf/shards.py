@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PIECE_NUMEL = 2**24
 _READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -98,6 +100,24 @@ class Shards:
                     piece = file.get_slice(name)
                     _check_dtype(path, name, piece.get_dtype())
                     yield name, piece
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold equal values; reads them a piece at a time.
+
+        Raises:
+            ShardError: a file is missing or damaged.
+        """
+        paths = [self.folder / self.files[name] for name in (one, other)]
+        with _open(paths[0], one) as first, _open(paths[1], other) as second:
+            left, right = first.get_slice(one), second.get_slice(other)
+            shape = left.get_shape()
+            if right.get_shape() != shape:
+                return False
+            rows = max(1, _PIECE_NUMEL // max(1, math.prod(shape[1:])))
+            return all(
+                torch.equal(left[start : start + rows].float(), right[start : start + rows].float())
+                for start in range(0, shape[0], rows)
+            )
 
     def digest(self) -> str:
         """SHA-256 of names and files of all tensors: equal on hosts with copies of one model."""
