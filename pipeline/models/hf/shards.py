@@ -132,8 +132,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
         ShardError: a file cannot be written.
     """
     by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    storages = set[int]()
     for name, tensor in tensors.items():
-        by_file[files[name]][name] = tensor.contiguous()
+        held = tensor.contiguous()
+        place = held.untyped_storage().data_ptr()
+        # a file may hold a tied weight under both names, but safetensors takes each memory once
+        by_file[files[name]][name] = held.clone() if place in storages else held
+        storages.add(place)
     for file_name, part in by_file.items():
         try:
             save_file(part, folder / file_name, metadata={"format": "pt"})
