@@ -56,11 +56,12 @@ class ProgramParts:
     """What a program gives that a run file only names.
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
-    are multiplied by in a step (from 0).
+    are multiplied by in a step (from 0); `metrics` are functions or `pipeline.metrics.Metric`s.
     """
 
     optimizer: OptimizerFactory | None = None
     schedule: Callable[[int], float] | None = None
+    metrics: Sequence[object] = ()
 
 
 def build(

@@ -27,7 +27,8 @@ from thinpipe.pipeline.comm.guard import CutDirection, Guard
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.loss import NextToken, Objective
+from thinpipe.pipeline.loss import NextToken, Objective, loss_head
+from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
@@ -183,19 +184,24 @@ class PipelineEngine:
         measured = {(w.cut, DIRECTIONS.index(w.direction)): w for w in totals.wire}
         return replace(totals, notes=tuple(self._guard.judge(measured)))
 
-    def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
-        """The objective's tally, the same on every rank: loss sum, count, and what else it has.
+    def eval_step(
+        self, batch: Batch, step: int, *, compressed: bool, measures: Measures | None = None
+    ) -> tuple[float, float]:
+        """Loss sum and count, the same on every rank; `measures` count what this one sees.
 
         Never touches activation caches. Pass every replica its own samples; sums are over all.
         """
-        tallies = self._eval_tallies(batch, step, "eval_compressed" if compressed else "eval")
-        own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
-        for tally in tallies.values():
-            own += tally
-        return tuple(self.transport.share(own, "world").sum(0).tolist())
+        mode: Mode = "eval_compressed" if compressed else "eval"
+        own = torch.zeros(2, dtype=torch.float64)
+        for head in self._eval_heads(batch, step, mode, measures or Measures({})).values():
+            own += head
+        loss, count = self.transport.share(own, "world").sum(0).tolist()
+        return loss, count
 
-    def _eval_tallies(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
-        """Tallies by microbatch, on the rank of the last stage."""
+    def _eval_heads(
+        self, batch: Batch, step: int, mode: Mode, measures: Measures
+    ) -> dict[int, Tensor]:
+        """Loss sum and count by microbatch, on the rank of the last stage."""
         count = min(self._options.microbatches, len(batch))
         if count == 0:  # the other replicas took what was left of the held-out text
             with self._sync.global_parameters():  # which they may need this one for
@@ -203,13 +209,19 @@ class PipelineEngine:
         targets = batch.targets.to(self._device).tensor_split(count)
         inputs = batch.inputs_BT.to(self._device).tensor_split(count)
         self._begin_pass(batch, count, step, mode)
+
+        def finish(outputs: Tensor, m: int) -> Tensor:
+            measures.add(outputs, targets[m])
+            loss = self.objective.loss_sum(outputs, targets[m])
+            return loss_head(loss, self.objective.count(targets[m]))
+
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
             return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
+                finish=finish,
                 train=False,
             )
 

@@ -23,6 +23,7 @@ from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memo
 from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
+from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
@@ -87,6 +88,12 @@ class Training:
             lr=config.train.lr,
             precision=config.pipeline.precision,
             speaks=session.mesh.rank == 0,
+        )
+        self._wanted = Wanted(
+            config.eval.metrics,
+            self.built.engine.objective,
+            given.metrics,
+            program=getattr(config.model, "program", ()),
         )
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
@@ -272,12 +279,14 @@ class Training:
         return self._sampler.ids(step) if step < self.steps else torch.empty(0, dtype=torch.int64)
 
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
-        engine = self.built.engine
-        tallies = [
-            engine.eval_step(batch, step, compressed=compressed)
+        engine, this = self.built.engine, self._wanted.begin()
+        heads = [
+            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
             for batch in self._eval_batches(samples)
         ]
-        return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
+        loss, count = (sum(column) for column in zip(*heads, strict=True))
+        packed = self._session.transport.gather(this.measures.packed())
+        return this.numbers(loss, count, packed)
 
     def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
         """This DP rank's share of the held-out samples; all DP ranks get equally many batches.

@@ -41,7 +41,7 @@ class ModelKind(BaseModel):
         """What the head is trained for."""
         from thinpipe.pipeline.loss import Classification, NextToken
 
-        return NextToken() if self.classes is None else Classification(self.classes)
+        return NextToken() if self.classes is None else Classification()
 
     @property
     @abstractmethod

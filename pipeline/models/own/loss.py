@@ -3,13 +3,11 @@
 Axes: B samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from thinpipe.pipeline.loss import loss_head
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, int]]
 
@@ -22,7 +20,7 @@ class OwnLoss:
     `count(targets)` if that is given.
     """
 
-    tally_size = 2
+    metrics: tuple[str, ...] = ()
 
     def __init__(self, loss: Loss, count: Callable[[Tensor], int] | None, output: Tensor) -> None:
         """`output` is what the model returns for some samples, on the meta device."""
@@ -54,12 +52,6 @@ class OwnLoss:
         if targets.shape not in self._counts:
             self._counts[targets.shape] = self._count_by_shape(targets)
         return self._counts[targets.shape]
-
-    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return loss_head(self.loss_sum(outputs, targets), self.count(targets))
-
-    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        return {"loss": tally[0] / max(tally[1], 1)}
 
     def _count_by_shape(self, targets: Tensor) -> int:
         output_shape = (len(targets), *self._output.shape[1:])
