@@ -270,9 +270,8 @@ def made_up(
         )
         return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
     tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
-    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
     x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-    return x, tokens_BT if model.classes is None else labels_B
+    return x, model.made_up_targets(tokens_BT)
 
 
 def _fill(module: nn.Module) -> None:

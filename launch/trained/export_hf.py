@@ -237,6 +237,8 @@ class _Export:
             config = self._model.transformers_config
             changes |= {"id2label": config.id2label, "label2id": config.label2id}
             changes |= {"architectures": [type(self._whole).__name__]}
+            if self._model.problem != facts.get("problem_type", "single_label_classification"):
+                changes |= {"problem_type": self._model.problem}
         dtypes = {
             str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()
         }

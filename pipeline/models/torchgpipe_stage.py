@@ -118,7 +118,7 @@ class _Output(nn.Module):
 def _to_tensors(samples: Samples) -> tuple[Tensor, ...]:
     """What torchgpipe can split by samples and copy between devices; [B, 0] stands for None."""
     nothing = samples.ids_B.new_empty(len(samples.ids_B), 0)
-    masks = (samples.mask_BT, samples.segments_BT, samples.prefix_BT)
+    masks = (samples.mask_BT, samples.segments_BT, samples.prefix_BT, samples.types_BT)
     return (samples.ids_B, *(nothing if mask is None else mask for mask in masks))
 
 

@@ -19,7 +19,12 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
-from thinpipe.pipeline.models.hf.masks import check_masks, mask_inputs, needs_mask
+from thinpipe.pipeline.models.hf.masks import (
+    check_masks,
+    mask_inputs,
+    needs_mask,
+    takes_types,
+)
 from thinpipe.pipeline.models.hf.weights import Sources
 from thinpipe.pipeline.wire.checksum import hex_digest
 
@@ -65,6 +70,8 @@ class HuggingFaceStage(nn.Module):
             given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
         else:
             given["attention_mask"] = samples.mask_BT
+        if self._is_first and samples.types_BT is not None and takes_types(self.model):
+            given["token_type_ids"] = samples.types_BT.long()
         if self._is_last:
             out: Tensor = self.model(**given, **self._settings).logits
         else:
