@@ -142,11 +142,18 @@ class Sources:
         return ShardError(f"{self.shards.folder / index}: {name} is missing: {why}")
 
     def _check_shape(self, source: str, name: str, stored: list[int], wanted: list[int]) -> None:
-        if stored != wanted:
+        if stored == wanted:
+            return
+        if name in self._optional:
             raise ShardError(
-                f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
-                f"{wanted}; use the config.json that belongs to these weights"
+                f"{self._file(source)}: {source} has shape {stored}, and model.classes needs "
+                f"{wanted}: the files hold a head of another task; set model.classes to its "
+                "number, or take it out of them"
             )
+        raise ShardError(
+            f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
+            f"{wanted}; use the config.json that belongs to these weights"
+        )
 
     def _file(self, stored: str) -> str:
         return str(self.shards.folder / self.shards.files[stored])
