@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.models.own.config import Example, OwnModelConfig
@@ -35,9 +36,8 @@ def check_data(config: RunConfig) -> Corpus:
     """
     model = config.model
     vocab = None if isinstance(model, OwnModelConfig) else model.vocab
-    corpus = Corpus(
-        *load(config.data, seed=config.run.seed, vocab=vocab, classes=model.classes or 2)
-    )
+    labelling = Labelling(model.classes or 2, model.problem, model.token_types)
+    corpus = Corpus(*load(config.data, seed=config.run.seed, vocab=vocab, labelling=labelling))
     check_batch_size(config, corpus.train)
     return corpus
 

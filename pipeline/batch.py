@@ -20,14 +20,15 @@ class Samples:
     `ids_B` (int64) tells samples apart for the length of a run. `mask_BT` is nonzero at real
     tokens and zero at padding. `segments_BT` numbers the examples packed into a sequence; tokens
     of different numbers do not see each other. `prefix_BT` is nonzero at tokens that see each
-    other in both directions, such as those of a prompt. None means: no padding, one example per
-    sequence, no prefix.
+    other in both directions, such as those of a prompt. `types_BT` tells the first text of a pair
+    from the second. None means: no padding, one example per sequence, no prefix, one type.
     """
 
     ids_B: Tensor
     mask_BT: Tensor | None = None
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
+    types_BT: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -43,8 +44,8 @@ class Samples:
 class Batch:
     """This replica's part of a step. Every rank of the replica holds the same.
 
-    `targets` is [B, T] for token losses and [B] for one label per sample; -100 is not counted. Ids
-    must be unique within a step. The rest is as in `Samples`.
+    `targets` is [B, T] for token losses, [B] for one label per sample, [B, C] for several labels
+    or numbers; -100 is not counted. Ids must be unique within a step. The rest is as in `Samples`.
     """
 
     inputs_BT: Tensor
@@ -53,6 +54,7 @@ class Batch:
     mask_BT: Tensor | None = None
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
+    types_BT: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids_B)
@@ -60,7 +62,7 @@ class Batch:
     @property
     def samples(self) -> Samples:
         """What stage modules are given."""
-        return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT)
+        return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT, self.types_BT)
 
     def counting(self, count: int) -> Self:
         """The same samples, of which the loss of the first `count` alone is counted."""

@@ -54,6 +54,42 @@ class Classification:
         return int((targets_B != IGNORED_TARGET).sum())
 
 
+@dataclass(frozen=True)
+class SeveralLabels:
+    """Binary cross entropy of C labels per sample: logits [B, C], targets [B, C], 0 or 1.
+
+    As in transformers, the mean is over samples and labels. -100 is not counted.
+    """
+
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+
+    def loss_sum(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        each_BC = F.binary_cross_entropy_with_logits(
+            logits_BC.float(), targets_BC.float(), reduction="none"
+        )
+        return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
+
+    def count(self, targets_BC: Tensor) -> int:
+        return int((targets_BC != IGNORED_TARGET).sum())
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Squared error of C numbers per sample: outputs [B, C], targets [B, C].
+
+    As in transformers, the mean is over samples and numbers. -100 is not counted.
+    """
+
+    metrics: tuple[str, ...] = ("pearson", "spearman")
+
+    def loss_sum(self, outputs_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        each_BC = (outputs_BC.float() - targets_BC).square()
+        return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
+
+    def count(self, targets_BC: Tensor) -> int:
+        return int((targets_BC != IGNORED_TARGET).sum())
+
+
 def mean_loss(total: float, count: float) -> float:
     """The mean of so many losses; NaN of none, which is no loss of 0."""
     return total / count if count else math.nan

@@ -249,7 +249,7 @@ class Checkpoints:
         before, now = self._layouts(manifest)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
-            distribute(self._built, state)
+            distribute(self._built, state, folder)
         else:
             restore(self._built, folder, before, now, self._session.mesh)
 

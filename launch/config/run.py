@@ -325,6 +325,11 @@ def _check_task(config: RunConfig) -> None:
                 f"data.packing = {str(data.packing).lower()}, "
                 f'data.objective = "{data.objective}": {error}'
             ) from None
+    if data.labels is not None and model.problem == "regression":
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: regression predicts numbers, which have no names; "
+            "remove it"
+        )
     if data.labels is not None and len(data.labels) != model.classes:
         raise ValueError(
             f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "

@@ -41,6 +41,7 @@ class ModelMemory:
     replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
     while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
     of the largest block take while it is computed again.
+    With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `uncounted` are blocks whose activations cannot be computed from shapes alone.
     """
 
@@ -54,6 +55,7 @@ class ModelMemory:
     exchange: int = 0
     exchanged: int = 0
     recomputed: int = 0
+    reads_frozen: bool = False
     uncounted: tuple[int, ...] = ()
 
     @classmethod
@@ -75,7 +77,8 @@ class ModelMemory:
     @property
     def saved(self) -> int:
         """What a checkpoint copies before it is written in the background."""
-        own = self.weights + self.optimizer + self.exchange
+        weights = self.optimizer // 2 if self.reads_frozen else self.weights
+        own = weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
     def plus(self, other: "ModelMemory", *, times: int = 1, held: int = 1) -> "ModelMemory":
@@ -92,7 +95,7 @@ class ModelMemory:
         )
 
 
-_PARTS = tuple(field.name for field in fields(ModelMemory) if field.name != "uncounted")
+_PARTS = tuple(field.name for field in fields(ModelMemory) if field.type is int)
 
 
 class BlockRun(NamedTuple):
@@ -148,6 +151,7 @@ def on_rank(
             gradients=whole.gradients // shards + once * whole.gradients,
             optimizer=whole.optimizer // shards,
         )
+    whole = replace(whole, reads_frozen=config.model.reads_frozen)
     if exchange is None:
         return whole
     trained = whole.optimizer // (2 * _WORD)
@@ -266,9 +270,8 @@ def made_up(
         )
         return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
     tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
-    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
     x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-    return x, tokens_BT if model.classes is None else labels_B
+    return x, model.made_up_targets(tokens_BT)
 
 
 def _fill(module: nn.Module) -> None:

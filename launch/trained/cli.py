@@ -8,6 +8,7 @@ import typer
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
+from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
@@ -51,13 +52,16 @@ def export_model(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="hf: a folder for from_pretrained; safetensors: the whole state dict in a file.",
+            help="hf: a folder for from_pretrained; peft: LoRA's adapter alone; safetensors: the "
+            "whole state dict in a file.",
         ),
     ] = "hf",
 ) -> None:
-    """Export a run's model. LoRA is merged."""
+    """Export a run's model. LoRA is merged, but for --format peft."""
     try:
-        if form == "safetensors":
+        if form == "peft":
+            notes = export_adapter(run_folder, out, step=step, dtype=dtype)
+        elif form == "safetensors":
             trained = read_trained(run_folder, step=step)
             save_safetensors(trained, out)
             notes = [f"step {trained.step} of {run_folder}, {len(trained.tensors)} tensors"]

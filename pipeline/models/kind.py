@@ -1,15 +1,20 @@
 """What every kind of model answers for itself; its settings are one of the [model] sections."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.build import StageModule
+
+
+Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""What a classification head is trained for, as transformers calls it (`problem_type`)."""
 
 
 class ModelKind(BaseModel):
@@ -39,9 +44,35 @@ class ModelKind(BaseModel):
 
     def objective(self) -> "Objective":
         """What the head is trained for."""
-        from thinpipe.pipeline.loss import Classification, NextToken
+        from thinpipe.pipeline.loss import Classification, NextToken, Regression, SeveralLabels
 
-        return NextToken() if self.classes is None else Classification()
+        if self.classes is None:
+            return NextToken()
+        kinds: dict[Problem, Callable[[], Objective]] = {
+            "single_label_classification": Classification,
+            "multi_label_classification": SeveralLabels,
+            "regression": Regression,
+        }
+        return kinds[self.problem]()
+
+    @property
+    def problem(self) -> Problem:
+        """What a classification head is trained for."""
+        return "single_label_classification"
+
+    @property
+    def token_types(self) -> int:
+        """How many types of token it tells apart, such as the texts of a pair."""
+        return 1
+
+    def made_up_targets(self, tokens_BT: Tensor) -> Tensor:
+        """Targets of the right shape for token ids [B, T]."""
+        if self.classes is None:
+            return tokens_BT
+        samples = len(tokens_BT)
+        if self.problem == "single_label_classification":
+            return torch.zeros(samples, dtype=torch.int64, device=tokens_BT.device)
+        return torch.zeros(samples, self.classes, device=tokens_BT.device)
 
     @property
     @abstractmethod
@@ -62,6 +93,16 @@ class ModelKind(BaseModel):
     def is_frozen(self) -> bool:
         """Whether embedding and head are."""
         return False
+
+    @property
+    def reads_frozen(self) -> bool:
+        """Whether frozen weights are read from files at every start, and need no other copy."""
+        return False
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        """What is one weight with another where it is tied, by the names in state dicts."""
+        return {}
 
     @property
     def ties_uncut(self) -> bool:
