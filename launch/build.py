@@ -148,12 +148,15 @@ def build_stage(
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
     tokens, width = config.message_shape
+    remembers = any(spec.remembers for spec in config.specs.values())
     return EngineOptions(
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
         hidden=width,
-        tokens=tokens if config.model.is_own else None,
+        tokens=config.model.tokens_of,
+        longest=tokens if config.data.factory and remembers else None,
+        with_inputs=config.model.with_inputs,
         depth=config.pipeline.depth,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,

@@ -71,12 +71,12 @@ def _limit(config: RunConfig) -> str:
 
 
 def with_sizes(config: RunConfig) -> RunConfig:
-    """The config, complete for a custom model, whose data determine the size of its messages.
+    """The config, complete for samples of the user's own, which determine the size of messages.
 
     Raises:
         ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.
     """
-    if not isinstance(config.model, OwnModelConfig):
+    if not isinstance(config.model, OwnModelConfig) and config.data.factory is None:
         return config
     return sized_for(config, check_data(config).train)
 
@@ -87,9 +87,15 @@ def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
     Raises:
         ValueError: the model does not take them, or cannot be cut where the config says.
     """
-    assert isinstance(config.model, OwnModelConfig)
-    batch = training.batch([0])
-    example = Example(*(part[0].to("meta") for part in (batch.inputs_BT, batch.targets)))
-    sized = config.model_copy(update={"model": config.model.with_example(example)})
+    model = config.model
+    batch = model.adapted(training.batch(range(min(2, len(training)))))
+    longest = getattr(training, "longest", None)  # of samples of one's own
+    if not isinstance(model, OwnModelConfig):
+        tokens = longest or batch.inputs_BT.shape[1]
+        model.check_tokens(tokens, config.data.tokenizer)
+        data = config.data.model_copy(update={"sequence_length": tokens})
+        return config.model_copy(update={"data": data})
+    example = Example.of(batch, longest)
+    sized = config.model_copy(update={"model": model.with_example(example)})
     sized.check_model_cuts()
     return sized

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
-from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.batch import PyTree, Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
@@ -237,7 +238,9 @@ def _kept(
     config: RunConfig, first: int, module: Any, known: Container[int]
 ) -> tuple[dict[int, int], list[Any]]:
     """Bytes of a microbatch by storage, without those that are `known`; and what holds them."""
-    x, targets = made_up(config, first, microbatch_shape(config), device=torch.device("cpu"))
+    x, targets, samples = made_up(
+        config, first, microbatch_shape(config), device=torch.device("cpu")
+    )
     x.requires_grad_(x.is_floating_point())
     kept, alive = {x.untyped_storage()._cdata: x.nbytes}, [x]
 
@@ -250,7 +253,7 @@ def _kept(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         wants = getattr(module, "wants_samples", False)
-        output = module(x, Samples(torch.arange(len(x)))) if wants else module(x)
+        output = module(x, samples) if wants else module(x)
         if first == config.model.layers - 1:
             output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output]
@@ -258,26 +261,40 @@ def _kept(
 
 def made_up(
     config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs of a block, and targets, for a microbatch of that shape."""
+) -> tuple[Tensor, PyTree, Samples]:
+    """Inputs of a block, targets and samples, for a microbatch of that shape."""
     model, (samples, tokens, _) = config.model, shape
     if isinstance(model, OwnModelConfig):
-        x, target = model.example
-        x = x if first == 0 else model.outputs[first - 1][0]
-        inputs, targets = (
-            torch.zeros(samples, *part.shape, dtype=part.dtype, device=device)
-            for part in (x, target)
-        )
-        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
+        return _own_made_up(model, first, samples, device)
     tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
     x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-    return x, model.made_up_targets(tokens_BT)
+    return x, model.made_up_targets(tokens_BT), Samples(torch.arange(samples, device=device))
+
+
+def _own_made_up(
+    model: OwnModelConfig, first: int, samples: int, device: torch.device
+) -> tuple[Tensor, PyTree, Samples]:
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.zeros(samples, *leaf.shape, dtype=leaf.dtype, device=device)
+
+    inputs, targets = (tree_map(zeros, part) for part in model.example[:2])
+    ids_B = torch.arange(samples, device=device)
+    known = Samples(ids_B, given=inputs if model.with_inputs else None)
+    x = ids_B if model.with_inputs else inputs
+    if first > 0:
+        x = zeros(model.outputs[first - 1][0])
+    return (x.normal_() if x.is_floating_point() else x), targets, known
 
 
 def _fill(module: nn.Module) -> None:
     """Give a module of the meta device fake values; shared parameters stay shared."""
     made: dict[int, Any] = {}
     for part in module.modules():
+        constants = {n: t for n, t in part.__dict__.items() if isinstance(t, Tensor)}
+        for name, tensor in constants.items():  # of stages that do not hold it
+            part.__dict__[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
         for held in (part._parameters, part._buffers):
             for name, old in held.items():
                 if old is None:

@@ -10,14 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
@@ -25,12 +27,13 @@ from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.own import Dataset, OwnSet
+from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.run import RankRun
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.models.hf.config import LoraConfig
 from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 from thinpipe.pipeline.models.own.functions import name_of
 from thinpipe.pipeline.models.own.program import LOOKING, NotRun, program_of
@@ -41,8 +44,9 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 class Pipeline:
     """Your own model, cut into stages, and how the cuts are compressed.
 
-    `model()` returns an `nn.Sequential`; it is called on the meta device, and each rank gives
-    values to its own layers only. `loss(outputs, targets)` returns the sum of the losses and their
+    `model()` returns an `nn.Sequential`, or a module whose forward runs the blocks of a list one
+    after the other. It is called on the meta device, and each rank gives values to its own layers
+    only. `loss(outputs, targets)` returns the sum of the losses and their
     number; `count(targets)` returns the number alone, and is needed if it depends on the values of
     targets. Without a loss it is next-token cross entropy.
     """
@@ -64,10 +68,10 @@ class Pipeline:
     ) -> None:
         """`pipeline` has further settings of a run file's [pipeline], such as `schedule`.
 
-        `cuts` are the first layers of the stages but the first; `cuts = "auto"` measures where
-        `stages` are best cut. `exchange` is how replicas are kept together: a method's name, or
-        its name with options, as in {"method": "cocktail", "cocktail": {...}}. `from_run` is the
-        folder of a run whose weights this one starts with.
+        `cuts` are the first layers (or blocks) of the stages but the first; `cuts = "auto"`
+        measures where `stages` are best cut. `exchange` is how replicas are kept together: a
+        method's name, or its name with options, as in {"method": "cocktail", "cocktail": {...}}.
+        `from_run` is the folder of a run whose weights this one starts with.
 
         Raises:
             ValueError: the model cannot be built without values, or cannot be cut.
@@ -81,35 +85,91 @@ class Pipeline:
         names = {"loss": loss and name_of(loss), "count": count and name_of(count)}
         program = program_of(*filter(None, (model, loss, count)))
         names |= {"factory": name_of(model), "from_run": str(from_run) if from_run else None}
-        self.model = OwnModelConfig.of(functions, program=program, **names)
-        stages_given = {} if stages is None else {"stages": stages}
-        if cuts == "auto" and (stages or 1) == 1:
-            cuts, stages_given = (), {}
+        self._set(
+            OwnModelConfig.of(functions, program=program, **names),
+            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
+            boundary,
+            replicas=replicas,
+            exchange=exchange,
+        )
+
+    @classmethod
+    def from_pretrained(  # noqa: PLR0913  # one parameter per setting
+        cls,
+        folder: str | Path,
+        *,
+        lora: LoraConfig | Mapping[str, Any] | None = None,
+        classes: int | None = None,
+        cuts: Sequence[int] | Literal["auto"] = "auto",
+        stages: int | None = None,
+        microbatches: int = 4,
+        boundary: BoundaryConfig | Sequence[BoundaryConfig] = (),
+        replicas: int = 1,
+        exchange: str | Mapping[str, Any] = "allreduce",
+        model: Mapping[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> Self:
+        """A Hugging Face model from its folder.
+
+        `lora` trains low-rank additions alone, as in {"rank": 8, "targets": ["q_proj"]}; `classes`
+        puts a classification head on an encoder. `model` has further settings of a run file's
+        [model], such as `dropout`; the rest is as in `Pipeline`.
+
+        Raises:
+            ValueError: the folder holds no model that can be cut.
+        """
+        sections = {"pretrained": str(folder), "lora": lora, "classes": classes, **(model or {})}
+        if classes is not None:
+            sections.setdefault("task", "classification")
+        pipe = cls.__new__(cls)
+        pipe._set(
+            {name: value for name, value in sections.items() if value is not None},
+            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
+            boundary,
+            replicas=replicas,
+            exchange=exchange,
+        )
+        return pipe
+
+    def _set(
+        self,
+        model: OwnModelConfig | dict[str, Any],
+        pipeline: dict[str, Any],
+        boundary: BoundaryConfig | Sequence[BoundaryConfig],
+        *,
+        replicas: int,
+        exchange: str | Mapping[str, Any],
+    ) -> None:
+        if pipeline["cuts"] == "auto" and (pipeline["stages"] or 1) == 1:
+            pipeline |= {"cuts": (), "stages": None}
+        cuts = pipeline["cuts"]
+        pipeline |= {"cuts": cuts if isinstance(cuts, str) else list(cuts), "replicas": replicas}
         self.sections: dict[str, Any] = {
-            "model": self.model,
-            "pipeline": {
-                "cuts": cuts if isinstance(cuts, str) else list(cuts),
-                "microbatches": microbatches,
-                "replicas": replicas,
-                **stages_given,
-                **pipeline,
-            },
+            "model": model,
+            "pipeline": {name: value for name, value in pipeline.items() if value is not None},
             "boundary": [boundary] if isinstance(boundary, BoundaryConfig) else list(boundary),
             "gradcomp": {"method": exchange} if isinstance(exchange, str) else dict(exchange),
             "train": {"batch_size": replicas, "accumulate": 1},  # `Run.batches` says how many
+            "data": {"factory": "__main__:samples"},
         }
-        config_of(self.sections, "Pipeline")
+        config = config_of(self.sections, "Pipeline")
+        self.sections["model"] = self.model = config.model
+        self._is_cut = config.pipeline.stages > 1
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.model.whole_parameters(cut=self._is_cut)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters of the whole model, without values; alike on all ranks."""
-        return self.model.deferred.skeleton.named_parameters()
+        yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, to make an optimizer with; alike on all ranks.
 
         They have no values: each rank trains with those of its own layers in their places.
         """
-        return self.model.deferred.skeleton.parameters()
+        yield from self._parameters.values()
 
 
 class Run(RankRun):
@@ -178,6 +238,7 @@ class Run(RankRun):
         chosen = {**chosen, "eval": _evaluated(metrics, best, patience) | chosen.get("eval", {})}
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
+        self._reading = Reading()
         self._hook = sys.excepthook  # the program's, before torch puts its own around it
         schedulers = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
         own = [one for one in metrics if not isinstance(one, str)]
@@ -189,22 +250,40 @@ class Run(RankRun):
         else:
             _end_with_interpreter(self)
 
-    def batches(self, samples: Dataset, size: int) -> Iterator[Batch]:
+    def batches(
+        self,
+        samples: Dataset | DataLoader[Any],
+        size: int | None = None,
+        *,
+        collate: Collate | None = None,
+        longest: int | None = None,
+        shuffle: bool = True,
+    ) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; give each to `step`.
 
-        `samples` is a map-style dataset of (input, target); a sample's index is its id. `size` is
-        the samples of a step over all replicas.
+        `samples` is a map-style dataset whose items are (input, target) or dicts with labels, or a
+        DataLoader of one; a sample's index is its id. `size` is the samples of a step over all
+        replicas. `collate`, `longest` and `shuffle` are as in `Reading`.
 
         Raises:
             ValueError: the samples do not fit the model, or changed since the last epoch.
         """
         name = name_of(type(samples))
+        found, size = own_set(samples, name, size=size, reading=Reading(collate, longest, shuffle))
         self.config = self.config.updated(data={"factory": name})
-        return self.batches_of(OwnSet(samples, name), size)
+        self._reading = found.reading
+        return self.batches_of(found, size)
 
-    def evaluate(self, samples: Dataset) -> dict[str, float]:
-        """Metrics on a dataset: `loss`, and with cuts `loss_compressed`; alike on all ranks."""
-        return self.evaluate_on(OwnSet(samples, name_of(type(samples))))
+    def evaluate(
+        self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None
+    ) -> dict[str, float]:
+        """Metrics on a dataset: `loss`, and with cuts `loss_compressed`; alike on all ranks.
+
+        Without `collate` it is that of the training samples.
+        """
+        name = name_of(type(samples))
+        reading = Reading(collate or self._reading.collate)
+        return self.evaluate_on(own_set(samples, name, size=1, reading=reading)[0])
 
 
 class RunRequested(NotRun):
@@ -257,7 +336,6 @@ def _config(
     sections = {
         **pipeline.sections,
         "run": {"folder": str(folder), "seed": seed, **named},
-        "data": {"factory": "__main__:samples"},
         **settings,
         "train": {**pipeline.sections["train"], **train, **settings.get("train", {})},
     }

@@ -28,7 +28,6 @@ from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.writers.writer import problem_if_writing
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 
 class RankRun:
@@ -157,6 +156,11 @@ class RankRun:
             OSError: the file cannot be written.
         """
         training, session = self._opened("run.save_model"), self._session
+        if not self.config.model.is_own:
+            raise ValueError(
+                "run.save_model: writes models of one's own; take this one home with `thinpipe "
+                f"export {self.config.run.path} FOLDER`, or thinpipe.load"
+            )
         assert session is not None, "something was trained"
         training.meet("run.save_model", self._done)
         save_model(session, training.built, Path(path).expanduser().resolve())
@@ -210,7 +214,7 @@ class RankRun:
         problem, notices = None, []
         try:
             check_batch_size(config, samples)
-            if isinstance(config.model, OwnModelConfig):
+            if config.model.is_own or config.data.factory is not None:
                 config = sized_for(config, samples)
             notices = check_host(config, len(samples), ranks_here())
         except ValueError as error:

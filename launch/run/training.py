@@ -64,6 +64,7 @@ class Training:
             replicas=session.mesh.dp_size,
             replica=session.mesh.dp_rank,
             seed=config.run.seed,
+            shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
         )
         self.steps = config.train.epochs * self._sampler.steps_per_epoch
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
@@ -188,7 +189,7 @@ class Training:
         )
 
     def batch(self, step: int) -> Batch:
-        return self._samples.batch(self._sampler.ids(step))
+        return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
 
     def step(self, batch: Batch, step: int) -> StepRecord:
         """Run an optimizer step; all ranks get the same numbers.
@@ -346,5 +347,5 @@ class Training:
             shares = ids.tensor_split(mesh.dp_size)
             own = shares[mesh.dp_rank]
             missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
-            batch = samples.batch(torch.cat([own, ids[:missing]]))
+            batch = self._config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
             yield batch.counting(len(own)) if missing else batch

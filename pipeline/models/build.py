@@ -9,11 +9,12 @@ from torch import nn
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
 from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.forward_stage import ForwardStage
 from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage
 
 ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig
-StageModule = TransformerStage | HuggingFaceStage | OwnStage
+StageModule = TransformerStage | HuggingFaceStage | OwnStage | ForwardStage
 
 
 def trainable(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from thinpipe.pipeline.batch import Batch
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.build import StageModule
 
@@ -25,6 +26,9 @@ class ModelKind(BaseModel):
     tag: ClassVar[Literal["shape", "folder", "own"]]
     """What the section is called in errors."""
     if TYPE_CHECKING:  # fields of some kinds, constants of others
+
+        @property
+        def layers(self) -> int: ...
 
         @property
         def classes(self) -> int | None: ...
@@ -88,6 +92,33 @@ class ModelKind(BaseModel):
     def is_own(self) -> bool:
         """Whether the model is the user's code, which brings samples of its own."""
         return self.tag == "own"
+
+    def whole_parameters(self, *, cut: bool) -> "Mapping[str, nn.Parameter]":
+        """What is trained of the whole model, by name, without values; if it is `cut`, a head that
+        is tied to the embedding is a parameter of its own.
+        """
+        last = self.layers - 1 if cut and self.layers > 1 else 0
+        ends = [(0, last), (last, self.layers)] if last else [(0, self.layers)]
+        stages = [self.build(*pair, seed=0, device="meta") for pair in ends]
+        named = [item for stage in stages for item in stage.named_parameters()]
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @property
+    def with_inputs(self) -> bool:
+        """Whether every stage needs the inputs, and not the first alone."""
+        return False
+
+    def adapted(self, batch: "Batch") -> "Batch":
+        """Samples of the user's own as this model takes them.
+
+        Raises:
+            ValueError: it does not take such samples.
+        """
+        return batch
+
+    def tokens_of(self, inputs: Any) -> int:
+        """T of the hidden states that follow from a batch's inputs."""
+        return int(inputs.shape[1])
 
     @property
     def is_frozen(self) -> bool:

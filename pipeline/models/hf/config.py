@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from thinpipe.pipeline.models.kind import Problem, TokenModel
 
 if TYPE_CHECKING:
+    from thinpipe.pipeline.batch import Batch
     from thinpipe.pipeline.models.hf.families import Family
     from thinpipe.pipeline.models.hf.shards import Shards
     from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
@@ -233,6 +234,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.stage import build_stage
 
         return build_stage(self, first, stop, seed=seed, device=device)
+
+    def adapted(self, batch: "Batch") -> "Batch":
+        from thinpipe.pipeline.models.hf.inputs import from_arguments
+
+        return from_arguments(batch, predicts_tokens=self.task == "language", context=self.context)
 
     def check_files(self) -> None:
         from thinpipe.pipeline.models.hf.self_check import check_step
