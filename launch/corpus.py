@@ -7,7 +7,8 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.pipeline.models.own.config import Example, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Example
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
     longest = getattr(training, "longest", None)  # of samples of one's own
     if not isinstance(model, OwnModelConfig):
         tokens = longest or batch.inputs_BT.shape[1]
-        model.check_tokens(tokens, config.data.tokenizer)
+        model.check_tokens(tokens, tokenizer="")  # which is the program's
         data = config.data.model_copy(update={"sequence_length": tokens})
         return config.model_copy(update={"data": data})
     example = Example.of(batch, longest)

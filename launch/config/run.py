@@ -45,7 +45,7 @@ from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.models.own.config import Functions
+from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -163,7 +163,9 @@ class RunConfig(BaseModel):
 
     def notices(self) -> list[str]:
         found = self.model.notices(
-            cut=bool(self.pipeline.cuts), ties=_keeps_ties(self), tokenizer=self.data.tokenizer
+            cut=bool(self.pipeline.cuts),
+            ties=_keeps_ties(self),
+            tokenizer="" if self.data.factory else self.data.tokenizer,  # samples are made already
         )
         if self.method == "none" and self.pipeline.replicas > 1:
             found.append(

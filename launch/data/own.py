@@ -98,7 +98,14 @@ class OwnSet:
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        items = [self._dataset[self._first + i] for i in ids_B.tolist()]
+        return self._made([self._dataset[self._first + i] for i in ids_B.tolist()], ids_B)
+
+    def batch_as(self, ids: Sequence[int]) -> Batch:
+        """All samples, in order, under other ids."""
+        ids_B = torch.tensor(ids, dtype=torch.int64)
+        return self._made([self._dataset[i] for i in range(len(self))], ids_B)
+
+    def _made(self, items: list[Any], ids_B: Tensor) -> Batch:
         if self.reading.collate is None:
             batch = self._stack([self._checked(i) for i in zip(ids_B.tolist(), items, strict=True)])
         else:
@@ -239,20 +246,22 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> PyTree:
-    """A batch or an item as tensors on the CPU, in dicts and tuples."""
+def _tensors(value: Any, *, whole: bool = True) -> PyTree:
+    """A batch or an item as tensors on the CPU, in dicts and tuples; or a part of it."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping) or hasattr(value, "keys"):
-        return {name: _tensors(value[name]) for name in value.keys()}  # noqa: SIM118  UserDict too
-    if isinstance(value, tuple) or (isinstance(value, list) and _nested(value)):
-        return tuple(_tensors(one) for one in value)
+        return {name: _tensors(value[name], whole=False) for name in value.keys()}  # noqa: SIM118  UserDict too
+    if isinstance(value, tuple | list) and (whole or not _is_array(value)):
+        return tuple(_tensors(one, whole=False) for one in value)
     return torch.as_tensor(value)
 
 
-def _nested(value: list[Any]) -> bool:
-    """Whether a list has members that are more than numbers."""
-    return any(not isinstance(one, int | float | list) for one in value)
+def _is_array(value: Any) -> bool:
+    """Whether nested lists hold numbers alone."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_array, value))
+    return isinstance(value, int | float)
 
 
 def _has_target(batch: PyTree) -> bool:

@@ -32,9 +32,11 @@ from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.run import RankRun
+from thinpipe.launch.run.stream import StreamSet
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.hf.config import LoraConfig
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.own.functions import name_of
 from thinpipe.pipeline.models.own.program import LOOKING, NotRun, program_of
 
@@ -258,21 +260,37 @@ class Run(RankRun):
         collate: Collate | None = None,
         longest: int | None = None,
         shuffle: bool = True,
+        steps: int | None = None,
     ) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; give each to `step`.
 
         `samples` is a map-style dataset whose items are (input, target) or dicts with labels, or a
-        DataLoader of one; a sample's index is its id. `size` is the samples of a step over all
-        replicas. `collate`, `longest` and `shuffle` are as in `Reading`.
+        DataLoader of one; a sample's index is its id. Or it is a stream, an object with __iter__
+        alone, such as an IterableDataset: then `steps` is how many at most. `size` is the samples
+        of a step over all replicas. `collate`, `longest` and `shuffle` are as in `Reading`.
 
         Raises:
             ValueError: the samples do not fit the model, or changed since the last epoch.
         """
-        name = name_of(type(samples))
-        found, size = own_set(samples, name, size=size, reading=Reading(collate, longest, shuffle))
+        name, reading = name_of(type(samples)), Reading(collate, longest, shuffle)
         self.config = self.config.updated(data={"factory": name})
+        self._reading = reading
+        if not hasattr(samples, "__len__") and hasattr(samples, "__iter__"):
+            return self.batches_of(self._stream(samples, name, size, steps), size or 1)
+        if steps is not None:
+            raise ValueError(f"run.batches: steps = {steps}: {name} has a length, which says it")
+        found, size = own_set(samples, name, size=size, reading=reading)
         self._reading = found.reading
         return self.batches_of(found, size)
+
+    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
+        """The same object every time: it goes on where it was."""
+        if size is None or steps is None:
+            raise ValueError(
+                f"run.batches: {name} has no length; give the samples of a step and the most steps,"
+                " as in size=32, steps=1000"
+            )
+        return StreamSet(samples, name, size, steps, self._reading)
 
     def evaluate(
         self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None

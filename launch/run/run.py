@@ -23,6 +23,7 @@ from thinpipe.launch.net.ranks.elastic import ranks_here
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
+from thinpipe.launch.run.stream import check_stream
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -121,7 +122,10 @@ class RankRun:
         training = self._open(samples, size)
         for step in training.left_of(self._epoch):
             self._stop.check()
-            yield training.batch(step)
+            batch = training.batch(step)
+            if batch is None:
+                return
+            yield batch
             if self._done != step + 1:
                 raise ValueError(
                     f"step {step + 1}: its batch was not given to run.step; give it each"
@@ -214,6 +218,7 @@ class RankRun:
         problem, notices = None, []
         try:
             check_batch_size(config, samples)
+            check_stream(config, samples)
             if config.model.is_own or config.data.factory is not None:
                 config = sized_for(config, samples)
             notices = check_host(config, len(samples), ranks_here())

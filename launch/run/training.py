@@ -29,6 +29,7 @@ from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
+from thinpipe.launch.run.stream import StreamSet
 from thinpipe.launch.run.together import Together
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
@@ -188,8 +189,17 @@ class Training:
             else range(max(self.start, epoch * per_epoch), end)
         )
 
-    def batch(self, step: int) -> Batch:
-        return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
+    def batch(self, step: int) -> Batch | None:
+        """This replica's samples of a step; None if a stream of them has ended before."""
+        if not isinstance(self._samples, StreamSet):
+            return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
+        mesh = self._session.mesh
+        batch = self._samples.step_batch(step, mesh.dp_rank, mesh.dp_size)
+        if batch is None:
+            self.steps = step
+            self.display.note(f"the stream of samples ended after {step} steps")
+            return None
+        return self._config.model.adapted(batch)
 
     def step(self, batch: Batch, step: int) -> StepRecord:
         """Run an optimizer step; all ranks get the same numbers.
@@ -312,6 +322,8 @@ class Training:
         return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
+        if isinstance(self._samples, StreamSet):
+            return  # there are none
         try:
             repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
         except OSError as error:
@@ -324,7 +336,8 @@ class Training:
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
-        return self._sampler.ids(step) if step < self.steps else torch.empty(0, dtype=torch.int64)
+        nothing_follows = step >= self.steps or isinstance(self._samples, StreamSet)
+        return torch.empty(0, dtype=torch.int64) if nothing_follows else self._sampler.ids(step)
 
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
         engine, this = self.built.engine, self._wanted.begin()

@@ -27,7 +27,8 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.weights import tied_names
 from thinpipe.pipeline.models.hf.whole import fill_whole
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Functions
 
 _HF_PREFIX = "model."  # of a stage's own module around the library's
 

@@ -2,19 +2,20 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from thinpipe.pipeline.batch import Batch, PyTree
 from thinpipe.pipeline.models.kind import ModelKind
+from thinpipe.pipeline.models.own.example import SAMPLES, Example, Functions, samples_like
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
@@ -22,41 +23,6 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.models.own.forward import Cutting
     from thinpipe.pipeline.models.own.forward_stage import ForwardStage
     from thinpipe.pipeline.models.own.stage import OwnStage
-
-_SAMPLES = 2
-"""In the batch whose shapes are computed: enough to tell the axis of samples from others."""
-
-
-class Example(NamedTuple):
-    """Shape and type of one sample's input and target, on the meta device.
-
-    `inputs` are those of some samples, with values; `longest` is the T of all messages, where that
-    is not the example's.
-    """
-
-    x: PyTree
-    target: PyTree
-    inputs: PyTree = None
-    longest: int | None = None
-
-    @classmethod
-    def of(cls, batch: Batch, longest: int | None = None) -> "Example":
-        """From a batch, of which the first sample is the example."""
-
-        def shape(leaf: Any) -> Any:
-            return leaf[0].to("meta") if isinstance(leaf, Tensor) else leaf
-
-        x, target = (tree_map(shape, part) for part in (batch.inputs_BT, batch.targets))
-        return cls(x, target, batch.inputs_BT, longest)
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The user's functions: `make()` is the model; `loss` and `count` are as in `OwnLoss`."""
-
-    make: Callable[[], nn.Module]
-    loss: Callable[..., Any] | None = None
-    count: Callable[[Tensor], int] | None = None
 
 
 class OwnModelConfig(ModelKind):
@@ -168,7 +134,7 @@ class OwnModelConfig(ModelKind):
 
         assert self.path is not None, "it has a forward of its own"
         where = f'model.factory = "{self.factory}"'
-        return trace(self.deferred.skeleton, self.path, _batch(self.example.x), where)
+        return trace(self.deferred.skeleton, self.path, samples_like(self.example.x), where)
 
     def whole_parameters(self, *, cut: bool) -> Mapping[str, nn.Parameter]:
         return dict(self.deferred.skeleton.named_parameters())
@@ -240,7 +206,7 @@ class OwnModelConfig(ModelKind):
             cutting = self.cutting
             hidden = [one.leaves[one.hidden] for one in cutting.returned]
             return [*hidden[:-1], cutting.outputs]
-        x, found = _batch(self.example.x), []
+        x, found = samples_like(self.example.x), []
         modules = dict(self.deferred.skeleton.named_children())
         for index, (name, layer) in enumerate(modules.items()):
             try:
@@ -265,7 +231,7 @@ class OwnModelConfig(ModelKind):
     def message_shape(self, cut: int) -> tuple[int, int] | None:
         """[T, D] of a sample at a cut; None if what crosses it is something else."""
         y = self.outputs[cut - 1]
-        fits = y.ndim == 3 and len(y) == _SAMPLES and y.is_floating_point()
+        fits = y.ndim == 3 and len(y) == SAMPLES and y.is_floating_point()
         return (y.shape[1], y.shape[2]) if fits else None
 
     @cached_property
@@ -395,7 +361,7 @@ class OwnModelConfig(ModelKind):
         )
         return (
             f"pipeline.cuts = {list(cuts)}: layer {cut - 1} returns {y.dtype} of shape "
-            f"{list(y.shape)} for {_SAMPLES} samples; what crosses cuts must be floats of shape "
+            f"{list(y.shape)} for {SAMPLES} samples; what crosses cuts must be floats of shape "
             f"[samples, tokens, width], the same at every cut; {remedy}"
         )
 
@@ -445,15 +411,6 @@ _OTHER_CUT = (
 def _listed(cuts: Sequence[int]) -> str:
     shown = ", ".join(map(str, cuts[:8]))
     return shown if len(cuts) <= 8 else f"{shown}, ..., {cuts[-1]}"
-
-
-def _batch(sample: PyTree) -> PyTree:
-    def several(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.expand(_SAMPLES, *leaf.shape).contiguous()
-
-    return tree_map(several, sample)
 
 
 def _shape(x: Any) -> list[int] | str:

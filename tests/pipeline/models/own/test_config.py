@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.own.config import Example, Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Example, Functions
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.models.own.loss import OwnLoss
 from thinpipe.pipeline.models.own.stage import OwnStage
