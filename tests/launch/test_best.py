@@ -53,5 +53,5 @@ def test_what_cannot_be_told_is_refused() -> None:
         Best(EvalConfig(best="within"))
     with pytest.raises(ConfigError, match="evaluations measure loss; name one of them, or add it"):
         Best(EvalConfig(best="f1")).judge({"loss": 1.0}, 1)
-    with pytest.raises(ValidationError, match='metrics = "acuracy".*did you mean "accuracy"'):
+    with pytest.raises(ValidationError, match=r'metrics = "acuracy".*did you mean "accuracy"'):
         EvalConfig(metrics=("acuracy",))

@@ -132,7 +132,7 @@ def test_a_scheduler_that_the_run_cannot_save_is_refused() -> None:
         Rates(strange, None, [held])
     with pytest.raises(ConfigError, match="StepLR of another optimizer than the run's"):
         Rates(other, None, [StepLR(sgd(), 1)])
-    with pytest.raises(ConfigError, match="1 torch schedulers, but the checkpoint .* with 0"):
+    with pytest.raises(ConfigError, match=r"1 torch schedulers, but the checkpoint .* with 0"):
         Rates(other, None, [StepLR(other, 1)]).load_state_dict({"last_epoch": 3})
 
 

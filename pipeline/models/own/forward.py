@@ -214,18 +214,19 @@ class _Seen:
                 layers.setdefault(id(parameter), []).append(index)
         for part, leaves in enumerate(self.used):
             user = f"block {part}" if part <= last else "what follows the blocks"
-            for leaf in leaves:
-                if leaf not in self._made:
-                    layers.setdefault(leaf, []).append(min(part, last))
+            for leaf in leaves - self._made.keys():
+                layers.setdefault(leaf, []).append(min(part, last))
+            for leaf, (block, is_hidden, _) in self._made.items():
+                if leaf not in leaves:
                     continue
-                block, is_hidden, _ = self._made[leaf]
                 what = "what block {} returns" if is_hidden else "a second value of block {}"
                 for cut in range(block + 1 + is_hidden, min(part, last) + 1):
                     why_not.setdefault(cut, f"{user} uses {what.format(block)}, before the cut")
-        for leaf, found in layers.items():
+        for leaf, name in names.items():
+            found = layers.get(leaf, [0])
             for cut in range(min(found) + 1, max(found) + 1):
                 why_not.setdefault(
-                    cut, f"parameter {names[leaf]} is used by layers {min(found)} and {max(found)}"
+                    cut, f"parameter {name} is used by layers {min(found)} and {max(found)}"
                 )
         of = {id(p): layers.get(id(p), [0]) for p in self.outside.values()}
         return {n: (min(of[id(p)]), max(of[id(p)])) for n, p in self.outside.items()}, why_not

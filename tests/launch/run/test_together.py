@@ -4,7 +4,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 from torch.distributed import HashStore
 
 from thinpipe.launch.config.toml import ConfigError

@@ -65,8 +65,8 @@ def test_a_shared_parameter_keeps_cuts_away() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(2, 2), r"returned Linear; it is cut between the layers"),
-        (lambda: nn.Sequential(), r"return one, in which every layer takes one tensor"),
+        (lambda: nn.Linear(2, 2), r"Linear has no list of blocks to cut between; put its blocks"),
+        (lambda: nn.Sequential(), r"returned an nn.Sequential without layers; give it some"),
     ],
 )
 def test_other_modules_are_rejected(make: Callable[[], nn.Module], message: str) -> None:
