@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
+from thinpipe.launch.best import Best
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
@@ -56,11 +58,14 @@ class ProgramParts:
     """Objects of a program that a run file only names.
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
-    are multiplied by in a step (from 0).
+    are multiplied by in a step (from 0), or torch `schedulers` set them; `metrics` are functions or
+    `pipeline.metrics.Metric`s.
     """
 
     optimizer: OptimizerFactory | None = None
     schedule: Callable[[int], float] | None = None
+    schedulers: Sequence[LRScheduler] = ()
+    metrics: Sequence[object] = ()
 
 
 def build(
@@ -120,8 +125,9 @@ def build(
         shards=shards,
         make_schedule=wiring.make_schedule,
     )
-    rates = Rates(optimizer, given.schedule or _lr_factor(config, total_steps))
-    return Built(stages, engine, optimizer, rates, sync, shards)
+    factor = given.schedule or _lr_factor(config, total_steps)
+    rates = Rates(optimizer, factor, given.schedulers)
+    return Built(stages, engine, optimizer, rates, sync, Best(config.eval), shards)
 
 
 def build_stage(
@@ -144,12 +150,15 @@ def build_stage(
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
     tokens, width = config.message_shape
+    remembers = any(spec.remembers for spec in config.specs.values())
     return EngineOptions(
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
         hidden=width,
-        tokens=tokens if config.model.is_own else None,
+        tokens=config.model.tokens_of,
+        longest=tokens if config.data.factory and remembers else None,
+        with_inputs=config.model.with_inputs,
         depth=config.pipeline.depth,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,

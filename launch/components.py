@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from thinpipe.launch.best import Best
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -23,4 +24,5 @@ class Built:
     optimizer: torch.optim.Optimizer
     lr_schedule: Rates
     sync: ReplicaSync
+    best: Best
     shards: "StageShards | None" = None

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.pipeline.models.kind import Example
+from thinpipe.pipeline.models.own.example import Example
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ def check_data(config: RunConfig) -> Corpus:
     Raises:
         ValueError, OSError, ImportError: data are missing or too short.
     """
-    model, seed = config.model, config.run.seed
-    corpus = Corpus(
-        *load(config.data, seed=seed, vocab=model.token_limit, classes=model.classes or 2)
-    )
+    model = config.model
+    labelling = Labelling(model.classes or 2, model.problem, model.token_types)
+    seed = config.run.seed
+    corpus = Corpus(*load(config.data, seed=seed, vocab=model.token_limit, labelling=labelling))
     check_batch_size(config, corpus.train)
     return corpus
 
@@ -70,12 +71,18 @@ def _limit(config: RunConfig) -> str:
 
 
 def with_sizes(config: RunConfig) -> RunConfig:
-    """The config, complete for a custom model, whose data determine the size of its messages.
+    """The config, complete for samples of the user's own, which determine the size of messages.
 
     Raises:
         ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.
     """
-    return sized_for(config, check_data(config).train) if config.model.is_own else config
+    if not _sized_by_samples(config):
+        return config
+    return sized_for(config, check_data(config).train)
+
+
+def _sized_by_samples(config: RunConfig) -> bool:
+    return config.model.is_own or config.data.factory is not None
 
 
 def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
@@ -84,10 +91,16 @@ def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
     Raises:
         ValueError: the model does not take them, or cannot be cut where the config says.
     """
-    if not config.model.is_own:
+    if not _sized_by_samples(config):
         return config
-    batch = training.batch([0])
-    example = Example(*(part[0].to("meta") for part in (batch.inputs_BT, batch.targets)))
-    sized = config.model_copy(update={"model": config.model.with_example(example)})
+    model = config.model
+    batch = model.adapted(training.batch(range(min(2, len(training)))))
+    longest = getattr(training, "longest", None)  # of samples of one's own
+    if not model.is_own:
+        tokens = longest or batch.inputs_BT.shape[1]
+        model.check_tokens(tokens, tokenizer="")  # which is the program's
+        data = config.data.model_copy(update={"sequence_length": tokens})
+        return config.model_copy(update={"data": data})
+    sized = config.model_copy(update={"model": model.with_example(Example.of(batch, longest))})
     sized.check_model_cuts()
     return sized

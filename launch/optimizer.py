@@ -1,11 +1,13 @@
 """The optimizer of a rank's parameters: AdamW, Muon, or one of the user's own."""
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
 from thinpipe.launch.config.run import RunConfig
@@ -20,8 +22,8 @@ _OUTSIDE = ("embed", "head", "wte", "wpe", "classifier", "score")
 """In names of embeddings and heads: their rows are looked up one by one, as Muon's are not."""
 
 _ONE_OF_THEM = (
-    "one of them must set the rates: put it into Run(schedule=function of the step) alone, which "
-    "a resumed run continues, or leave out schedule, train.warmup_steps and train.decay"
+    "one of them must set the rates: put it into Run(schedule=function of the step) alone, or give "
+    "the scheduler to Run(scheduler=...) without schedule, train.warmup_steps and train.decay"
 )
 
 
@@ -109,21 +111,34 @@ def _own(name: str, parameters: Named, lr: float) -> torch.optim.Optimizer:
 class Rates:
     """Learning rates of an optimizer: in each step its own times a factor.
 
-    Without a factor they are the program's, which may change them or have a torch scheduler do so.
+    Without a factor they are the program's, which may change them or have torch schedulers do so;
+    the program steps those, and their state is saved here.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float] | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: Callable[[int], float] | None,
+        schedulers: Sequence[LRScheduler] = (),
     ) -> None:
         """Set those of step 0.
 
         Raises:
-            ConfigError: a factor, and a torch scheduler too.
+            ConfigError: a factor, and a torch scheduler too; or one that is not among `schedulers`.
         """
         self._optimizer, self._factor, self._step = optimizer, factor, 0
+        self._schedulers = tuple(schedulers)
         self._bases = [group["lr"] for group in self._groups]
-        if factor is not None and self.has_scheduler:
+        if factor is not None and (schedulers or self._has_scheduler):
             raise ConfigError(f"the optimizer has a torch LR scheduler; {_ONE_OF_THEM}")
+        for scheduler in self._schedulers:
+            if getattr(scheduler, "optimizer", None) is not optimizer:
+                raise ConfigError(
+                    f"Run: scheduler is a {type(scheduler).__name__} of another optimizer than the "
+                    "run's; make it with the optimizer that Run is given"
+                )
+            _kept_of(scheduler)
+        self._check_known()
         self._set()
 
     @property
@@ -131,7 +146,7 @@ class Rates:
         return self._optimizer.param_groups  # others once a state was loaded
 
     @property
-    def has_scheduler(self) -> bool:
+    def _has_scheduler(self) -> bool:
         """Whether a torch scheduler sets the rates."""
         return any("initial_lr" in group for group in self._groups)
 
@@ -149,7 +164,8 @@ class Rates:
         """Set those of the next step.
 
         Raises:
-            ConfigError: they are no longer what was set, and there is a factor.
+            ConfigError: they are no longer what was set, and there is a factor; or a torch
+                scheduler has come along that the run does not know.
         """
         found = [group["lr"] for group in self._groups]
         if self._factor is not None and found != self._rates():
@@ -157,7 +173,44 @@ class Rates:
                 f"the program set the learning rate of a group to one of {found}, and its schedule "
                 f"to one of {self._rates()}; {_ONE_OF_THEM}"
             )
+        self._check_known()
         self.last_epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "last_epoch": self._step,
+            "schedulers": [_kept_of(scheduler) for scheduler in self._schedulers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was; the optimizer's groups were restored before.
+
+        Raises:
+            ConfigError: the program has other schedulers than it had.
+        """
+        saved = state.get("schedulers", [])
+        if len(saved) != len(self._schedulers):
+            raise ConfigError(
+                f"Run: {len(self._schedulers)} torch schedulers, but the checkpoint was saved with "
+                f"{len(saved)}; give Run the same as before, or start a new run from its weights"
+            )
+        self.last_epoch = state["last_epoch"]
+        for scheduler, kept in zip(self._schedulers, saved, strict=True):
+            now = scheduler.state_dict()
+            scheduler.load_state_dict(
+                {  # a Counter of milestones was saved as a plain dict
+                    name: type(now[name])(value) if isinstance(now.get(name), dict) else value
+                    for name, value in kept.items()
+                }
+            )
+
+    def _check_known(self) -> None:
+        if self._factor is None and self._has_scheduler and not self._schedulers:
+            raise ConfigError(
+                "the optimizer has a torch LR scheduler that the run does not know, so that its "
+                "state would not be saved; make it before the run, and give it: "
+                "tp.Run(..., scheduler=it)"
+            )
 
     def _rates(self) -> list[float]:
         assert self._factor is not None
@@ -167,6 +220,23 @@ class Rates:
         if self._factor is not None:
             for group, rate in zip(self._groups, self._rates(), strict=True):
                 group["lr"] = rate
+
+
+def _kept_of(scheduler: LRScheduler) -> dict[str, Any]:
+    """What a checkpoint keeps of a scheduler.
+
+    Raises:
+        ConfigError: it holds what cannot be saved.
+    """
+    state = scheduler.state_dict()
+    try:
+        json.dumps(state)
+    except TypeError as error:
+        raise ConfigError(
+            f"Run: scheduler is a {type(scheduler).__name__} whose state cannot be saved "
+            f"({error}); use Run(schedule=function of the step)"
+        ) from None
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in state.items()}
 
 
 def rebind(

@@ -3,14 +3,36 @@
 Axes: B samples, T tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from thinpipe.pipeline.loss import IGNORED_TARGET
+
+PyTree = Any
+"""Tensors, or dicts, lists and tuples of them (and None)."""
+
+
+def moved(tree: PyTree, device: torch.device) -> PyTree:
+    """The same on a device."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def split_samples(tree: PyTree, parts: int) -> list[PyTree]:
+    """Split all tensors by samples, their first axis, as `Batch.split`."""
+    leaves, spec = tree_flatten(tree)
+    columns = [
+        leaf.tensor_split(parts) if isinstance(leaf, Tensor) else [leaf] * parts for leaf in leaves
+    ]
+    return [tree_unflatten([column[part] for column in columns], spec) for part in range(parts)]
+
+
+def take_samples(tree: PyTree, places_B: Tensor) -> PyTree:
+    """Some samples of all tensors."""
+    return tree_map(lambda leaf: leaf[places_B] if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclass(frozen=True)
@@ -20,18 +42,21 @@ class Samples:
     `ids_B` (int64) tells samples apart for the length of a run. `mask_BT` is nonzero at real
     tokens and zero at padding. `segments_BT` numbers the examples packed into a sequence; tokens
     of different numbers do not see each other. `prefix_BT` is nonzero at tokens that see each
-    other in both directions, such as those of a prompt. None means: no padding, one example per
-    sequence, no prefix.
+    other in both directions, such as those of a prompt. `types_BT` tells the first text of a pair
+    from the second. None means: no padding, one example per sequence, no prefix, one type. `given`
+    is what a module with a forward of its own is called with.
     """
 
     ids_B: Tensor
     mask_BT: Tensor | None = None
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
+    types_BT: Tensor | None = None
+    given: PyTree = None
 
     def to(self, device: torch.device) -> Self:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in given.items() if v is not None})
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: moved(value, device) for name, value in held.items()})
 
     @property
     def plain(self) -> bool:
@@ -43,16 +68,19 @@ class Samples:
 class Batch:
     """This replica's part of a step. Every rank of the replica holds the same.
 
-    `targets` is [B, T] for token losses and [B] for one label per sample; -100 is not counted. Ids
-    must be unique within a step. The rest is as in `Samples`.
+    `targets` is [B, T] for token losses, [B] for one label per sample, [B, C] for several labels
+    or numbers; -100 is not counted. Ids must be unique within a step. The rest is as in `Samples`.
+    Inputs of a module with a forward of its own, and targets of a loss of one's own, are anything
+    whose tensors have samples as their first axis.
     """
 
-    inputs_BT: Tensor
-    targets: Tensor
+    inputs_BT: PyTree
+    targets: PyTree
     ids_B: Tensor
     mask_BT: Tensor | None = None
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
+    types_BT: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids_B)
@@ -60,7 +88,7 @@ class Batch:
     @property
     def samples(self) -> Samples:
         """Inputs of stage modules."""
-        return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT)
+        return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT, self.types_BT)
 
     def counting(self, count: int) -> Self:
         """The same samples, of which the loss of the first `count` alone is counted."""
@@ -72,9 +100,5 @@ class Batch:
 
     def split(self, parts: int) -> list[Self]:
         """Split into consecutive parts, the first ones a sample longer where it does not divide."""
-        columns = [_split(getattr(self, field.name), parts) for field in fields(self)]
+        columns = [split_samples(getattr(self, field.name), parts) for field in fields(self)]
         return [type(self)(*row) for row in zip(*columns, strict=True)]
-
-
-def _split(column: Tensor | None, parts: int) -> Sequence[Tensor | None]:
-    return [None] * parts if column is None else column.tensor_split(parts)

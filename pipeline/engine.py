@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.batch import Batch, PyTree, moved, split_samples, take_samples
 from thinpipe.pipeline.cache_consistency import Repaired
 from thinpipe.pipeline.comm.channel import Channel, Microbatch, Pass
 from thinpipe.pipeline.comm.first_error import FirstError
@@ -27,7 +27,8 @@ from thinpipe.pipeline.comm.guard import CutDirection, Guard
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.loss import NextToken, Objective
+from thinpipe.pipeline.loss import NextToken, Objective, loss_head
+from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
@@ -53,16 +54,19 @@ _PIECE = 1 << 14
 class EngineOptions:
     """How a step is run.
 
-    `cuts` are all cuts of the pipeline, `hidden` is D, the width there, and `tokens` T, by default
-    as many as inputs have; `clip_norm` limits the gradient norm over all stages, 0 leaves it alone;
-    `guarded` are the directions that the guard judges, with what to use where a codec is wrong.
+    `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `tokens(inputs)` is T, by
+    default as many as inputs have, and `longest` the T of all messages where caches need one.
+    `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
+    over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges.
     """
 
     schedule: ScheduleName
     microbatches: int
     cuts: tuple[int, ...]
     hidden: int
-    tokens: int | None = None
+    tokens: Callable[[PyTree], int] | None = None
+    longest: int | None = None
+    with_inputs: bool = False
     depth: int = DEPTH
     accumulate: int = 1
     clip_norm: float = 0.0
@@ -109,6 +113,7 @@ class PipelineEngine:
         self._denominator = 1.0
         self._pass = -1
         self._own_ids_B: Tensor | None = None
+        self._targets: PyTree = None
 
     @staticmethod
     def check_modules(schedule: ScheduleName, modules: Sequence[Any]) -> None:
@@ -183,33 +188,44 @@ class PipelineEngine:
         measured = {(w.cut, DIRECTIONS.index(w.direction)): w for w in totals.wire}
         return replace(totals, notes=tuple(self._guard.judge(measured)))
 
-    def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
-        """The objective's tally, the same on every rank: loss sum, count, and what else it has.
+    def eval_step(
+        self, batch: Batch, step: int, *, compressed: bool, measures: Measures | None = None
+    ) -> tuple[float, float]:
+        """Loss sum and count, the same on every rank; `measures` count what this one sees.
 
         Never touches activation caches. Pass every replica its own samples; sums are over all.
         """
-        tallies = self._eval_tallies(batch, step, "eval_compressed" if compressed else "eval")
-        own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
-        for tally in tallies.values():
-            own += tally
-        return tuple(self.transport.share(own, "world").sum(0).tolist())
+        mode: Mode = "eval_compressed" if compressed else "eval"
+        own = torch.zeros(2, dtype=torch.float64)
+        for head in self._eval_heads(batch, step, mode, measures or Measures({})).values():
+            own += head
+        loss, count = self.transport.share(own, "world").sum(0).tolist()
+        return loss, count
 
-    def _eval_tallies(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
-        """Tallies by microbatch, on the rank of the last stage."""
+    def _eval_heads(
+        self, batch: Batch, step: int, mode: Mode, measures: Measures
+    ) -> dict[int, Tensor]:
+        """Loss sum and count by microbatch, on the rank of the last stage."""
         count = min(self._options.microbatches, len(batch))
         if count == 0:  # the other replicas took what was left of the held-out text
             with self._sync.global_parameters():  # which they may need this one for
                 return {}
-        targets = batch.targets.to(self._device).tensor_split(count)
-        inputs = batch.inputs_BT.to(self._device).tensor_split(count)
+        targets = split_samples(moved(batch.targets, self._device), count)
+        inputs = self._first_inputs(batch).tensor_split(count)
         self._begin_pass(batch, count, step, mode)
+
+        def finish(outputs: Tensor, m: int) -> Tensor:
+            measures.add(outputs, targets[m])
+            loss = self.objective.loss_sum(outputs, targets[m])
+            return loss_head(loss, self.objective.count(targets[m]))
+
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
             return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
+                finish=finish,
                 train=False,
             )
 
@@ -231,24 +247,50 @@ class PipelineEngine:
         if not self._denominator:  # the first part; its receives are posted meanwhile
             self._denominator = self._count_tokens(batch)
             self._undo_denominator()
-        inputs = (part.inputs_BT.to(self._device),) if 0 in self._stages else ()
+        inputs = (self._first_inputs(part),) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
         if any(stage.is_last for stage in self._stages.values()):
-            arguments = {"target": part.targets.to(self._device), "losses": losses}
+            self._targets = moved(part.targets, self._device)
+            arguments = {"target": self._target_stand_in(len(part)), "losses": losses}
         with self._autocast():
             schedule.step(*inputs, return_outputs=False, **arguments)
         for stage in self._stages.values():
             stage.end_pass()
         return [loss.detach() for loss in losses]
 
+    def _first_inputs(self, batch: Batch) -> Tensor:
+        """What the first stage is called with; ids, if its samples tell it the inputs."""
+        inputs: PyTree = batch.ids_B if self._options.with_inputs else batch.inputs_BT
+        found: Tensor = inputs.to(self._device)
+        return found
+
+    def _target_stand_in(self, samples: int) -> Tensor:
+        """Targets as torch's schedules split them; places of samples if they are no tensor."""
+        if isinstance(self._targets, Tensor):
+            return self._targets
+        return torch.arange(samples, device=self._device)
+
     def _begin_pass(
         self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
     ) -> None:
         self._pass += 1
-        tokens = self._options.tokens or batch.inputs_BT.shape[1]
+        options, inputs = self._options, batch.inputs_BT
+        tokens = inputs.shape[1] if options.tokens is None else options.tokens(inputs)
+        longest = options.longest or tokens
+        if tokens > longest:
+            raise ValueError(
+                f"a batch of {tokens} tokens is longer than the {longest} that the activation "
+                "caches have room for; say how long the longest is: run.batches(..., longest=...)"
+            )
         microbatches = [
-            Microbatch(torch.Size((len(part), tokens, self._options.hidden)), part.samples)
+            Microbatch(
+                torch.Size((len(part), longest, options.hidden)),
+                replace(part.samples, given=part.inputs_BT)
+                if options.with_inputs
+                else part.samples,
+                tokens,
+            )
             for part in batch.split(count)
         ]
         this = Pass(self._pass, step, mode, microbatches, self._first_error)
@@ -305,6 +347,8 @@ class PipelineEngine:
             codec.scale = self._denominator
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(self._targets, Tensor):
+            targets = take_samples(self._targets, targets)
         return self.objective.loss_sum(logits, targets) / self._denominator
 
     def _schedule(self, count: int) -> Any:

@@ -4,7 +4,6 @@ Axes: B samples, T tokens, V vocabulary, C classes.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +15,11 @@ IGNORED_TARGET = -100
 
 
 class Objective(Protocol):
-    """Turns the last stage's outputs and a batch's targets into numbers that can be added up."""
+    """Turns the last stage's outputs and a batch's targets into losses that can be added up."""
 
     @property
-    def tally_size(self) -> int:
-        """Length of what `tally` returns."""
+    def metrics(self) -> tuple[str, ...]:
+        """What evaluations measure besides the loss unless settings say it (`metrics.py`)."""
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses, a scalar in fp32."""
@@ -28,21 +27,12 @@ class Objective(Protocol):
     def count(self, targets: Tensor) -> int:
         """How many losses the sum has; training divides by their number over all replicas."""
 
-    def tally(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Numbers that evaluation adds up over batches and replicas (float64).
-
-        The loss sum and the count come first.
-        """
-
-    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        """`loss`, and what else follows from the whole tally, by name."""
-
 
 @dataclass(frozen=True)
 class NextToken:
     """Cross entropy of every token: logits [B, T, V], targets [B, T]; -100 is not counted."""
 
-    tally_size: int = 2
+    metrics: tuple[str, ...] = ()
 
     def loss_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         return _cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
@@ -50,23 +40,12 @@ class NextToken:
     def count(self, targets_BT: Tensor) -> int:
         return int((targets_BT != IGNORED_TARGET).sum())
 
-    def tally(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return loss_head(self.loss_sum(logits_BTV, targets_BT), self.count(targets_BT))
-
-    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        return {"loss": tally[0] / max(tally[1], 1)}
-
 
 @dataclass(frozen=True)
 class Classification:
     """Cross entropy of one label per sample: logits [B, C], targets [B]; -100 is not counted."""
 
-    classes: int
-
-    @property
-    def tally_size(self) -> int:
-        """Loss sum, samples, and how often class i was taken for class j."""
-        return 2 + self.classes**2
+    metrics: tuple[str, ...] = ("accuracy", "matthews")
 
     def loss_sum(self, logits_BC: Tensor, targets_B: Tensor) -> Tensor:
         return _cross_entropy(logits_BC, targets_B)
@@ -74,40 +53,50 @@ class Classification:
     def count(self, targets_B: Tensor) -> int:
         return int((targets_B != IGNORED_TARGET).sum())
 
-    def tally(self, logits_BC: Tensor, targets_B: Tensor) -> Tensor:
-        """Loss sum, samples, then the confusion matrix by rows of the true class."""
-        known = targets_B != IGNORED_TARGET
-        pairs = targets_B[known] * self.classes + logits_BC[known].argmax(-1)
-        confusion = torch.bincount(pairs, minlength=self.classes**2).double().cpu()
-        return torch.cat(
-            [loss_head(self.loss_sum(logits_BC, targets_B), int(known.sum())), confusion]
-        )
 
-    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        """The mean loss, the accuracy, and the Matthews correlation (-1 to 1)."""
-        confusion = torch.tensor(tally[2:], dtype=torch.float64).view(self.classes, self.classes)
-        count = max(tally[1], 1)
-        return {
-            "loss": tally[0] / count,
-            "accuracy": float(confusion.trace()) / count,
-            "matthews": _matthews(confusion),
-        }
+@dataclass(frozen=True)
+class SeveralLabels:
+    """Binary cross entropy of C labels per sample: logits [B, C], targets [B, C], 0 or 1.
 
-
-def _matthews(confusion_CC: Tensor) -> float:
-    """R_K statistic (Gorodkin 2004), for two classes Matthews' correlation.
-
-    It is 0 where it is not defined: when one class is all that occurs or all that is answered.
+    As in transformers, the mean is over samples and labels. -100 is not counted.
     """
-    true_C, answered_C = confusion_CC.sum(1), confusion_CC.sum(0)
-    total = confusion_CC.sum()
-    covariance = confusion_CC.trace() * total - true_C @ answered_C
-    spread = (total**2 - answered_C @ answered_C) * (total**2 - true_C @ true_C)
-    return float(covariance) / math.sqrt(float(spread)) if spread > 0 else 0.0
+
+    metrics: tuple[str, ...] = ("accuracy", "f1")
+
+    def loss_sum(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        each_BC = F.binary_cross_entropy_with_logits(
+            logits_BC.float(), targets_BC.float(), reduction="none"
+        )
+        return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
+
+    def count(self, targets_BC: Tensor) -> int:
+        return int((targets_BC != IGNORED_TARGET).sum())
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Squared error of C numbers per sample: outputs [B, C], targets [B, C].
+
+    As in transformers, the mean is over samples and numbers. -100 is not counted.
+    """
+
+    metrics: tuple[str, ...] = ("pearson", "spearman")
+
+    def loss_sum(self, outputs_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        each_BC = (outputs_BC.float() - targets_BC).square()
+        return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
+
+    def count(self, targets_BC: Tensor) -> int:
+        return int((targets_BC != IGNORED_TARGET).sum())
+
+
+def mean_loss(total: float, count: float) -> float:
+    """The mean of so many losses; NaN of none, which is no loss of 0."""
+    return total / count if count else math.nan
 
 
 def loss_head(loss: Tensor, count: int) -> Tensor:
-    """The beginning of every tally: loss sum and number of losses (float64)."""
+    """What evaluation adds up over batches and replicas: loss sum and count (float64)."""
     return torch.stack([loss.double().cpu(), torch.tensor(float(count), dtype=torch.float64)])
 
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.channel import Channel, IncomingChannel, OutgoingChannel, Pass
+from thinpipe.pipeline.comm.channel import (
+    Channel,
+    IncomingChannel,
+    Microbatch,
+    OutgoingChannel,
+    Pass,
+)
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.schedule import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
@@ -103,6 +109,7 @@ class CompressedStage(_PipelineStageBase):
         self._ready = self._watch.mark()
         self._runtime_validate = False
         self._samples: Sequence[Samples] = ()
+        self._microbatches: Sequence[Microbatch] = ()
         self._local_inputs: dict[int, Tensor] = {}
         self._local_gradients: dict[int, Tensor] = {}
         self._computing = 0
@@ -114,6 +121,7 @@ class CompressedStage(_PipelineStageBase):
         """
         microbatches = this.microbatches
         self._samples = [microbatch.samples.to(self.device) for microbatch in microbatches]
+        self._microbatches = microbatches
         self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
         order = order or PassOrder.ascending(len(microbatches))
         channels, record = self.channels, self._record_event
@@ -148,12 +156,12 @@ class CompressedStage(_PipelineStageBase):
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
         """Have an output encoded and sent; nothing to do if the next stage is on this rank."""
         if self.channels.activations_out is not None:
-            self.channels.activations_out.send(m, y_BTD)
+            self.channels.activations_out.send(m, self._lengthened(m, y_BTD))
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
         """Have an input's gradient encoded and sent; not if the neighbour is on this rank."""
         if self.channels.gradients_out is not None:
-            self.channels.gradients_out.send(m, gradient_BTD)
+            self.channels.gradients_out.send(m, self._lengthened(m, gradient_BTD))
 
     def compute(self, x: Tensor, m: int) -> Tensor:
         """Run the module on microbatch `m`; one that wants its samples gets them.
@@ -194,7 +202,15 @@ class CompressedStage(_PipelineStageBase):
         assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
         x_BTD = channel.receive(m)
         self._ready = self._watch.mark()
-        return x_BTD
+        tokens = self._microbatches[m].tokens
+        if tokens is None or tokens == x_BTD.shape[1]:
+            return x_BTD
+        return x_BTD[:, :tokens].contiguous()
+
+    def _lengthened(self, m: int, x_BTD: Tensor) -> Tensor:
+        """With zeros up to the length of the messages, which is all that caches know."""
+        missing = self._microbatches[m].shape_BTD[1] - x_BTD.shape[1]
+        return nn.functional.pad(x_BTD.detach(), (0, 0, 0, missing)) if missing > 0 else x_BTD
 
     def _mark_computed(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
         self._computed.append(_Computed(kind, m, (start, self._ready, self._watch.mark())))

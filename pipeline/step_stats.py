@@ -53,6 +53,8 @@ class WireTotal(ErrorStats):
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
 
+    Of no tokens at all it is NaN, and the step is `skipped`, as one that is not finite is.
+
     In a step in which replicas do not meet (`ReplicaSync.due`) `loss` is the mean over the tokens
     of one, and counts are those of one times the replicas.
 
@@ -146,6 +148,8 @@ class StepStats:
         ranks = mesh.pipeline_ranks * mesh.shards
         replica_norms = of_ranks.square_norm.reshape(-1, ranks).sum(1).sqrt()
         seconds = float(of_ranks.seconds.max())
+        if not total.tokens:
+            loss = math.nan  # of nothing: 0 would be the best there is
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
             loss=loss,

@@ -133,7 +133,7 @@ def settings(name: str, **changes: Any) -> Any:
     kind, values = {**MODELS, **TRIED}[name]
     config = AutoConfig.for_model(kind, **{**values, **changes})
     if name in ENCODERS:
-        config.num_labels = CLASSES
+        config.num_labels = changes.get("num_labels", CLASSES)
     return config
 
 

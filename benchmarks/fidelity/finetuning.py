@@ -30,6 +30,8 @@ from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.channel import Channel
+from thinpipe.pipeline.loss import mean_loss
+from thinpipe.pipeline.metrics import Measures, named_metrics
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
@@ -346,11 +348,17 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
 def _evaluate(
     built: Built, samples: SampleSet, batch: int, *, compressed: bool
 ) -> dict[str, float]:
-    tallies = [
-        built.engine.eval_step(samples.batch(ids_B), 0, compressed=compressed)
+    engine = built.engine
+    measures = Measures(named_metrics(engine.objective.metrics))
+    heads = [
+        engine.eval_step(samples.batch(ids_B), 0, compressed=compressed, measures=measures)
         for ids_B in torch.split(torch.arange(len(samples)), batch)
     ]
-    return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
+    loss, count = (sum(part) for part in zip(*heads, strict=True))
+    return {
+        "loss": mean_loss(loss, count),
+        **measures.values(engine.transport.gather(measures.packed())),
+    }
 
 
 def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:

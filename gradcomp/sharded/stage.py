@@ -80,6 +80,12 @@ class ShardedStage(nn.Module):
         whole = self.inner.tied_weight()
         return None if whole is None else self._local[id(whole)]
 
+    @property
+    def base(self) -> Mapping[str, str]:
+        """Digests of whole parameters that a checkpoint leaves out."""
+        found: Mapping[str, str] = getattr(self.inner, "base", {})
+        return found
+
     def modules_to_gather(self) -> list[FSDPModule]:
         return [module for module in self.inner.modules() if isinstance(module, FSDPModule)]
 

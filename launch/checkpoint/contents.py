@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.memory import ROWS
+from thinpipe.launch.checkpoint.base import base_of, check_present, saved_base, saved_state
 from thinpipe.launch.checkpoint.reshard import channel_name, module_of, parameter_names
 from thinpipe.launch.components import Built
 
@@ -22,11 +24,13 @@ def collect(built: Built, *, memories: bool = True) -> dict[str, Any]:
     """
     gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
     return {
-        "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
+        "model": {str(s.stage_index): saved_state(module_of(s)) for s in built.stages},
+        "base": {str(s.stage_index): dict(base_of(module_of(s))) for s in built.stages},
         "global_model": _global_model(built),
         "optimizer": built.optimizer.state_dict(),
         "parameters": parameter_names(built),
-        "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
+        "lr_schedule": built.lr_schedule.state_dict(),
+        "best": built.best.state_dict(),
         "engine": built.engine.state_dict(),
         "sync": built.sync.state_dict(),
         "boundaries": {
@@ -74,10 +78,16 @@ def without_rows(copied: Any) -> Any:
     return copied
 
 
-def distribute(built: Built, state: Mapping[str, Any]) -> None:
-    """Give back what `collect` found."""
+def distribute(built: Built, state: Mapping[str, Any], folder: Path) -> None:
+    """Give back what `collect` found, and `folder` holds.
+
+    Raises:
+        CheckpointError: frozen weights, which are read from files, are not those of then.
+    """
     for stage in built.stages:
-        module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
+        module, tensors = module_of(stage), state["model"][str(stage.stage_index)]
+        check_present(module, tensors, saved_base(state), folder)
+        module.load_state_dict(tensors, strict=not base_of(module))
     for channel in built.engine.channels if state["boundaries"] else ():
         found = state["boundaries"].get(channel_name(channel))
         if found is not None:
@@ -88,7 +98,8 @@ def distribute(built: Built, state: Mapping[str, Any]) -> None:
                 channel_name(channel),
             )
     built.optimizer.load_state_dict(state["optimizer"])
-    built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+    built.lr_schedule.load_state_dict(state["lr_schedule"])
+    built.best.load_state_dict(state.get("best", {}))
     built.engine.load_state_dict(state["engine"])
     built.sync.load_state_dict(state["sync"])
     if built.shards is not None:
@@ -126,7 +137,7 @@ def _global_model(built: Built) -> dict[str, Any] | None:
     with built.sync.global_parameters():
         return {
             str(stage.stage_index): {
-                name: weight.clone() for name, weight in module_of(stage).state_dict().items()
+                name: weight.clone() for name, weight in saved_state(module_of(stage)).items()
             }
             for stage in built.stages
         }

@@ -3,6 +3,7 @@
     step-40/replica-0.rank-0.safetensors   one part: the state of one rank
     step-40/manifest.json                  run, size and sha256 of every part, and of itself
     latest                                 "step-40", for people: nothing depends on it
+    best                                   "step-20", if evaluations choose one
     .step-50.partial/                      being written; renamed when all machines hold theirs
 
 `begin`, then every rank's `write_part`, then `prepare` on every machine, then `publish`, then
@@ -39,6 +40,7 @@ from thinpipe.launch.checkpoint.manifest import (
 from thinpipe.launch.checkpoint.state_file import load_state, save_state
 from thinpipe.launch.host import disk
 
+BEST = "best"
 _REPLACED = "replaced"
 # What a host gets if another publishes first: the folder is gone, or holds its own target.
 _PUBLISHED_ELSEWHERE = (errno.ENOENT, errno.EINVAL)
@@ -180,10 +182,11 @@ def discard(root: Path, step: int) -> None:
     _discard(partial_folder(root, step), step)
 
 
-def settle(root: Path, step: int, *, keep: int) -> None:
+def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None:
     """All hosts have published `step`: name it in `latest`, and remove what is older.
 
-    The newest `keep` complete steps stay, and those saved after it. Leftovers of unfinished saves
+    The newest `keep` complete steps stay, those saved after it, and `best`, which a file of that
+    name then names. Leftovers of unfinished saves
     go where they are older; a newer one may be in progress. Damaged steps are kept for inspection.
 
     Raises:
@@ -195,8 +198,12 @@ def settle(root: Path, step: int, *, keep: int) -> None:
     disk.flush_folder(root)
     published = sorted(complete(root), key=lambda manifest: manifest.serial)
     newest = next(m.serial for m in published if m.step == step)
+    if any(manifest.step == best for manifest in published):
+        assert best is not None, "a step of that number"
+        _write_file(root / BEST, step_name(best) + "\n", scratch=_hidden(root, step, BEST))
     for manifest in [m for m in published if m.serial <= newest][:-keep]:
-        _discard(root / step_name(manifest.step), manifest.step)
+        if manifest.step != best:
+            _discard(root / step_name(manifest.step), manifest.step)
     for leftover in root.iterdir():
         match = _HIDDEN.fullmatch(leftover.name)
         if match and int(match[1]) < step:
@@ -239,6 +246,12 @@ def newest(root: Path) -> int | None:
     """The complete step that was saved last on this host, or None."""
     found = max(complete(root), key=lambda manifest: manifest.serial, default=None)
     return None if found is None else found.step
+
+
+def best(root: Path) -> int | None:
+    """The step of the best evaluation, or None; that checkpoint may be damaged."""
+    file = root / BEST
+    return step_of(file.read_text(encoding="utf-8").strip()) if file.is_file() else None
 
 
 def offers(root: Path) -> list[Offer]:

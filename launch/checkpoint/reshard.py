@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.channel import Channel
@@ -59,6 +61,7 @@ class ReplicaState:
     """The state of one replica, by parameter name."""
 
     model: dict[str, Tensor]
+    base: dict[str, str]
     optimizer: dict[str, dict[str, Any]]
     groups: dict[str, dict[str, Any]]
     first_part: dict[str, Any]
@@ -112,11 +115,12 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
 
     own_rows = rows_of(mesh)
     for stage in built.stages:
-        load_module(module_of(stage), saved.model, folder, own_rows)
+        load_module(module_of(stage), saved.model, folder, own_rows, base=saved.base)
     stateless = _load_optimizer(built, saved, own_rows)
     boundaries = _boundaries(folder, before, dp_rank=mesh.dp_rank % before.dp_size)
     _load_boundaries(built, boundaries)
-    built.lr_schedule.last_epoch = saved.first_part["lr_schedule"]["last_epoch"]
+    built.lr_schedule.load_state_dict(saved.first_part["lr_schedule"])
+    built.best.load_state_dict(saved.first_part.get("best", {}))
     built.engine.load_state_dict(saved.first_part["engine"])
     torch.manual_seed(hash((now, mesh.rank, built.lr_schedule.last_epoch)))
     if stateless:
@@ -150,11 +154,12 @@ def read_replica(folder: Path, parts: list[str]) -> ReplicaState:
     Raises:
         CheckpointError: a part is missing or damaged.
     """
-    saved = ReplicaState({}, {}, {}, {})
+    saved = ReplicaState({}, {}, {}, {}, {})
     states = [checkpoint.read_part(folder, part, mapped=ROWS) for part in parts]
     for shards in in_shards(states):
         saved.first_part = saved.first_part or dict(shards[0])
         saved.model.update(whole_model(shards))
+        saved.base.update(saved_base(shards[0]))
         entries = [list(_by_parameter(state["optimizer"], state["parameters"])) for state in shards]
         for found in zip(*entries, strict=True):
             names, _, group = found[0]
@@ -210,16 +215,18 @@ def load_module(
     tensors: Mapping[str, Tensor],
     folder: Path,
     own_rows: OwnRows = lambda whole: whole,
+    *,
+    base: Digests = MappingProxyType({}),
 ) -> None:
     """Load a stage's own tensors; `folder` is for messages, `own_rows` what is own of a parameter.
+
+    `base` are digests of those that the tensors were trained with, and that files hold.
 
     Raises:
         CheckpointError: one is missing, or a tied weight has two different values there.
     """
-    own = module.state_dict()
-    missing = sorted(own.keys() - tensors.keys())
-    if missing:
-        raise CheckpointError(f"{folder}: no part has {', '.join(missing[:4])}")
+    check_present(module, tensors, base, folder)
+    own = {name: tensor for name, tensor in module.state_dict().items() if name in tensors}
     tied: dict[int, str] = {}
     for name, tensor in own.items():
         twin = tied.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
@@ -230,7 +237,8 @@ def load_module(
             )
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     module.load_state_dict(
-        {name: own_rows(tensors[name]) if name in parameters else tensors[name] for name in own}
+        {name: own_rows(tensors[name]) if name in parameters else tensors[name] for name in own},
+        strict=False,
     )
 
 

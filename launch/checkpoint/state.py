@@ -187,7 +187,8 @@ class Checkpoints:
         keep, copies = self._options.keep, self._options.copies
         if step == self.end and "keep" not in self._options.model_fields_set:
             keep = 1
-        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies)
+        best = self._built.best.step
+        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies, best)
         several = len(set(self._where.hosts)) > 1
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
@@ -248,7 +249,7 @@ class Checkpoints:
         before, now = self._layouts(manifest)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
-            distribute(self._built, state)
+            distribute(self._built, state, folder)
         else:
             restore(self._built, folder, before, now, self._session.mesh)
 

@@ -43,7 +43,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Save:
-    """A save: `steps` optimizer steps are done, and it is the `serial`-th save."""
+    """A save: `steps` optimizer steps are done, and it is the `serial`-th save.
+
+    Of older ones the newest `keep` stay, and that of the step `best`.
+    """
 
     step: int
     run: int
@@ -51,6 +54,7 @@ class Save:
     meta: Mapping[str, Any]
     keep: int
     copies: int = 1
+    best: int | None = None
 
 
 class Transaction:
@@ -93,7 +97,9 @@ class Transaction:
             return False
         published = self._all(lambda: files.publish(root, manifest) if first else None)
         if published and first:
-            problem = self._attempt(lambda: files.settle(root, save.step, keep=save.keep))
+            problem = self._attempt(
+                lambda: files.settle(root, save.step, keep=save.keep, best=save.best)
+            )
             if problem is not None:
                 _log.warning("checkpoints: older steps stay: %s", problem)
         return True

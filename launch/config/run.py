@@ -45,7 +45,7 @@ from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.models.own.config import Functions
+from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -163,7 +163,9 @@ class RunConfig(BaseModel):
 
     def notices(self) -> list[str]:
         found = self.model.notices(
-            cut=bool(self.pipeline.cuts), ties=_keeps_ties(self), tokenizer=self.data.tokenizer
+            cut=bool(self.pipeline.cuts),
+            ties=_keeps_ties(self),
+            tokenizer="" if self.data.factory else self.data.tokenizer,  # samples are made already
         )
         if self.method == "none" and self.pipeline.replicas > 1:
             found.append(
@@ -298,13 +300,9 @@ def _check_sizes(config: RunConfig) -> None:
     if data.factory is None:
         model.check_tokens(data.sequence_length, data.tokenizer)
     pipeline = config.pipeline
-    parts = pipeline.dp_size * train.accumulate
+    parts = pipeline.dp_size
     if train.batch_size % parts:
-        factors = {
-            "pipeline.replicas": pipeline.replicas,
-            "pipeline.shards": pipeline.shards,
-            "train.accumulate": train.accumulate,
-        }
+        factors = {"pipeline.replicas": pipeline.replicas, "pipeline.shards": pipeline.shards}
         told = ", ".join(f"{name} = {value}" for name, value in factors.items() if value > 1)
         raise ValueError(
             f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
@@ -329,6 +327,11 @@ def _check_task(config: RunConfig) -> None:
                 f"data.packing = {str(data.packing).lower()}, "
                 f'data.objective = "{data.objective}": {error}'
             ) from None
+    if data.labels is not None and model.problem == "regression":
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: regression predicts numbers, which have no names; "
+            "remove it"
+        )
     if data.labels is not None and len(data.labels) != model.classes:
         raise ValueError(
             f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "

@@ -1,10 +1,11 @@
 """The sections [run], [train], [eval], [checkpoint] and [report]."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -63,13 +64,35 @@ class TrainConfig(BaseModel):
 class EvalConfig(BaseModel):
     """Evaluate on held-out data every `every_epochs` epochs, and after the last.
 
+    `metrics` are measured besides the loss: "accuracy", "f1", "matthews", "pearson", "perplexity",
+    "spearman", or "module:function" (see own_code.md); by default those of the model's task.
+    The checkpoint of the `best` one is kept too: by "loss" or another metric, or "max NAME" or
+    "min NAME" of one of your own. After `patience` evaluations that are no better the run ends.
     At the end of a run, show `samples` texts that its language model writes.
     """
 
     model_config = _STRICT
 
     every_epochs: int = Field(1, ge=1)
+    metrics: tuple[str, ...] | None = None
+    best: Annotated[str, Field(pattern=r"^((max|min) )?[A-Za-z_]\w*$")] | None = None
+    patience: int | None = Field(None, ge=1)
     samples: int = Field(0, ge=0, le=100)
+
+    @field_validator("metrics")
+    @classmethod
+    def _known(cls, metrics: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        from thinpipe.pipeline.metrics import NAMES  # imports torch
+
+        for name in metrics or ():
+            if name not in NAMES and ":" not in name:
+                near = difflib.get_close_matches(name, NAMES, n=1)
+                hint = f'did you mean "{near[0]}"?' if near else f"use {', '.join(NAMES)}"
+                raise ValueError(
+                    f'metrics = "{name}": no such metric; {hint}; one of your own is '
+                    '"module:function"'
+                )
+        return metrics
 
 
 class CheckpointConfig(BaseModel):

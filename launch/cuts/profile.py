@@ -18,7 +18,6 @@ from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_c
 from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.launch.memory.model import ModelMemory
-from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.timing import Stopwatch
 
@@ -168,8 +167,8 @@ class _Bench:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
         shape = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
-        self._x, self._targets = config.model.made_up(first, shape, device=device)
-        self._samples = Samples(torch.arange(len(self._x), device=device))
+        made_up = config.model.made_up(first, shape, device=device)
+        self._x, self._targets, self._samples = made_up
         self._objective = config.model.objective()
         self.rounds: list[tuple[float, float, float]] = []
 

@@ -70,7 +70,7 @@ class DataConfig(RowFields):
                     f"eval_factory = {self.eval_factory!r}: nothing to train on; set factory"
                 )
             return self
-        allowed = {"factory", "eval_factory", "eval_sequences"}
+        allowed = {"factory", "eval_factory", "eval_sequences", "sequence_length"}
         for name, field in type(self).model_fields.items():
             if name not in allowed and getattr(self, name) != field.default:
                 raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from thinpipe.launch.data import text
-from thinpipe.launch.data.classification import labelled_set
+from thinpipe.launch.data.classification import Labelling, labelled_set
 from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.hub import read_dataset
@@ -42,11 +42,15 @@ def files(config: DataConfig) -> list[Path]:
 
 
 def load(
-    config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
+    config: DataConfig,
+    *,
+    seed: int = 0,
+    vocab: int | None = None,
+    labelling: Labelling | None = None,
 ) -> tuple[SampleSet, SampleSet]:
     """Return the training and the evaluation samples, from texts that do not overlap.
 
-    `seed` decides mixtures and packing; `vocab` and `classes` are those of the model.
+    `seed` decides mixtures and packing; `vocab` and `labelling` are those of the model.
 
     Raises:
         ValueError: the path is missing, matches nothing or is empty; a row does not fit the
@@ -71,7 +75,8 @@ def load(
             _sequences(held_out, "eval_sequences", config=config, tokenizer=tokenizer),
         )
     rows = _read_rows(config, seed)
-    sets = [_samples(part, config, tokenizer, seed=seed, classes=classes) for part in rows]
+    labelling = labelling or Labelling()
+    sets = [_samples(part, config, tokenizer, seed=seed, labelling=labelling) for part in rows]
     return (
         _selected(sets[0], "train_sequences", config=config),
         _selected(sets[1], "eval_sequences", config=config),
@@ -170,7 +175,12 @@ def _format(config: DataConfig, files: Sequence[Path], source: str) -> Format:
 
 
 def _samples(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, *, seed: int, classes: int
+    rows: Sequence[Row],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    labelling: Labelling,
 ) -> ColumnSet:
     length = config.sequence_length
     if not rows:
@@ -184,7 +194,7 @@ def _samples(
         )
         prefix = config.objective == "prefix"
         return instruction_set(examples, Layout(length, config.packing, prefix, seed))
-    return labelled_set(rows, config, tokenizer, length=length, classes=classes)
+    return labelled_set(rows, config, tokenizer, length=length, labelling=labelling)
 
 
 def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> ColumnSet:

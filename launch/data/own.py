@@ -1,23 +1,34 @@
-"""Samples of the user's own: any map-style dataset whose items are (input, target).
+"""Samples of the user's own: a map-style dataset, or a torch DataLoader of one.
+
+An item is (input, target), a longer tuple whose last member is the target, or a dict with labels.
 
 Axes: B samples.
 """
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import default_collate as TORCHS
 
 from thinpipe.launch.data.sample_set import Ids, checked_ids
-from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.batch import Batch, PyTree
 from thinpipe.pipeline.models.own.functions import load_function
 
 _DIGESTED = 256
 """Samples that a digest looks at, spread evenly: reading all could take as long as an epoch."""
+_TARGETS = ("labels", "label", "targets", "target")
+"""Names that a dict may have for what the loss compares with."""
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Dataset(Protocol):
@@ -27,7 +38,21 @@ class Dataset(Protocol):
         """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Any:
-        """Return (input, target), two tensors of the same shapes for all samples."""
+        """Return (input, target), or a dict with labels."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples become batches.
+
+    `collate` makes a batch of a list of items, as a DataLoader's `collate_fn` does; without it all
+    items have one shape. Batches may be of different lengths: `longest` is the most tokens that one
+    has. Samples come in an order that is drawn anew for each epoch unless `shuffle` is False.
+    """
+
+    collate: Collate | None = None
+    longest: int | None = None
+    shuffle: bool = True
 
 
 class OwnSet:
@@ -41,6 +66,7 @@ class OwnSet:
         first: int = 0,
         stop: int | None = None,
         notes: Sequence[str] = (),
+        reading: Reading | None = None,
     ) -> None:
         """`name` is how messages call the dataset.
 
@@ -53,6 +79,7 @@ class OwnSet:
                 "__len__ and __getitem__, as sample ids are indices"
             )
         self._dataset, self._name, self._first = dataset, name, first
+        self.reading = reading or Reading()
         self._count = (len(dataset) if stop is None else stop) - first
         if self._count < 1:
             raise ValueError(f"{name}: {self._count} samples; it needs at least one")
@@ -61,10 +88,31 @@ class OwnSet:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def longest(self) -> int | None:
+        return self.reading.longest
+
+    @property
+    def shuffle(self) -> bool:
+        return self.reading.shuffle
+
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        items = [self._item(i) for i in ids_B.tolist()]
-        inputs, targets = (self._stack(column, ids_B) for column in zip(*items, strict=True))
+        return self._made([self._dataset[self._first + i] for i in ids_B.tolist()], ids_B)
+
+    def batch_as(self, ids: Sequence[int]) -> Batch:
+        """All samples, in order, under other ids."""
+        ids_B = torch.tensor(ids, dtype=torch.int64)
+        return self._made([self._dataset[i] for i in range(len(self))], ids_B)
+
+    def _made(self, items: list[Any], ids_B: Tensor) -> Batch:
+        if self.reading.collate is None:
+            batch = self._stack([self._checked(i) for i in zip(ids_B.tolist(), items, strict=True)])
+        else:
+            with _drawing_alike(ids_B):
+                batch = _tensors(self.reading.collate(items))
+            self._check_collated(batch, len(ids_B))
+        inputs, targets = _parted(batch)
         return Batch(inputs, targets, ids_B)
 
     @cached_property
@@ -72,30 +120,182 @@ class OwnSet:
         """SHA-256 of the number of samples and of 256 to 511 of them, or all of fewer."""
         chosen = range(0, len(self), max(1, len(self) // _DIGESTED))
         digest = hashlib.sha256(str(len(self)).encode())
-        for tensor in (part for index in chosen for part in self._item(index)):
-            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for index in chosen:
+            item = self._dataset[self._first + index]
+            for leaf in tree_leaves(_plain(item)):
+                self._digest_one(leaf, index, digest)
         return digest.hexdigest()
 
-    def _item(self, index: int) -> tuple[Tensor, Tensor]:
-        item = self._dataset[self._first + index]
-        pair = tuple(item) if isinstance(item, tuple | list) else ()
-        if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+    def _digest_one(self, leaf: Any, index: int, digest: Any) -> None:
+        if hasattr(leaf, "__array__"):
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous()
+            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            digest.update(leaf.view(-1).view(torch.uint8).numpy().tobytes())
+        elif leaf is None or isinstance(leaf, str | int | float | bytes):
+            digest.update(repr(leaf).encode())
+        else:
+            raise ValueError(
+                f"{self._name}: sample {index} holds a {type(leaf).__name__}, which ranks cannot "
+                "compare; return tensors, numbers and strings"
+            )
+
+    def _checked(self, numbered: tuple[int, Any]) -> PyTree:
+        """An item as tensors."""
+        index, item = numbered
+        try:
+            found = _tensors(item)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if not _has_target(found):
             raise ValueError(
                 f"{self._name}: sample {index} is {_kind(item)}; return (input, target), two "
-                "tensors"
+                "tensors, or a dict of tensors with labels"
             )
-        return pair[0].detach().cpu(), pair[1].detach().cpu()
+        self._index = index
+        return found
 
-    def _stack(self, column: Sequence[Tensor], ids_B: Tensor) -> Tensor:
-        shapes = {tuple(tensor.shape): i for tensor, i in zip(column, ids_B.tolist(), strict=True)}
+    def _stack(self, items: Sequence[PyTree]) -> PyTree:
+        first = items[0]
+        if isinstance(first, Mapping):
+            return {name: self._stack([item[name] for item in items]) for name in first}
+        if isinstance(first, tuple | list):
+            return tuple(self._stack(column) for column in zip(*items, strict=True))
+        shapes = {tuple(tensor.shape): place for place, tensor in enumerate(items)}
         if len(shapes) > 1:
-            (one, first), (other, second), *_ = shapes.items()
+            (one, place), (other, second), *_ = shapes.items()
             raise ValueError(
-                f"{self._name}: sample {first} has shape {list(one)} and sample {second} "
-                f"{list(other)}; give all the same shape, for example by padding"
+                f"{self._name}: sample {place} of a batch has shape {list(one)} and sample "
+                f"{second} {list(other)}; give all the same shape, or a collate function that pads "
+                "them: run.batches(..., collate=...)"
             )
-        return torch.stack(list(column))
+        return torch.stack(list(items))
+
+    def _check_collated(self, batch: PyTree, samples: int) -> None:
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if not _has_target(batch):
+            raise ValueError(
+                f"{self._name}: the collate function returned {_kind(batch)}; return (input, "
+                "target), or a dict of tensors with labels"
+            )
+        wrong = [shape for shape in shapes if not shape or shape[0] != samples]
+        if wrong:
+            raise ValueError(
+                f"{self._name}: the collate function returned a tensor of shape "
+                f"{list(wrong[0])} for {samples} samples; let the first axis be the samples"
+            )
+
+
+def own_set(
+    samples: Any, name: str, *, size: int | None = None, reading: Reading | None = None
+) -> tuple[OwnSet, int]:
+    """Samples and their batch size, of a dataset or a DataLoader.
+
+    Raises:
+        ValueError: a DataLoader asks for what is not done here, or there is no size.
+    """
+    reading = reading or Reading()
+    if isinstance(samples, DataLoader):
+        samples, name, size, reading = _of_loader(samples, size, reading)
+    if size is None:
+        raise ValueError(f"{name}: give the samples of a step: run.batches(..., size=32)")
+    return OwnSet(samples, name, reading=reading), size
+
+
+def _of_loader(
+    loader: DataLoader[Any], size: int | None, reading: Reading
+) -> tuple[Any, str, int | None, Reading]:
+    """What a DataLoader says of its batches; which samples are in them is drawn from the seed."""
+    name = f"DataLoader of {type(loader.dataset).__name__}"
+    if size is not None and loader.batch_size not in (None, size):
+        raise ValueError(
+            f"{name}: batch_size = {loader.batch_size}, but size = {size}; give one of them"
+        )
+    kinds: tuple[Any, ...] = (RandomSampler, SequentialSampler)
+    refused = {
+        "a sampler of its own": type(loader.sampler) not in kinds or loader.batch_size is None,
+        "drop_last": loader.drop_last,
+        "workers": loader.num_workers > 0,
+    }
+    asked = [what for what, given in refused.items() if given]
+    if asked:
+        raise ValueError(
+            f"{name}: has {' and '.join(asked)}; which samples a step has follows from the run's "
+            "seed, and each rank reads them itself: give the dataset, run.batches(dataset, size=, "
+            "collate=)"
+        )
+    return (
+        loader.dataset,
+        name,
+        size or loader.batch_size,
+        Reading(
+            reading.collate or (None if loader.collate_fn is TORCHS else loader.collate_fn),
+            reading.longest,
+            reading.shuffle and type(loader.sampler) is RandomSampler,
+        ),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of any kind as dicts, so that their leaves are found."""
+    if isinstance(value, Mapping) or hasattr(value, "keys"):
+        return {name: _plain(value[name]) for name in sorted(value.keys(), key=str)}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _tensors(value: Any, *, whole: bool = True) -> PyTree:
+    """A batch or an item as tensors on the CPU, in dicts and tuples; or a part of it."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping) or hasattr(value, "keys"):
+        return {name: _tensors(value[name], whole=False) for name in value.keys()}  # noqa: SIM118  UserDict too
+    if isinstance(value, tuple | list) and (whole or not _is_array(value)):
+        return tuple(_tensors(one, whole=False) for one in value)
+    return torch.as_tensor(value)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether nested lists hold numbers alone."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_array, value))
+    return isinstance(value, int | float)
+
+
+def _has_target(batch: PyTree) -> bool:
+    if isinstance(batch, Mapping):
+        return len(batch) > 1 and sum(name in batch for name in _TARGETS) == 1
+    return isinstance(batch, tuple | list) and len(batch) > 1
+
+
+def _parted(batch: PyTree) -> tuple[PyTree, PyTree]:
+    """Inputs and targets."""
+    if isinstance(batch, Mapping):
+        (target,) = (name for name in _TARGETS if name in batch)
+        return {name: part for name, part in batch.items() if name != target}, batch[target]
+    *inputs, targets = batch
+    return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+
+
+class _drawing_alike:  # noqa: N801  a context manager
+    """What a collate function draws at random is alike on all ranks: it follows from the ids."""
+
+    def __init__(self, ids_B: Tensor) -> None:
+        digest = hashlib.sha256(ids_B.numpy().tobytes()).digest()
+        self._seed = int.from_bytes(digest[:8], "big") >> 1
+        self._fork = torch.random.fork_rng(devices=[])
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.default_generator.manual_seed(self._seed)
+        self._before = random.getstate()
+        random.seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        random.setstate(self._before)
+        self._fork.__exit__(*error)
 
 
 def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[OwnSet, OwnSet]:
@@ -139,4 +339,6 @@ def _made(factory: str, setting: str) -> Dataset:
 def _kind(item: Any) -> str:
     if isinstance(item, tuple | list):
         return f"{type(item).__name__} of {', '.join(type(part).__name__ for part in item)}"
+    if isinstance(item, Mapping):
+        return f"{type(item).__name__} of {', '.join(map(str, item))}"
     return type(item).__name__

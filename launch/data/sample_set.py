@@ -26,7 +26,8 @@ class SampleSet(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, ids: Ids) -> Batch:
-        """Return samples on the CPU, in the order of `ids`; inputs and targets are int64.
+        """Return samples on the CPU, in the order of `ids`; inputs are int64, and targets, too,
+        unless they are numbers to predict.
 
         Raises:
             ValueError: an id is negative or past the last sample.
@@ -79,11 +80,12 @@ class ColumnSet:
         columns = self._columns
         return Batch(
             columns.inputs_BT[ids_B].to(torch.int64),
-            columns.targets[ids_B].to(torch.int64),
+            _whole_numbers(columns.targets[ids_B]),
             ids_B,
             mask_BT=_rows(columns.mask_BT, ids_B),
             segments_BT=_rows(columns.segments_BT, ids_B),
             prefix_BT=_rows(columns.prefix_BT, ids_B),
+            types_BT=_rows(columns.types_BT, ids_B),
         )
 
     def select(self, indices: Tensor) -> "ColumnSet":
@@ -95,7 +97,8 @@ class ColumnSet:
     def digest(self) -> str:
         parts = self._columns
         columns = [parts.inputs_BT, parts.targets, parts.mask_BT]
-        return _digest([*columns, parts.segments_BT, parts.prefix_BT])
+        types = [] if parts.types_BT is None else [parts.types_BT]
+        return _digest([*columns, parts.segments_BT, parts.prefix_BT, *types])
 
 
 def spread(
@@ -127,6 +130,11 @@ def checked_ids(ids: Ids, count: int) -> Tensor:
             f"use ids from 0 to {count - 1}"
         )
     return ids_B
+
+
+def _whole_numbers(targets: Tensor) -> Tensor:
+    """Classes and tokens as int64; numbers to predict stay what they are."""
+    return targets if targets.is_floating_point() else targets.to(torch.int64)
 
 
 def _rows(column: Tensor | None, ids_B: Tensor) -> Tensor | None:

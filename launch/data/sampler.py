@@ -12,7 +12,8 @@ from torch import Tensor
 class EpochSampler:
     """Chooses the samples of every optimizer step, for one replica.
 
-    Each epoch visits every sample once, in an order drawn from the seed and the epoch. Sample i
+    Each epoch visits every sample once, in an order drawn from the seed and the epoch, or without
+    `shuffle` in that of their ids. Sample i
     always belongs to replica i % replicas, so cached activations stay valid.
     All replicas take equally many samples in each step; hence when the samples do not divide
     evenly, the last n % replicas of them are never used (`dropped`). `batch_size` counts the
@@ -23,7 +24,16 @@ class EpochSampler:
             or `replica` is not below `replicas`.
     """
 
-    def __init__(self, n: int, *, batch_size: int, replicas: int, replica: int, seed: int) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        batch_size: int,
+        replicas: int,
+        replica: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
         if not 0 <= replica < replicas:
             raise ValueError(
                 f"replica = {replica}: there are {replicas} replicas; use 0 to {replicas - 1}"
@@ -42,7 +52,7 @@ class EpochSampler:
         self._n = n - self.dropped
         self._replicas = replicas
         self._replica = replica
-        self._seed = seed
+        self._seed, self._shuffle = seed, shuffle
         self._batch = batch_size // replicas
         self._cached: tuple[int, Tensor] | None = None
 
@@ -80,7 +90,9 @@ class EpochSampler:
 
     def _order(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
-            order = shuffled(self._n, self._seed, str(epoch))
+            order = torch.arange(self._n)
+            if self._shuffle:
+                order = shuffled(self._n, self._seed, str(epoch))
             self._cached = epoch, order[order % self._replicas == self._replica]
         return self._cached[1]
 

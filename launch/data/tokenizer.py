@@ -3,7 +3,7 @@
 import codecs
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,14 @@ from thinpipe.launch.host.packages import explain
 
 BYTES = "bytes"
 _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+
+
+class Fitted(NamedTuple):
+    """Texts that fit into a sequence: tokens, their types (0, or 1 in a second text)."""
+
+    ids: list[int]
+    types: list[int]
+    truncated: bool
 
 
 class Tokenizer(Protocol):
@@ -32,6 +40,15 @@ class Tokenizer(Protocol):
 
     def sample(self, text: str, other: str | None) -> list[int]:
         """One or two texts to classify, with the tokenizer's special tokens."""
+
+    def fitted(self, text: str, other: str | None, length: int) -> Fitted:
+        """As `sample`, in at most `length` tokens.
+
+        Of two texts the longer one is truncated first.
+
+        Raises:
+            ValueError: special tokens alone take as many.
+        """
 
     @property
     def end(self) -> int:
@@ -61,6 +78,21 @@ class Bytes:
 
     def sample(self, text: str, other: str | None) -> list[int]:
         return self.encode(text if other is None else f"{text}\0{other}")
+
+    def fitted(self, text: str, other: str | None, length: int) -> Fitted:
+        first, second = self.encode(text), [] if other is None else self.encode(other)
+        marks = [] if other is None else [self.end]
+        room = length - len(marks)
+        check_room(room, length, len(marks))
+        over = len(first) + len(second) - room
+        if over > 0 and marks:
+            longer = max(len(first), len(second))
+            shorter = min(min(len(first), len(second)), room // 2)
+            kept = min(longer, room - shorter)
+            one = kept if len(first) > len(second) else shorter
+            first, second = first[:one], second[: room - one]
+        ids = [*first[:room], *marks, *second]
+        return Fitted(ids, [0] * len(ids), over > 0)
 
 
 class FolderTokenizer:
@@ -94,6 +126,17 @@ class FolderTokenizer:
     def sample(self, text: str, other: str | None) -> list[int]:
         return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
 
+    def fitted(self, text: str, other: str | None, length: int) -> Fitted:
+        found = self._tokenizer.encode(text, other, add_special_tokens=True)
+        truncated = len(found.ids) > length
+        if truncated:
+            marks = self._tokenizer.num_special_tokens_to_add(other is not None)
+            check_room(length - marks, length, marks)
+            self._tokenizer.enable_truncation(length, strategy="longest_first")
+            found = self._tokenizer.encode(text, other, add_special_tokens=True)
+            self._tokenizer.no_truncation()
+        return Fitted(list(found.ids), list(found.type_ids), truncated)
+
     @property
     def end(self) -> int:
         for name in (_configured_end(self._folder), *_KNOWN_ENDS):
@@ -103,6 +146,19 @@ class FolderTokenizer:
         raise ValueError(
             f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
             "eos_token in the folder's tokenizer_config.json"
+        )
+
+
+def check_room(room: int, length: int, marks: int) -> None:
+    """Check that there is room for text beside special tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if room < 1:
+        raise ValueError(
+            f"data.sequence_length = {length}: no room for text beside {marks} special tokens; "
+            f"use at least {marks + 1}"
         )
 
 

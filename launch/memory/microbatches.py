@@ -9,8 +9,9 @@ from thinpipe.pipeline.schedule import fit_microbatches, rank_orders
 
 
 def samples_at_once(config: RunConfig) -> int:
-    """Samples in one pass of a pipeline, before it accumulates or steps."""
-    return config.train.batch_size // (config.pipeline.dp_size * config.train.accumulate)
+    """Samples in the largest pass of a pipeline, before it accumulates or steps."""
+    own = config.train.batch_size // config.pipeline.dp_size
+    return -(-own // config.train.accumulate)
 
 
 def microbatch_count(config: RunConfig) -> int:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
-from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 
 _WORD = 4  # bytes of an fp32 number
@@ -40,6 +40,7 @@ class ModelMemory:
     replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
     while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
     of the largest block take while it is computed again.
+    With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `uncounted` are blocks whose activations cannot be computed from shapes alone.
     """
 
@@ -53,6 +54,7 @@ class ModelMemory:
     exchange: int = 0
     exchanged: int = 0
     recomputed: int = 0
+    reads_frozen: bool = False
     uncounted: tuple[int, ...] = ()
 
     @classmethod
@@ -73,8 +75,9 @@ class ModelMemory:
 
     @property
     def saved(self) -> int:
-        """Bytes that a checkpoint copies before it is written in the background."""
-        own = self.weights + self.optimizer + self.exchange
+        """What a checkpoint copies before it is written in the background."""
+        weights = self.optimizer // 2 if self.reads_frozen else self.weights
+        own = weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
     def plus(self, other: "ModelMemory", *, times: int = 1, held: int = 1) -> "ModelMemory":
@@ -91,7 +94,7 @@ class ModelMemory:
         )
 
 
-_PARTS = tuple(field.name for field in fields(ModelMemory) if field.name != "uncounted")
+_PARTS = tuple(field.name for field in fields(ModelMemory) if field.type is int)
 
 
 class BlockRun(NamedTuple):
@@ -147,6 +150,7 @@ def on_rank(
             gradients=whole.gradients // shards + once * whole.gradients,
             optimizer=whole.optimizer // shards,
         )
+    whole = replace(whole, reads_frozen=config.model.reads_frozen)
     if exchange is None:
         return whole
     trained = whole.optimizer // (2 * _WORD)
@@ -233,7 +237,7 @@ def _kept(
 ) -> tuple[dict[int, int], list[Any]]:
     """Bytes of a microbatch by storage, without those that are `known`; and what holds them."""
     shape = microbatch_shape(config)
-    x, targets = config.model.made_up(first, shape, device=torch.device("cpu"))
+    x, targets, samples = config.model.made_up(first, shape, device=torch.device("cpu"))
     x.requires_grad_(x.is_floating_point())
     kept, alive = {x.untyped_storage()._cdata: x.nbytes}, [x]
 
@@ -246,7 +250,7 @@ def _kept(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         wants = getattr(module, "wants_samples", False)
-        output = module(x, Samples(torch.arange(len(x)))) if wants else module(x)
+        output = module(x, samples) if wants else module(x)
         if first == config.model.layers - 1:
             output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output]
@@ -256,6 +260,9 @@ def _fill(module: nn.Module) -> None:
     """Give a module of the meta device fake values; shared parameters stay shared."""
     made: dict[int, Any] = {}
     for part in module.modules():
+        constants = {n: t for n, t in part.__dict__.items() if isinstance(t, Tensor)}
+        for name, tensor in constants.items():  # of stages that do not hold it
+            part.__dict__[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
         for held in (part._parameters, part._buffers):
             for name, old in held.items():
                 if old is None:

@@ -10,13 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
@@ -24,13 +27,16 @@ from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.own import Dataset, OwnSet
+from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.run import RankRun
+from thinpipe.launch.run.stream import StreamSet
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.hf.config import LoraConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.own.functions import name_of
 from thinpipe.pipeline.models.own.program import LOOKING, NotRun, program_of
 
@@ -40,8 +46,9 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 class Pipeline:
     """Your own model, cut into stages, and how the cuts are compressed.
 
-    `model()` returns an `nn.Sequential`; it is called on the meta device, and each rank gives
-    values to its own layers only. `loss(outputs, targets)` returns the sum of the losses and their
+    `model()` returns an `nn.Sequential`, or a module whose forward runs the blocks of a list one
+    after the other. It is called on the meta device, and each rank gives values to its own layers
+    only. `loss(outputs, targets)` returns the sum of the losses and their
     number; `count(targets)` returns the number alone, and is needed if it depends on the values of
     targets. Without a loss it is next-token cross entropy.
     """
@@ -80,35 +87,91 @@ class Pipeline:
         names = {"loss": loss and name_of(loss), "count": count and name_of(count)}
         program = program_of(*filter(None, (model, loss, count)))
         names |= {"factory": name_of(model), "from_run": str(from_run) if from_run else None}
-        self.model = OwnModelConfig.of(functions, program=program, **names)
-        stages_given = {} if stages is None else {"stages": stages}
-        if cuts == "auto" and (stages or 1) == 1:
-            cuts, stages_given = (), {}
+        self._set(
+            OwnModelConfig.of(functions, program=program, **names),
+            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
+            boundary,
+            replicas=replicas,
+            exchange=exchange,
+        )
+
+    @classmethod
+    def from_pretrained(  # noqa: PLR0913  # one parameter per setting
+        cls,
+        folder: str | Path,
+        *,
+        lora: LoraConfig | Mapping[str, Any] | None = None,
+        classes: int | None = None,
+        cuts: Sequence[int] | Literal["auto"] = "auto",
+        stages: int | None = None,
+        microbatches: int = 4,
+        boundary: BoundaryConfig | Sequence[BoundaryConfig] = (),
+        replicas: int = 1,
+        exchange: str | Mapping[str, Any] = "allreduce",
+        model: Mapping[str, Any] | None = None,
+        **pipeline: Any,
+    ) -> Self:
+        """A Hugging Face model from its folder.
+
+        `lora` trains low-rank additions alone, as in {"rank": 8, "targets": ["q_proj"]}; `classes`
+        puts a classification head on an encoder. `model` has further settings of a run file's
+        [model], such as `dropout`; the rest is as in `Pipeline`.
+
+        Raises:
+            ValueError: the folder holds no model that can be cut.
+        """
+        sections = {"pretrained": str(folder), "lora": lora, "classes": classes, **(model or {})}
+        if classes is not None:
+            sections.setdefault("task", "classification")
+        pipe = cls.__new__(cls)
+        pipe._set(
+            {name: value for name, value in sections.items() if value is not None},
+            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
+            boundary,
+            replicas=replicas,
+            exchange=exchange,
+        )
+        return pipe
+
+    def _set(
+        self,
+        model: OwnModelConfig | dict[str, Any],
+        pipeline: dict[str, Any],
+        boundary: BoundaryConfig | Sequence[BoundaryConfig],
+        *,
+        replicas: int,
+        exchange: str | Mapping[str, Any],
+    ) -> None:
+        if pipeline["cuts"] == "auto" and (pipeline["stages"] or 1) == 1:
+            pipeline |= {"cuts": (), "stages": None}
+        cuts = pipeline["cuts"]
+        pipeline |= {"cuts": cuts if isinstance(cuts, str) else list(cuts), "replicas": replicas}
         self.sections: dict[str, Any] = {
-            "model": self.model,
-            "pipeline": {
-                "cuts": cuts if isinstance(cuts, str) else list(cuts),
-                "microbatches": microbatches,
-                "replicas": replicas,
-                **stages_given,
-                **pipeline,
-            },
+            "model": model,
+            "pipeline": {name: value for name, value in pipeline.items() if value is not None},
             "boundary": [boundary] if isinstance(boundary, BoundaryConfig) else list(boundary),
             "gradcomp": {"method": exchange} if isinstance(exchange, str) else dict(exchange),
             "train": {"batch_size": replicas, "accumulate": 1},  # `Run.batches` says how many
+            "data": {"factory": "__main__:samples"},
         }
-        config_of(self.sections, "Pipeline")
+        config = config_of(self.sections, "Pipeline")
+        self.sections["model"] = self.model = config.model
+        self._is_cut = config.pipeline.stages > 1
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.model.whole_parameters(cut=self._is_cut)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters of the whole model, without values; alike on all ranks."""
-        return self.model.deferred.skeleton.named_parameters()
+        yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the whole model, to make an optimizer with; alike on all ranks.
 
         They have no values: each rank trains with those of its own layers in their places.
         """
-        return self.model.deferred.skeleton.parameters()
+        yield from self._parameters.values()
 
 
 class Run(RankRun):
@@ -132,7 +195,12 @@ class Run(RankRun):
         *,
         resume: Literal["if-there", "required", "never"] | int = "if-there",
         schedule: Callable[[int], float] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] = (),
+        metrics: Sequence[object] = (),
+        best: str | None = None,
+        patience: int | None = None,
         seed: int = 0,
+        accumulate: int = 1,
         clip_norm: float = 0.0,
         writers: Sequence[str] = (),
         settings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -141,7 +209,11 @@ class Run(RankRun):
 
         `optimizer` was made with `pipeline.parameters()`, or is a function of this rank's named
         parameters, or AdamW by `settings["train"]`. Its learning rates are multiplied by
-        `schedule(step)`, step from 0. `resume`: from the newest checkpoint if there is one, always
+        `schedule(step)`, step from 0; or they are those of a torch `scheduler`, which the program
+        steps and the run saves. `metrics` are names, functions or objects that evaluations measure
+        by, `best` is the one whose best checkpoint is kept, and `patience` how many evaluations in
+        a row may be no better (`Best`). `accumulate` is in how many parts a step's samples go
+        through the pipeline. `resume`: from the newest checkpoint if there is one, always
         (an error if there is none), or never; a number is the step of the checkpoint. `clip_norm`
         limits the gradient norm, 0 does not. `writers` get the numbers of every step too:
         "tensorboard", "wandb", "trackio". `settings` are other sections of a run file, by name:
@@ -155,15 +227,24 @@ class Run(RankRun):
                 f"Run: pipeline is a {type(pipeline).__name__}; give it a thinpipe.Pipeline(model, "
                 "loss, ...) of that model"
             )
-        train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
+        train = {
+            "warmup_steps": 0,
+            "decay": "none",
+            "clip_norm": clip_norm,
+            "accumulate": accumulate,
+        }
         chosen: Mapping[str, Mapping[str, Any]] = {
             **({"report": {"writers": list(writers)}} if writers else {}),
             **(settings or {}),
         }
+        chosen = {**chosen, "eval": _evaluated(metrics, best, patience) | chosen.get("eval", {})}
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
+        self._reading = Reading()
         self._hook = sys.excepthook  # the program's, before torch puts its own around it
-        given = ProgramParts(_factory(optimizer, pipeline), schedule)
+        schedulers = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
+        own = [one for one in metrics if not isinstance(one, str)]
+        given = ProgramParts(_factory(optimizer, pipeline), schedule, tuple(schedulers), own)
         super().__init__(config, _resume(resume), show=_shown(), given=given)
         running = _RUNNING.get()
         if running is not None:
@@ -171,22 +252,56 @@ class Run(RankRun):
         else:
             _end_with_interpreter(self)
 
-    def batches(self, samples: Dataset, size: int) -> Iterator[Batch]:
+    def batches(
+        self,
+        samples: Dataset | DataLoader[Any],
+        size: int | None = None,
+        *,
+        collate: Collate | None = None,
+        longest: int | None = None,
+        shuffle: bool = True,
+        steps: int | None = None,
+    ) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; give each to `step`.
 
-        `samples` is a map-style dataset of (input, target); a sample's index is its id. `size` is
-        the samples of a step over all replicas.
+        `samples` is a map-style dataset whose items are (input, target) or dicts with labels, or a
+        DataLoader of one; a sample's index is its id. Or it is a stream, an object with __iter__
+        alone, such as an IterableDataset: then `steps` is how many at most. `size` is the samples
+        of a step over all replicas. `collate`, `longest` and `shuffle` are as in `Reading`.
 
         Raises:
             ValueError: the samples do not fit the model, or changed since the last epoch.
         """
-        name = name_of(type(samples))
+        name, reading = name_of(type(samples)), Reading(collate, longest, shuffle)
         self.config = self.config.updated(data={"factory": name})
-        return self.batches_of(OwnSet(samples, name), size)
+        self._reading = reading
+        if not hasattr(samples, "__len__") and hasattr(samples, "__iter__"):
+            return self.batches_of(self._stream(samples, name, size, steps), size or 1)
+        if steps is not None:
+            raise ValueError(f"run.batches: steps = {steps}: {name} has a length, which says it")
+        found, size = own_set(samples, name, size=size, reading=reading)
+        self._reading = found.reading
+        return self.batches_of(found, size)
 
-    def evaluate(self, samples: Dataset) -> dict[str, float]:
-        """Metrics on a dataset: `loss`, and with cuts `loss_compressed`; alike on all ranks."""
-        return self.evaluate_on(OwnSet(samples, name_of(type(samples))))
+    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
+        """The same object every time: it goes on where it was."""
+        if size is None or steps is None:
+            raise ValueError(
+                f"run.batches: {name} has no length; give the samples of a step and the most steps,"
+                " as in size=32, steps=1000"
+            )
+        return StreamSet(samples, name, size, steps, self._reading)
+
+    def evaluate(
+        self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None
+    ) -> dict[str, float]:
+        """Metrics on a dataset: `loss`, and with cuts `loss_compressed`; alike on all ranks.
+
+        Without `collate` it is that of the training samples.
+        """
+        name = name_of(type(samples))
+        reading = Reading(collate or self._reading.collate)
+        return self.evaluate_on(own_set(samples, name, size=1, reading=reading)[0])
 
 
 class RunRequested(NotRun):
@@ -239,11 +354,17 @@ def _config(
     sections = {
         **pipeline.sections,
         "run": {"folder": str(folder), "seed": seed, **named},
-        "data": {"factory": "__main__:samples"},
         **settings,
         "train": {**pipeline.sections["train"], **train, **settings.get("train", {})},
     }
     return config_of(sections, "Run")
+
+
+def _evaluated(metrics: Sequence[object], best: str | None, patience: int | None) -> dict[str, Any]:
+    """The section [eval] of these; functions and objects have no names in it."""
+    named = [one for one in metrics if isinstance(one, str)]
+    given = {"metrics": named if metrics else None, "best": best, "patience": patience}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _found(config: RunConfig) -> None:

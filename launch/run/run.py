@@ -24,6 +24,7 @@ from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
+from thinpipe.launch.run.stream import check_stream
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -104,7 +105,9 @@ class RankRun:
         for self._epoch in range(first, count):
             yield self._epoch
             if self._training is not None:
-                self._training.save_if_due(self._done)
+                self._training.end_epoch(self._done)
+                if self._training.ends_early:
+                    break
         if self._training is not None:
             self._training.finish(self._done)
 
@@ -119,7 +122,10 @@ class RankRun:
         training = self._open(samples, size)
         for step in training.left_of(self._epoch):
             self._stop.check()
-            yield training.batch(step)
+            batch = training.batch(step)
+            if batch is None:
+                return
+            yield batch
             if self._done != step + 1:
                 raise ValueError(
                     f"step {step + 1}: its batch was not given to run.step; give it each"
@@ -154,7 +160,13 @@ class RankRun:
             OSError: the file cannot be written.
         """
         training, session = self._opened("run.save_model"), self._session
+        if not self.config.model.is_own:
+            raise ValueError(
+                "run.save_model: writes models of one's own; take this one home with `thinpipe "
+                f"export {self.config.run.path} FOLDER`, or thinpipe.load"
+            )
         assert session is not None, "something was trained"
+        training.meet("run.save_model", self._done)
         save_model(session, training.built, Path(path).expanduser().resolve())
 
     @property
@@ -165,6 +177,7 @@ class RankRun:
         training, self._training = self._training, None
         if training is not None:
             training.finish(self._done)
+            training.meet("the end of the program", self._done)
             self._joined.close()  # nobody waits for a rank that writes the report
             training.report()
 
@@ -206,6 +219,7 @@ class RankRun:
         problem, notices = None, []
         try:
             check_batch_size(config, samples)
+            check_stream(config, samples)
             config = sized_for(config, samples)
             if session.local_rank == 0:  # for all ranks of its host
                 notices = check_host(config, len(samples), ranks_here())

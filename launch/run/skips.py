@@ -1,10 +1,15 @@
-"""Steps whose loss or gradients are not finite: the first one warns, many in a row end the run."""
+"""Steps that are skipped: the first one warns, many in a row end the run.
+
+A step is skipped if its loss or gradients are not finite, or if none of its targets counts.
+"""
 
 import logging
 
 from thinpipe.launch.config.toml import ConfigError
 
 _log = logging.getLogger(__name__)
+_NOT_FINITE = "its loss or gradients are not finite"
+_EMPTY = "none of their targets counts in the loss (all are masked)"
 
 
 class SkippedError(ConfigError):
@@ -17,23 +22,22 @@ class Skips:
     def __init__(self, limit: int, *, lr: float, precision: str, speaks: bool) -> None:
         """`limit` is how many in a row end the run; the rank that `speaks` warns."""
         self._limit, self._lr, self._precision, self._speaks = limit, lr, precision, speaks
-        self._row = self._total = self._steps = 0
+        self._row = self._empty = self._steps = 0
+        self._warned: set[str] = set()
 
-    def count(self, step: int, *, skipped: bool) -> None:
-        """Step number `step` (from 1) was skipped, or not.
+    def count(self, step: int, *, skipped: bool, empty: bool = False) -> None:
+        """Step number `step` (from 1) was skipped, or not; `empty`: as none of its targets counts.
 
         Raises:
             SkippedError: too many in a row were.
         """
         self._steps += 1
         self._row = self._row + 1 if skipped else 0
-        self._total += skipped
-        if skipped and self._total == 1 and self._speaks:
-            _log.warning(
-                "warning: step %d was skipped: its loss or gradients are not finite; weights stay "
-                "as they were",
-                step,
-            )
+        self._empty = self._empty + 1 if empty else 0
+        why = _EMPTY if empty else _NOT_FINITE
+        if skipped and why not in self._warned and self._speaks:
+            self._warned.add(why)
+            _log.warning("warning: step %d was skipped: %s; weights stay as they were", step, why)
         if self._row >= self._limit:
             self._give_up(step)
 
@@ -47,6 +51,11 @@ class Skips:
             self._give_up(step)
 
     def _give_up(self, step: int) -> None:
+        if self._empty >= self._row:
+            raise SkippedError(
+                f"steps {step - self._row + 1} to {step} were skipped: {_EMPTY}; look at the "
+                "targets: -100 masks one (train.max_skipped says how many in a row are too many)"
+            )
         bf16 = ', pipeline.precision = "fp32"' if self._precision == "bf16" else ""
         raise SkippedError(
             f"steps {step - self._row + 1} to {step} were skipped: their losses or gradients are "

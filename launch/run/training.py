@@ -1,5 +1,6 @@
 """A rank's training once its samples are known: steps, evaluations, checkpoints, records."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,15 +24,20 @@ from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memo
 from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
+from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
+from thinpipe.launch.run.stream import StreamSet
+from thinpipe.launch.run.together import Together
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
+
+_ENDED = "the run ends early, as evaluations are no better (eval.patience)"
 
 
 class Training:
@@ -58,6 +64,7 @@ class Training:
             replicas=session.mesh.dp_size,
             replica=session.mesh.dp_rank,
             seed=config.run.seed,
+            shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
         )
         self.steps = config.train.epochs * self._sampler.steps_per_epoch
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
@@ -87,21 +94,40 @@ class Training:
             precision=config.pipeline.precision,
             speaks=session.mesh.rank == 0,
         )
+        self._wanted = Wanted(
+            config.eval.metrics,
+            self.built.engine.objective,
+            given.metrics,
+            program=getattr(config.model, "program", ()),
+        )
+        self._together = Together(
+            session.store,
+            session.mesh.rank,
+            session.mesh.world_size,
+            wait_s=config.pipeline.peer_timeout_s,
+        )
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self.start, self.stopping, self._finished = 0, False, False
-        self._save_again = False
+        self._save_again = self._ended_before = False
+        self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
 
     @property
     def nothing_left(self) -> bool:
-        """Whether the checkpoint was of a run that was at its end."""
-        return self.start >= self.steps
+        """Whether the checkpoint was of a run that was at its end, or had ended early."""
+        return self.start >= self.steps or self._ended_before
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether evaluations have not become better for as long as settings say."""
+        return self.built.best.enough
 
     def begin(self, stack: ExitStack, resume: Resume) -> None:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
+        self._ended_before = self.ends_early
         mesh = self._session.mesh
         self.agreement = Agreement(
             self._session.store,
@@ -136,18 +162,14 @@ class Training:
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
         if self.nothing_left:
             saved = f"the checkpoint is of step {self.start}"
-            self.display.note(f"all {self.steps} steps are done already: {saved}")
+            done = f"all {self.steps} steps are done" if self.start >= self.steps else _ENDED
+            self.display.note(f"{done} already: {saved}")
             return
         self.records.open(stack, self.start if resume.wanted else None)
         if self._session.restart is not None:
             self.display.note(f"{self._session.restart}; from step {self.start}")
         if resume.wanted:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
-            if self.built.lr_schedule.has_scheduler:
-                self.display.note(
-                    "warning: the program's torch LR scheduler is not saved and starts over; "
-                    f"let it go on from step {self.start}, or use Run(schedule=...), which does"
-                )
         held = memory_notices(plan_memory(config, len(self._samples)))
         beginning = [started] if started else []
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
@@ -162,16 +184,31 @@ class Training:
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
         per_epoch = self._sampler.steps_per_epoch
-        return range(max(self.start, epoch * per_epoch), (epoch + 1) * per_epoch)
+        end = (epoch + 1) * per_epoch
+        return (
+            range(end, end)
+            if self._ended_before
+            else range(max(self.start, epoch * per_epoch), end)
+        )
 
-    def batch(self, step: int) -> Batch:
-        return self._samples.batch(self._sampler.ids(step))
+    def batch(self, step: int) -> Batch | None:
+        """This replica's samples of a step; None if a stream of them has ended before."""
+        if not isinstance(self._samples, StreamSet):
+            return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
+        mesh = self._session.mesh
+        batch = self._samples.step_batch(step, mesh.dp_rank, mesh.dp_size)
+        if batch is None:
+            self.steps = step
+            self.display.note(f"the stream of samples ended after {step} steps")
+            return None
+        return self._config.model.adapted(batch)
 
     def step(self, batch: Batch, step: int) -> StepRecord:
         """Run an optimizer step; all ranks get the same numbers.
 
         `stopping` is set afterwards if all ranks stop here.
         """
+        self._together.step(step)
         if self._checkpoints.retry_due():
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
@@ -200,29 +237,54 @@ class Training:
             shared = gather_events(self._session.transport, events, start)
             self._timeline = timeline_of(self._config, record, shared)
         self.records.add(record)
-        self._skips.count(record.step, skipped=record.skipped)
+        self._skips.count(record.step, skipped=record.skipped, empty=record.tokens == 0)
         self._proof.check(record.step)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
         """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
+        self.meet("run.evaluate", step + 1)
         metrics = self._evaluate(samples, step, compressed=False)
         if self._config.pipeline.cuts:
             compressed = self._evaluate(samples, step, compressed=True)
             metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         self.records.evaluated(metrics)
+        if math.isnan(metrics["loss"]):
+            self.display.note(
+                f"warning: evaluation after step {step + 1}: none of its targets counts in the "
+                "loss (all are masked), so it says nothing"
+            )
+        if not self._finished and self.built.best.judge(metrics, step + 1):
+            self._best_is_due = step + 1
+        if self.ends_early and not self.nothing_left:
+            self.display.note(f"{_ENDED}: {self.built.best.words()}")
         return metrics
+
+    def end_epoch(self, done: int) -> None:
+        """Save if that is due."""
+        self._together.passes("the end of the epoch", done)
+        self.save_if_due(done)
+
+    def meet(self, call: str, done: int) -> None:
+        """Wait until all ranks make this call of the run.
+
+        Raises:
+            ConfigError: a rank makes another.
+        """
+        self._together.meet(call, done)
 
     def save_if_due(self, done: int) -> None:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(done):
+            self._together.passes("a checkpoint", done)
             self.records.flush()
             self._checkpoints.start(done, last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
         options = self._config.checkpoint
         every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
-        return done == self.steps or done % every == 0 or self._save_again
+        due = done == self.steps or done % every == 0 or done == self._best_is_due
+        return due or self._save_again
 
     def save_now(self, done: int) -> None:
         self.records.flush()
@@ -236,8 +298,11 @@ class Training:
         if self._finished or done == self.start:
             return
         self._finished = True
+        self.meet("the end of its epochs", done)
         self._skips.finish(done)
         self._checkpoints.save_last(done)
+        if self.built.best.wanted:
+            self.display.note(self.built.best.words())
         if done < self.steps:  # ended early, and saved as it was
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
@@ -259,6 +324,8 @@ class Training:
         return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
+        if isinstance(self._samples, StreamSet):
+            return  # there are none
         try:
             repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
         except OSError as error:
@@ -271,15 +338,18 @@ class Training:
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
-        return self._sampler.ids(step) if step < self.steps else torch.empty(0, dtype=torch.int64)
+        nothing_follows = step >= self.steps or isinstance(self._samples, StreamSet)
+        return torch.empty(0, dtype=torch.int64) if nothing_follows else self._sampler.ids(step)
 
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
-        engine = self.built.engine
-        tallies = [
-            engine.eval_step(batch, step, compressed=compressed)
+        engine, this = self.built.engine, self._wanted.begin()
+        heads = [
+            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
             for batch in self._eval_batches(samples)
         ]
-        return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
+        loss, count = (sum(column) for column in zip(*heads, strict=True))
+        packed = self._session.transport.gather(this.measures.packed())
+        return this.numbers(loss, count, packed)
 
     def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
         """This DP rank's share of the held-out samples; all DP ranks get equally many batches.
@@ -292,5 +362,5 @@ class Training:
             shares = ids.tensor_split(mesh.dp_size)
             own = shares[mesh.dp_rank]
             missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
-            batch = samples.batch(torch.cat([own, ids[:missing]]))
+            batch = self._config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
             yield batch.counting(len(own)) if missing else batch

@@ -1,19 +1,32 @@
 """Commands that take a trained model home: `thinpipe export` and `thinpipe generate`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
+from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
+
+def _step(text: str) -> int | str:
+    if text != "best" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r} is no step: give a number from 1, or best")
+    return text if text == "best" else int(text)
+
+
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", min=1, help="Step of the checkpoint; by default the newest."),
+    Any,
+    typer.Option(
+        "--step",
+        parser=_step,
+        metavar="STEP",
+        help="Step of the checkpoint, or best (eval.best); by default the newest.",
+    ),
 ]
 
 
@@ -39,13 +52,16 @@ def export_model(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="hf: a folder for from_pretrained; safetensors: the whole state dict in a file.",
+            help="hf: a folder for from_pretrained; peft: LoRA's adapter alone; safetensors: the "
+            "whole state dict in a file.",
         ),
     ] = "hf",
 ) -> None:
-    """Export a run's model. LoRA is merged."""
+    """Export a run's model. LoRA is merged, but for --format peft."""
     try:
-        if form == "safetensors":
+        if form == "peft":
+            notes = export_adapter(run_folder, out, step=step, dtype=dtype)
+        elif form == "safetensors":
             trained = read_trained(run_folder, step=step)
             save_safetensors(trained, out)
             notes = [f"step {trained.step} of {run_folder}, {len(trained.tensors)} tensors"]

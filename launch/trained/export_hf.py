@@ -7,7 +7,8 @@ export of a run without training steps equals its source byte for byte.
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import load_run
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.tokenizer import BYTES
 from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.layouts import Layout
@@ -26,13 +28,14 @@ from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 _log = logging.getLogger(__name__)
 
 ExportDtype = Literal["source", "fp32", "bf16"]
-ExportFormat = Literal["hf", "safetensors"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ExportFormat = Literal["hf", "peft", "safetensors"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SHARD_NBYTES = 4 * 10**9
-_COPIED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "spm.model", "tokenizer.model"),
-    *("chat_template.jinja", "generation_config.json"),
+_SETTINGS = ("generation_config.json", "LICENSE*")
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
+    *("vocab*", "merges.txt", "encoder.json", "tekken.json"),
+    *("chat_template*", "additional_chat_templates"),
 )
 
 
@@ -47,8 +50,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
             overflows `dtype`.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
-        check_folder(folder, name)
+    check_folders(run_folder, out)
     config = load_run(run_folder)
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
@@ -56,23 +58,22 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
             f"{run_folder}: the library transformers has no class for the model of this run; "
             "export its weights with --format safetensors"
         )
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: exists and is not empty; name a new folder")
-    out = out.resolve()  # "." has no name, and a link is not to be replaced
-    trained = read_trained(run_folder, step=step)
-    notes = [f"step {trained.step} of {run_folder}"]
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        notes += write_folder(model, trained.state_dict(), partial, dtype=dtype)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if out.exists():
-        out.rmdir()
-    partial.rename(out)
+    with new_folder(out) as folder:
+        trained = read_trained(run_folder, step=step)
+        notes = [f"step {trained.step} of {run_folder}"]
+        notes += write_folder(model, trained.state_dict(), folder, dtype=dtype)
+        notes += _copy_tokenizer(model.folder, config.data.tokenizer, folder)
     return notes
+
+
+def check_folders(run_folder: Path, out: Path) -> None:
+    """Check that both may be folders.
+
+    Raises:
+        ConfigError: one is a file, or cannot be written.
+    """
+    for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
+        check_folder(folder, name)
 
 
 def write_folder(
@@ -84,6 +85,44 @@ def write_folder(
         ConfigError: a weight overflows `dtype`.
     """
     return _Export(model, tensors, dtype).write(folder)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `out` at the end and is removed if that fails.
+
+    Raises:
+        ConfigError: `out` holds something.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: exists and is not empty; name a new folder")
+    out = out.resolve()  # "." has no name, and a link is not to be replaced
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+
+
+def _copy_tokenizer(source: Path | None, tokenizer: str, folder: Path) -> list[str]:
+    """Copy the files that belong to text: the source's, or those of the tokenizer in use."""
+    assert source is not None, "checked with the config"
+    used = source if tokenizer == BYTES else Path(tokenizer).expanduser().resolve()
+    for place, patterns in ((source, _SETTINGS), (used, _TOKENIZER)):
+        for found in sorted({path for pattern in patterns for path in place.glob(pattern)}):
+            if found.is_dir():
+                shutil.copytree(found, folder / found.name, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(found, folder / found.name)
+    if tokenizer == BYTES:
+        return ['data.tokenizer = "bytes": the tokenizer is the source\'s, which was not used']
+    return [] if used == source.resolve() else [f"the tokenizer is that of {used}"]
 
 
 class _Export:
@@ -105,17 +144,12 @@ class _Export:
 
     def write(self, folder: Path) -> list[str]:
         """Write everything; return notes on deviations from the source."""
-        untied = self._untied()
-        copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(untied)
-        names = [name for name in self._whole.state_dict() if name not in copies]
+        tied, untied = self._tied(), self._untied()
+        names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)
         write_shards(folder, stored, self._file_names(stored))
         self._write_config(folder, stored, untied=bool(untied))
-        assert self._model.folder is not None
-        for name in _COPIED:
-            if (self._model.folder / name).is_file():
-                shutil.copyfile(self._model.folder / name, folder / name)
-        notes = []
+        notes = [f"{name}: one weight with {kept}, saved once" for name, kept in tied.items()]
         if untied:
             notes.append(f"{', '.join(untied)}: differs from the embedding, so saved untied")
         unused = self._files.keys() - stored.keys()
@@ -124,12 +158,22 @@ class _Export:
         return notes
 
     def _untied(self) -> list[str]:
-        """Tied parameters whose copies are no longer equal."""
-        return [
+        """What config.json ties to a parameter that is no longer equal, or never was."""
+        return self._model.own_heads + [
             name
             for name, source in tied_names(self._whole).items()
             if not torch.equal(self._tensors[name], self._tensors[source])
         ]
+
+    def _tied(self) -> dict[str, str]:
+        """Parameters that are left out, and the equal ones that files hold in their place."""
+        untied, found = set(self._untied()), {}
+        for name, source in tied_names(self._whole).items():
+            if name not in untied and name not in self._on_disk:
+                found[name] = source
+            elif name not in untied and source not in self._on_disk:
+                found[source] = name
+        return found
 
     def _stored(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors by their names on disk, in the layout of the source."""
@@ -148,6 +192,7 @@ class _Export:
             from transformers.core_model_loading import revert_weight_conversion
 
             sources = tied_names(self._whole)
+            sources |= {source: name for name, source in sources.items()}
             found = {
                 name: self._cast(tensor, name, sources.get(name, name))
                 for name, tensor in new.items()
@@ -160,9 +205,9 @@ class _Export:
         if not tensor.is_floating_point():
             return tensor
         if self._dtype != "source":
-            return _fitting(tensor, _DTYPES[self._dtype], name)
+            return fitting(tensor, DTYPES[self._dtype], name)
         found = self._dtypes.get(source) or self._dtypes.get(self._on_disk.get(source, ""))
-        return _fitting(tensor, found or tensor.dtype, name)
+        return fitting(tensor, found or tensor.dtype, name)
 
     def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:
         """The file of each tensor as in the source; new tensors, such as a head, go to the last."""
@@ -192,6 +237,8 @@ class _Export:
             config = self._model.transformers_config
             changes |= {"id2label": config.id2label, "label2id": config.label2id}
             changes |= {"architectures": [type(self._whole).__name__]}
+            if self._model.problem != facts.get("problem_type", "single_label_classification"):
+                changes |= {"problem_type": self._model.problem}
         dtypes = {
             str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()
         }
@@ -205,7 +252,12 @@ class _Export:
         (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The tensor in another dtype.
+
+    Raises:
+        ConfigError: a value is too large for it.
+    """
     cast = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
         raise ConfigError(

@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.tokenizer import Tokenizer, load_tokenizer
-from thinpipe.launch.trained.model import load
+from thinpipe.launch.trained.model import Step, load
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def generate(
-    run_folder: Path, prompt: str, sampling: Sampling, *, step: int | None = None
+    run_folder: Path, prompt: str, sampling: Sampling, *, step: Step = None
 ) -> Iterator[str]:
     """Yield the text that follows the prompt, piece by piece.
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import (
     in_shards,
@@ -26,35 +27,65 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.weights import tied_names
 from thinpipe.pipeline.models.hf.whole import fill_whole
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Functions
 
 _HF_PREFIX = "model."  # of a stage's own module around the library's
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run trained, up to a step; `tensors` go by the names of parameters in stages."""
+    """What a run trained, up to a step; `tensors` go by the names of parameters in stages.
+
+    `base` are digests of frozen weights that the run read from files.
+    """
 
     config: RunConfig
     folder: Path
     step: int
     tensors: Mapping[str, Tensor]
+    base: Digests
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors under the names of the whole model; LoRA is merged."""
+        """All tensors under the names of the whole model; LoRA is merged.
+
+        Raises:
+            CheckpointError: the files of frozen weights have changed.
+        """
         model = self.config.model
         if not isinstance(model, HuggingFaceConfig):
             return dict(self.tensors)
-        plain = {name.removeprefix(_HF_PREFIX): tensor for name, tensor in self.tensors.items()}
         if model.lora is None:
-            return plain
-        return merge_lora(plain, model.lora, inputs_first=stores_inputs_first(model.whole()))
+            return self.own_tensors()
+        merged = _named({**self._read_base(model), **self.tensors})
+        return merge_lora(merged, model.lora, inputs_first=stores_inputs_first(model.whole()))
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What the checkpoint holds, by the names in the library's model."""
+        return _named(self.tensors)
+
+    def _read_base(self, model: HuggingFaceConfig) -> dict[str, Tensor]:
+        if not self.base:
+            return {}
+        whole = model.build(0, model.layers, seed=0, device="cpu")
+        check_present(whole, self.tensors, self.base, self.folder)
+        return whole.state_dict()
+
+
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_HF_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+Step = int | Literal["best"] | None
+"""Of a checkpoint: a number, that of the best evaluation, or the newest."""
 
 
 def read_trained(
-    run_folder: Path, *, step: int | None = None, functions: Functions | None = None
+    run_folder: Path, *, step: Step = None, functions: Functions | None = None
 ) -> Trained:
     """The model of a checkpoint, by default of the newest; its parts must all be here.
+
+    `step` is a number, or "best" for that of the best evaluation (`eval.best`).
 
     `functions` are taken in place of those that the run's settings name.
 
@@ -64,14 +95,7 @@ def read_trained(
     """
     config = load_run(run_folder, functions=functions)
     root = run_folder / "checkpoints"
-    step = checkpoint.newest(root) if step is None else step
-    if step is None:
-        damaged = sorted(path.name for path in root.glob("step-*"))
-        if damaged:
-            raise CheckpointError(
-                f"{root}: none of {', '.join(damaged)} is whole; restore its files, or train again"
-            )
-        raise CheckpointError(f"{root}: no checkpoint was saved yet; train first")
+    step = _number(root, step)
     folder = root / f"step-{step}"
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]
@@ -81,7 +105,7 @@ def read_trained(
             f"{folder}: {model.folder}/config.json or the weights index has changed since; "
             "restore the original files"
         )
-    tensors: dict[str, Tensor] = {}
+    tensors, base = dict[str, Tensor](), dict[str, str]()
     needed = parts_of(folder, replica=0)
     paths = [part.path(folder) for part in manifest.parts if part.name in needed]
     missing = [path.name for path in paths if not path.exists()]
@@ -93,18 +117,38 @@ def read_trained(
     states = [checkpoint.read_part(folder, part) for part in needed]
     for shards in in_shards(states):
         tensors |= whole_model(shards)
-    if isinstance(model, HuggingFaceConfig) and model.tie_embeddings == "exact":
+        base |= saved_base(shards[0])
+    if model.tie_embeddings == "exact":
         # one weight, though optimizers on unlike processors round its two copies apart
-        for name, source in tied_names(model.whole()).items():
-            if f"model.{source}" in tensors:
-                tensors[f"model.{name}"] = tensors[f"model.{source}"]
-    return Trained(config, folder, step, tensors)
+        for name, tied_to in model.tied_names.items():
+            if tied_to in tensors:
+                tensors[name] = tensors[tied_to]
+    return Trained(config, folder, step, tensors, base)
+
+
+def _number(root: Path, step: Step) -> int:
+    """The number of a step."""
+    if isinstance(step, int):
+        return step
+    found = checkpoint.best(root) if step == "best" else checkpoint.newest(root)
+    if found is not None:
+        return found
+    if step == "best":
+        raise CheckpointError(
+            f"{root}: no evaluation chose a best step; train with eval.best, or name a step"
+        )
+    damaged = sorted(path.name for path in root.glob("step-*"))
+    if damaged:
+        raise CheckpointError(
+            f"{root}: none of {', '.join(damaged)} is whole; restore its files, or train again"
+        )
+    raise CheckpointError(f"{root}: no checkpoint was saved yet; train first")
 
 
 def load(
     run_folder: str | Path,
     *,
-    step: int | None = None,
+    step: Step = None,
     model: Callable[[], nn.Module] | None = None,
 ) -> nn.Module:
     """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
@@ -188,14 +232,29 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     if source is None:
         return None
     trained, own_rows = read_trained(source), rows_of(built.engine.transport.mesh)
+    _check_ties(config, trained)
     for stage in built.stages:
         try:
-            load_module(module_of(stage), trained.tensors, trained.folder, own_rows)
+            load_module(
+                module_of(stage), trained.tensors, trained.folder, own_rows, base=trained.base
+            )
         except RuntimeError as error:
             raise CheckpointError(
                 f"model.from_run = {source}: trained a model of other sizes: {error}"
             ) from error
     return f"weights of step {trained.step} of {source}; everything else starts from scratch"
+
+
+def _check_ties(config: RunConfig, trained: Trained) -> None:
+    if config.model.tie_embeddings != "exact":
+        return
+    for name, tied_to in config.model.tied_names.items():
+        ends = [trained.tensors[n] for n in (name, tied_to) if n in trained.tensors]
+        if len(ends) == 2 and not torch.equal(*ends):
+            raise CheckpointError(
+                f'model.tie_embeddings = "exact": {tied_to} and {name} of {trained.folder} were '
+                'trained as separate weights and differ; use tie_embeddings = "untied"'
+            )
 
 
 def _source(config: RunConfig) -> Path | None:
@@ -204,11 +263,10 @@ def _source(config: RunConfig) -> Path | None:
 
 
 def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    settings: Any = config.transformers_config
-    diverged = [
-        name
+    untie = bool(config.own_heads) or any(
+        name in tensors and not torch.equal(tensors[name], tensors[source])
         for name, source in tied_names(config.whole()).items()
-        if name in tensors and not torch.equal(tensors[name], tensors[source])
-    ]
-    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=bool(diverged))
+    )
+    settings: Any = config.transformers_config
+    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=untie)
     return whole

@@ -34,10 +34,14 @@ Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch as every rank knows it before it arrives."""
+    """What every rank knows of a microbatch before it arrives.
+
+    `shape_BTD` is the message's; hidden states may have fewer tokens, as many as `tokens` says.
+    """
 
     shape_BTD: torch.Size
     samples: Samples
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from thinpipe.pipeline.models.transformer import TransformerConfig
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
+    from thinpipe.pipeline.models.own.forward_stage import ForwardStage
     from thinpipe.pipeline.models.own.stage import OwnStage
     from thinpipe.pipeline.models.transformer import TransformerStage
 
 ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig
-StageModule: TypeAlias = "TransformerStage | HuggingFaceStage | OwnStage"
+StageModule: TypeAlias = "TransformerStage | HuggingFaceStage | OwnStage | ForwardStage"
 
 
 def trainable(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,23 +1,22 @@
 """Common base of model kinds; their settings are the [model] section."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from thinpipe.pipeline.batch import Batch, PyTree, Samples
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.build import StageModule
+    from thinpipe.pipeline.models.own.example import Example
 
 
-class Example(NamedTuple):
-    """Shape and type of one sample's input and target, as tensors on the meta device."""
-
-    x: Tensor
-    target: Tensor
+Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""What a classification head is trained for, as transformers calls it (`problem_type`)."""
 
 
 class ModelKind(BaseModel):
@@ -50,9 +49,26 @@ class ModelKind(BaseModel):
 
     def objective(self) -> "Objective":
         """Objective of the head."""
-        from thinpipe.pipeline.loss import Classification, NextToken
+        from thinpipe.pipeline.loss import Classification, NextToken, Regression, SeveralLabels
 
-        return NextToken() if self.classes is None else Classification(self.classes)
+        if self.classes is None:
+            return NextToken()
+        kinds: dict[Problem, Callable[[], Objective]] = {
+            "single_label_classification": Classification,
+            "multi_label_classification": SeveralLabels,
+            "regression": Regression,
+        }
+        return kinds[self.problem]()
+
+    @property
+    def problem(self) -> Problem:
+        """What a classification head is trained for."""
+        return "single_label_classification"
+
+    @property
+    def token_types(self) -> int:
+        """How many types of token it tells apart, such as the texts of a pair."""
+        return 1
 
     @property
     @abstractmethod
@@ -69,10 +85,47 @@ class ModelKind(BaseModel):
         """Whether the model is the user's code, which brings samples of its own."""
         return self.tag == "own"
 
+    def whole_parameters(self, *, cut: bool) -> "Mapping[str, nn.Parameter]":
+        """What is trained of the whole model, by name, without values; if it is `cut`, a head that
+        is tied to the embedding is a parameter of its own.
+        """
+        last = self.layers - 1 if cut and self.layers > 1 else 0
+        ends = [(0, last), (last, self.layers)] if last else [(0, self.layers)]
+        stages = [self.build(*pair, seed=0, device="meta") for pair in ends]
+        named = [item for stage in stages for item in stage.named_parameters()]
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    @property
+    def with_inputs(self) -> bool:
+        """Whether every stage needs the inputs, and not the first alone."""
+        return False
+
+    def adapted(self, batch: "Batch") -> "Batch":
+        """Samples of the user's own as this model takes them.
+
+        Raises:
+            ValueError: it does not take such samples.
+        """
+        return batch
+
+    def tokens_of(self, inputs: Any) -> int:
+        """T of the hidden states that follow from a batch's inputs."""
+        return int(inputs.shape[1])
+
     @property
     def is_frozen(self) -> bool:
         """Whether embedding and head are."""
         return False
+
+    @property
+    def reads_frozen(self) -> bool:
+        """Whether frozen weights are read from files at every start, and need no other copy."""
+        return False
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        """What is one weight with another where it is tied, by the names in state dicts."""
+        return {}
 
     @property
     def ties_uncut(self) -> bool:
@@ -98,15 +151,15 @@ class ModelKind(BaseModel):
         """The vocabulary's size; None if samples need not be tokens."""
         return None
 
-    def with_example(self, _: Example) -> Self:
+    def with_example(self, _: "Example") -> Self:
         """The same, for samples like this one: messages of a custom model have sizes then."""
         return self
 
     @abstractmethod
     def made_up(
         self, first: int, shape: torch.Size, *, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Inputs of a block, and targets, for a microbatch of that shape."""
+    ) -> "tuple[Tensor, PyTree, Samples]":
+        """Inputs of a block, targets and samples, for a microbatch of that shape."""
 
     def cut_places(self, _: int) -> Sequence[int]:
         """Where it can be cut into so many stages.
@@ -191,12 +244,22 @@ class TokenModel(ModelKind):
 
     def made_up(
         self, first: int, shape: torch.Size, *, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    ) -> "tuple[Tensor, PyTree, Samples]":
+        from thinpipe.pipeline.batch import Samples
+
         samples, tokens, _ = shape
         tokens_BT = torch.randint(min(256, self.vocab), (samples, tokens), device=device)
-        labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
         x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-        return x, tokens_BT if self.classes is None else labels_B
+        return x, self._made_up_targets(tokens_BT), Samples(torch.arange(samples, device=device))
+
+    def _made_up_targets(self, tokens_BT: Tensor) -> Tensor:
+        """Targets of the right shape for token ids [B, T]."""
+        if self.classes is None:
+            return tokens_BT
+        samples = len(tokens_BT)
+        if self.problem == "single_label_classification":
+            return torch.zeros(samples, dtype=torch.int64, device=tokens_BT.device)
+        return torch.zeros(samples, self.classes, device=tokens_BT.device)
 
     def check_tokens(self, tokens: int, tokenizer: str) -> None:
         if tokens > self.context:

@@ -6,7 +6,7 @@ torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Trainin
 Axes: B samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, Self
 
@@ -76,6 +76,12 @@ class LocalPipeline(nn.Module):
         weights = [part.stage.tied_weight() for part in self._parts]
         return next((weight for weight in weights if weight is not None), None)
 
+    @property
+    def base(self) -> Mapping[str, str]:
+        """Digests of what a checkpoint leaves out, as of the plain stage."""
+        parts = [getattr(part.stage, "base", {}) for part in self._parts]
+        return {name: digest for part in parts for name, digest in part.items()}
+
 
 def even_bounds(first: int, stop: int, parts: int) -> list[int]:
     """Bounds of `parts` ranges of blocks whose lengths differ by at most one."""
@@ -112,7 +118,7 @@ class _Output(nn.Module):
 def _to_tensors(samples: Samples) -> tuple[Tensor, ...]:
     """Tensors that torchgpipe can split by samples and copy; [B, 0] stands for None."""
     nothing = samples.ids_B.new_empty(len(samples.ids_B), 0)
-    masks = (samples.mask_BT, samples.segments_BT, samples.prefix_BT)
+    masks = (samples.mask_BT, samples.segments_BT, samples.prefix_BT, samples.types_BT)
     return (samples.ids_B, *(nothing if mask is None else mask for mask in masks))
 
 

@@ -7,6 +7,7 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes, H heads.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -107,6 +108,10 @@ class TransformerConfig(TokenModel):
     @property
     def could_be_tied(self) -> bool:
         return self.task == "language" and self.tie_embeddings == "untied"
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        return {_HEAD_NAME: _EMBEDDING_NAME} if self.task == "language" else {}
 
 
 @dataclass(frozen=True)

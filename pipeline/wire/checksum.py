@@ -25,6 +25,13 @@ def opened(message: Tensor, number: int) -> Tensor | None:
     return data if found == expected else None
 
 
+def hex_digest(values: Tensor) -> str:
+    """XXH3-128 of a CPU tensor's shape, dtype and bytes."""
+    hasher = xxhash.xxh3_128(f"{tuple(values.shape)} {values.dtype}".encode())
+    hasher.update(values.detach().contiguous().view(torch.uint8).flatten().numpy().data)
+    return hasher.hexdigest()
+
+
 def digest_of(values: Tensor) -> float:
     """A digest of a CPU tensor that a float64 can hold: 52 bits of XXH3-64."""
     flat = values.contiguous().view(torch.uint8).flatten()

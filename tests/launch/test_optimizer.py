@@ -2,12 +2,25 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
+from thinpipe.launch.checkpoint.state_file import load_state, save_state
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.optimizer import Rates
 
@@ -33,7 +46,7 @@ def train(optimizer: torch.optim.Optimizer, rates: Rates, own: Callable[[], None
 def test_a_factor_is_what_torchs_scheduler_makes_of_it_and_is_restored() -> None:
     ours, torchs = sgd(), sgd()
     scheduler = LambdaLR(torchs, halved)
-    expected = train(torchs, Rates(torchs, None), scheduler.step)
+    expected = train(torchs, Rates(torchs, None, [scheduler]), scheduler.step)
     assert train(ours, Rates(ours, halved), lambda: None) == expected
     again = sgd()
     resumed = Rates(again, halved)
@@ -52,9 +65,75 @@ def test_without_a_factor_a_programs_scheduler_sets_them() -> None:
         expected.append(alone.param_groups[0]["lr"])
         alone.step()
         schedulers[0].step()
-    rates = Rates(ours, None)
-    assert train(ours, rates, schedulers[1].step) == expected
-    assert rates.has_scheduler
+    assert train(ours, Rates(ours, None, schedulers[1:]), schedulers[1].step) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: [CosineAnnealingLR(optimizer, 8)],
+        lambda optimizer: [MultiStepLR(optimizer, [1, 3, 3], 0.5)],
+        lambda optimizer: [LambdaLR(optimizer, halved)],
+        lambda optimizer: [
+            SequentialLR(
+                optimizer,
+                [LinearLR(optimizer, 0.1, total_iters=2), ExponentialLR(optimizer, 0.9)],
+                [2],
+            )
+        ],
+        lambda optimizer: [ConstantLR(optimizer, 0.5, 3), StepLR(optimizer, 2)],
+    ],
+)
+def test_schedulers_go_on_where_a_checkpoint_left_them(
+    tmp_path: Path, make: Callable[[torch.optim.Optimizer], list[LRScheduler]]
+) -> None:
+    def begin() -> tuple[torch.optim.SGD, Rates, Callable[[], None]]:
+        optimizer = sgd()
+        schedulers = make(optimizer)
+
+        def step() -> None:
+            for scheduler in schedulers:
+                scheduler.step()
+
+        return optimizer, Rates(optimizer, None, schedulers), step
+
+    optimizer, rates, step = begin()
+    train(optimizer, rates, step)
+    save_state(tmp_path / "state", [optimizer.state_dict(), rates.state_dict()])
+    expected = train(optimizer, rates, step)
+    again, resumed, step = begin()
+    of_optimizer, of_rates = load_state(tmp_path / "state")
+    again.load_state_dict(of_optimizer)
+    resumed.load_state_dict(of_rates)
+    assert train(again, resumed, step) == expected
+    assert len(set(expected)) > 1 or expected[0] != 0.3
+
+
+def test_cosine_annealing_over_eight_steps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    cosine = CosineAnnealingLR(optimizer, 8)
+    found = train(optimizer, Rates(optimizer, None, [cosine]), cosine.step)
+    assert found == pytest.approx([1.0, 0.962, 0.854, 0.691, 0.5], abs=5e-4)
+
+
+def test_a_scheduler_that_the_run_cannot_save_is_refused() -> None:
+    unknown, strange, other = sgd(), sgd(), sgd()
+    StepLR(unknown, 1)
+    with pytest.raises(ConfigError, match=r"its state would not be saved; make it before the run"):
+        Rates(unknown, None)
+    late = sgd()
+    rates = Rates(late, None)
+    StepLR(late, 1)
+    with pytest.raises(ConfigError, match="a torch LR scheduler that the run does not know"):
+        rates.step()
+    held = StepLR(strange, 1)
+    held.own = object()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="StepLR whose state cannot be saved"):
+        Rates(strange, None, [held])
+    with pytest.raises(ConfigError, match="StepLR of another optimizer than the run's"):
+        Rates(other, None, [StepLR(sgd(), 1)])
+    with pytest.raises(ConfigError, match=r"1 torch schedulers, but the checkpoint .* with 0"):
+        Rates(other, None, [StepLR(other, 1)]).load_state_dict({"last_epoch": 3})
 
 
 def test_two_that_set_them_are_refused() -> None:

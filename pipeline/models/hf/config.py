@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from thinpipe.pipeline.models.kind import TokenModel
+from thinpipe.pipeline.models.kind import Problem, TokenModel
 
 if TYPE_CHECKING:
+    from thinpipe.pipeline.batch import Batch
     from thinpipe.pipeline.models.hf.families import Family
     from thinpipe.pipeline.models.hf.shards import Shards
     from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
@@ -46,11 +47,13 @@ class HuggingFaceConfig(TokenModel):
 
     `pretrained` is a folder with config.json and safetensors weights; `config` one of which only
     config.json is read, for random weights; it takes precedence over `pretrained`. `task =
-    "classification"` puts a head of `classes` classes on an encoder. `dropout` replaces every
-    dropout rate of the folder's config. With `tie_embeddings = "exact"` a tied head stays equal to
-    the embedding when a cut separates them; "untied" lets the copies diverge. With `self_check` one
-    step of the cut model is compared with that of the whole one before training. `from_run` is the
-    folder of a run whose weights this one starts from.
+    "classification"` puts a head of `classes` outputs on an encoder: one class per text, several
+    labels or numbers, by `problem_type` (of one output "regression", else
+    "single_label_classification"). `dropout` replaces every dropout rate of the folder's config.
+    With `tie_embeddings = "exact"` a tied head stays equal to the embedding when a cut separates
+    them; "untied" lets the copies diverge. With `self_check` one step of the cut model is compared
+    with that of the whole one before training. `from_run` is the folder of a run whose weights this
+    one starts from.
     """
 
     tag: ClassVar = "folder"
@@ -58,7 +61,8 @@ class HuggingFaceConfig(TokenModel):
     pretrained: str | None = None
     config: str | None = None
     task: Literal["language", "classification"] = "language"
-    classes: int | None = Field(default=None, ge=2)
+    classes: int | None = Field(default=None, ge=1)
+    problem_type: Problem | None = None
     dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
     activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
@@ -93,12 +97,41 @@ class HuggingFaceConfig(TokenModel):
                 f"task = {self.task!r}, classes = {self.classes}: a classification head, and no "
                 "other, needs a number of classes"
             )
+        self._check_problem()
         if self.tie_embeddings == "exact" and not self.ties_embeddings:
+            own = f" ({', '.join(self.own_heads)} of its files differs)" if self.own_heads else ""
             raise ValueError(
-                'tie_embeddings = "exact": the head of this model is no copy of its embedding; '
-                "leave it out"
+                'tie_embeddings = "exact": the head of this model is no copy of its embedding'
+                f"{own}; leave it out"
             )
         return self
+
+    def _check_problem(self) -> None:
+        if self.classes is None and self.problem_type is not None:
+            raise ValueError(
+                f"problem_type = {self.problem_type!r}: belongs to a classification head; leave it "
+                "out"
+            )
+        if self.classes == 1 and self.problem == "single_label_classification":
+            raise ValueError(
+                "classes = 1: one class tells nothing apart; use 2 for yes or no, or problem_type "
+                '= "regression"'
+            )
+        asked = _read(self.folder).problem_type if self.classes and self.folder else None
+        if asked not in (None, self.problem) and self.problem_type is None:
+            raise ValueError(
+                f"classes = {self.classes}: trains for problem_type = {self.problem!r}, and "
+                f"config.json says {asked!r}; set problem_type to one of them"
+            )
+
+    @property
+    def problem(self) -> Problem:
+        usual: Problem = "regression" if self.classes == 1 else "single_label_classification"
+        return self.problem_type or usual
+
+    @property
+    def token_types(self) -> int:
+        return max(1, int(getattr(self.transformers_config, "type_vocab_size", None) or 1))
 
     @property
     def folder(self) -> Path | None:
@@ -141,7 +174,32 @@ class HuggingFaceConfig(TokenModel):
     @property
     def ties_embeddings(self) -> bool:
         """Whether the head is a copy of the embedding."""
+        return self._says_tied and not self.own_heads
+
+    @property
+    def _says_tied(self) -> bool:
         return self.task == "language" and bool(self.transformers_config.tie_word_embeddings)
+
+    @cached_property
+    def own_heads(self) -> list[str]:
+        """Heads of the files that differ from the embedding, though config.json ties them.
+
+        Raises:
+            ShardError: a file that holds one is missing or damaged.
+        """
+        from thinpipe.pipeline.models.hf.weights import differing_copies
+        from thinpipe.pipeline.models.hf.whole import build_on_meta
+
+        if not self._says_tied or self.weights is None:
+            return []
+        return differing_copies(self.weights, build_on_meta(self.transformers_config, self.task))
+
+    @property
+    def tied_names(self) -> Mapping[str, str]:
+        from thinpipe.pipeline.models.hf.weights import tied_names
+
+        found = tied_names(self.whole()) if self.ties_embeddings else {}
+        return {f"model.{name}": f"model.{source}" for name, source in found.items()}
 
     @property
     def fresh_dropout(self) -> float:
@@ -153,6 +211,10 @@ class HuggingFaceConfig(TokenModel):
     @property
     def is_frozen(self) -> bool:
         return self.lora is not None  # as all is that LoRA does not add
+
+    @property
+    def reads_frozen(self) -> bool:
+        return self.lora is not None and self.weights is not None
 
     @property
     def could_be_tied(self) -> bool:
@@ -172,6 +234,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.stage import build_stage
 
         return build_stage(self, first, stop, seed=seed, device=device)
+
+    def adapted(self, batch: "Batch") -> "Batch":
+        from thinpipe.pipeline.models.hf.inputs import from_arguments
+
+        return from_arguments(batch, predicts_tokens=self.task == "language", context=self.context)
 
     def check_files(self) -> None:
         from thinpipe.pipeline.models.hf.self_check import check_step
@@ -194,6 +261,11 @@ class HuggingFaceConfig(TokenModel):
         if self.pretrained and self.config:
             found.append(
                 "note: model.config is set, so weights are random and model.pretrained is not read"
+            )
+        if self.own_heads:
+            found.append(
+                f"note: {', '.join(self.own_heads)} in the files of model.pretrained differs from "
+                "the embedding, though config.json ties them: both are used, as separate weights"
             )
         shared = self.family.shared if cut else ()
         if shared:
@@ -231,6 +303,7 @@ class HuggingFaceConfig(TokenModel):
                 setattr(config, name, self.dropout)
         if self.classes is not None:
             config.num_labels = self.classes
+            config.problem_type = self.problem
         return config
 
     @cached_property
@@ -253,7 +326,7 @@ class HuggingFaceConfig(TokenModel):
         """
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
-        return build_on_meta(self.transformers_config, self.task)
+        return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))
 
     def _check_folder(self, folder: Path) -> None:
         setting = "model.config" if self.config else "model.pretrained"

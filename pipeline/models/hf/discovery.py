@@ -28,6 +28,7 @@ from thinpipe.pipeline.models.hf.families import (
     replace_modules,
 )
 from thinpipe.pipeline.models.hf.init import initialise
+from thinpipe.pipeline.models.hf.masks import takes_types
 
 _ROWS = 64  # of a shortened embedding
 _TOKENS, _PADDING = 7, 2
@@ -167,6 +168,9 @@ class _Trial:
         mask_BT[1, -_PADDING:] = 0
         self._ids_BT = ids_BT
         self._embedding: Any = self.base.get_input_embeddings()
+        self._types: dict[str, Tensor] = {}
+        if takes_types(self.base):  # only the first stage is given them
+            self._types["token_type_ids"] = torch.arange(_TOKENS).expand(2, _TOKENS) % 2
         self._settings: dict[str, Any] = {"attention_mask": mask_BT, "return_dict": True}
         if "use_cache" in inspect.signature(self.base.forward).parameters:
             self._settings["use_cache"] = False
@@ -242,6 +246,8 @@ class _Trial:
     @torch.no_grad()
     def _run(self, **inputs: Tensor) -> Tensor:
         self._log.clear()
+        if "input_ids" in inputs:
+            inputs |= self._types
         out_BTD: Tensor = self.base(**inputs, **self._settings).last_hidden_state
         return out_BTD
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from thinpipe.pipeline.models.hf.config import LoraConfig
 from thinpipe.pipeline.models.hf.init import seeded
 
-_ADAPTER = "default"  # peft's own name for the only one
+ADAPTER = "default"
+"""peft's own name for the only one."""
 
 
 def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
@@ -27,31 +28,42 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
         ImportError: peft is not installed.
         ValueError: a target names no linear layer, or there is no default for the family.
     """
-    from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
     targets = config.targets or default_targets(model)
     heads = _heads(model)
-    options = PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=list(targets),
-        exclude_modules=heads,
-        fan_in_fan_out=stores_inputs_first(model),
-    )
+    options = peft_config(model, config)
     with torch.random.fork_rng(devices=[]):
         try:
-            inject_adapter_in_model(options, model, adapter_name=_ADAPTER)
+            inject_adapter_in_model(options, model, adapter_name=ADAPTER)
         except ValueError as error:
             raise _no_such_target(model, targets, targets) from error
     for name, module in model.named_modules():
         if hasattr(module, "reset_lora_parameters"):
             with seeded(seed, f"{name}.lora"):
-                module.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+                module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     if type(model).__name__.endswith("ForSequenceClassification"):
         for name in heads:
             model.get_submodule(name).requires_grad_(True)
+
+
+def peft_config(model: Any, config: LoraConfig) -> Any:
+    """The settings as peft has them, for this model; a new object.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: there are no default targets for the family.
+    """
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets or default_targets(model)),
+        exclude_modules=_heads(model),
+        fan_in_fan_out=stores_inputs_first(model),
+    )
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
@@ -113,14 +125,19 @@ def merge_lora(
             continue
         module, dot, kind = name.rpartition(".base_layer.")
         if dot and kind == "weight":
-            a_RI = tensors[f"{module}.lora_A.{_ADAPTER}.weight"]
-            b_OR = tensors[f"{module}.lora_B.{_ADAPTER}.weight"]
+            a_RI = tensors[f"{module}.lora_A.{ADAPTER}.weight"]
+            b_OR = tensors[f"{module}.lora_B.{ADAPTER}.weight"]
             if b_OR.any():
                 change_OI = (b_OR.double() @ a_RI.double()) * (config.alpha / config.rank)
                 change = change_OI.T if inputs_first else change_OI
                 tensor = (tensor.double() + change).to(tensor.dtype)
         merged[f"{module}.{kind}" if dot else name] = tensor
     return merged
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 # Names of the attention's inputs, for families that peft has no default for.

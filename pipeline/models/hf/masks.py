@@ -8,6 +8,7 @@ logits it has alone.
 Axes: B samples, T tokens, Q query tokens, K key tokens.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ _REMEDY = 'use packing = false and objective = "causal"'
 def needs_mask(samples: Samples) -> bool:
     """Whether a family's own mask, of padding alone, would be wrong."""
     return samples.segments_BT is not None or samples.prefix_BT is not None
+
+
+def takes_types(model: Any) -> bool:
+    """Whether a family tells types of tokens apart, such as the texts of a pair."""
+    types = getattr(model.config, "type_vocab_size", None) or 1
+    return types > 1 and "token_type_ids" in inspect.signature(model.base_model.forward).parameters
 
 
 def check_masks(config: Any, tokens: int) -> None:

@@ -78,4 +78,7 @@ def _batch(config: HuggingFaceConfig) -> tuple[Tensor, Samples]:
     ids_BT = torch.randint(min(5, config.vocab - 1), config.vocab, (2, tokens), generator=generator)
     mask_BT = torch.ones(2, tokens, dtype=torch.int64)
     mask_BT[1, tokens // 2 :] = 0
-    return ids_BT, Samples(torch.arange(2), mask_BT)
+    types_BT = None
+    if config.token_types > 1:
+        types_BT = (torch.arange(tokens) % 2).expand(2, tokens)
+    return ids_BT, Samples(torch.arange(2), mask_BT, types_BT=types_BT)

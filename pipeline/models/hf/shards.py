@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PIECE_NUMEL = 2**24
 _READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -99,6 +101,24 @@ class Shards:
                     _check_dtype(path, name, piece.get_dtype())
                     yield name, piece
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold equal values; reads them a piece at a time.
+
+        Raises:
+            ShardError: a file is missing or damaged.
+        """
+        paths = [self.folder / self.files[name] for name in (one, other)]
+        with _open(paths[0], one) as first, _open(paths[1], other) as second:
+            left, right = first.get_slice(one), second.get_slice(other)
+            shape = left.get_shape()
+            if right.get_shape() != shape:
+                return False
+            rows = max(1, _PIECE_NUMEL // max(1, math.prod(shape[1:])))
+            return all(
+                torch.equal(left[start : start + rows].float(), right[start : start + rows].float())
+                for start in range(0, shape[0], rows)
+            )
+
     def digest(self) -> str:
         """SHA-256 of names and files of all tensors: equal on hosts with copies of one model."""
         text = json.dumps(self.files, sort_keys=True)
@@ -112,8 +132,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
         ShardError: a file cannot be written.
     """
     by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    storages = set[int]()
     for name, tensor in tensors.items():
-        by_file[files[name]][name] = tensor.contiguous()
+        held = tensor.contiguous()
+        place = held.untyped_storage().data_ptr()
+        # a file may hold a tied weight under both names, but safetensors takes each memory once
+        by_file[files[name]][name] = held.clone() if place in storages else held
+        storages.add(place)
     for file_name, part in by_file.items():
         try:
             save_file(part, folder / file_name, metadata={"format": "pt"})

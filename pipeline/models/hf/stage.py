@@ -8,7 +8,7 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 import copy
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -18,18 +18,35 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
-from thinpipe.pipeline.models.hf.lora import add_lora, check_targets
-from thinpipe.pipeline.models.hf.masks import check_masks, mask_inputs, needs_mask
+from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
+from thinpipe.pipeline.models.hf.masks import (
+    check_masks,
+    mask_inputs,
+    needs_mask,
+    takes_types,
+)
 from thinpipe.pipeline.models.hf.weights import Sources
+from thinpipe.pipeline.wire.checksum import hex_digest
 
 
 class HuggingFaceStage(nn.Module):
     """Blocks `first` to `stop - 1` of a model. Parameters carry the names of the whole model."""
 
     wants_samples = True
+    base: Mapping[str, str]
+    """Digests of frozen parameters that were read from files, by their names in the state dict;
+    a checkpoint leaves them out."""
 
-    def __init__(self, model: Any, config: HuggingFaceConfig, first: int, stop: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: HuggingFaceConfig,
+        first: int,
+        stop: int,
+        base: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
+        self.base = base or {}
         self.model = model
         self._config = config
         self._is_first, self._is_last = first == 0, stop == config.layers
@@ -53,6 +70,8 @@ class HuggingFaceStage(nn.Module):
             given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
         else:
             given["attention_mask"] = samples.mask_BT
+        if self._is_first and samples.types_BT is not None and takes_types(self.model):
+            given["token_type_ids"] = samples.types_BT.long()
         if self._is_last:
             out: Tensor = self.model(**given, **self._settings).logits
         else:
@@ -103,6 +122,7 @@ def build_stage(
     model = config.whole()
     sources = Sources(config.weights, model, family) if config.weights else None
     tied_to = _embedding(model) if config.ties_embeddings else []
+    read: Set[str] = set()
     _cut(model, family, first, stop)
     if torch.device(device).type != "meta":
         model.to_empty(device="cpu")
@@ -117,17 +137,24 @@ def build_stage(
                 seed=seed,
                 config=copy.deepcopy(config.transformers_config),
             )
-        _check_set(config, unset - (sources.load(model) if sources is not None else set()))
+        read = sources.load(model) if sources is not None else set()
+        _check_set(config, unset - read)
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
         # the second name is that of older releases
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    base = {}
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
+        base = {
+            f"model.{name}": hex_digest(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad and plain_name(name) in read
+        }
     # last, so that random values are the CPU's
-    return HuggingFaceStage(model.to(device), config, first, stop)
+    return HuggingFaceStage(model.to(device), config, first, stop, base)
 
 
 def check_folder(config: HuggingFaceConfig) -> None:

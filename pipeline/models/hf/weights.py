@@ -29,7 +29,7 @@ class Sources:
         self._blocks = re.compile(rf"(?:{base}\.)?{re.escape(family.blocks)}\.(\d+)\.")
         self._layers = int(whole.config.num_hidden_layers)
         self._optional = _optional_names(whole)
-        self._tied = tied_names(whole)
+        self._copies = _copies(whole)
         self._model, self._whole = whole, whole.state_dict()
         matched = match_names(shards.files, whole)
         for stored, name in matched.unknown.items():
@@ -109,11 +109,15 @@ class Sources:
         return made
 
     def _known(self, name: str) -> str | None:
-        """The parameter itself, or the one that it is a copy of, if a layout produces it."""
-        return next((n for n in (name, self._tied.get(name, "")) if n in self._converted), None)
+        """The parameter itself, or a copy of it, if a layout produces it."""
+        return next((n for n in self._alike(name) if n in self._converted), None)
 
     def _source(self, name: str) -> str | None:
-        return self.on_disk.get(name) or self.on_disk.get(self._tied.get(name, ""))
+        return next((self.on_disk[n] for n in self._alike(name) if n in self.on_disk), None)
+
+    def _alike(self, name: str) -> tuple[str, ...]:
+        """The parameter, then what is one weight with it: files may hold either."""
+        return (name, *self._copies.get(name, ()))
 
     def _check_layer(self, stored: str, name: str) -> None:
         block = self._blocks.match(name)
@@ -138,11 +142,18 @@ class Sources:
         return ShardError(f"{self.shards.folder / index}: {name} is missing: {why}")
 
     def _check_shape(self, source: str, name: str, stored: list[int], wanted: list[int]) -> None:
-        if stored != wanted:
+        if stored == wanted:
+            return
+        if name in self._optional:
             raise ShardError(
-                f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
-                f"{wanted}; use the config.json that belongs to these weights"
+                f"{self._file(source)}: {source} has shape {stored}, and model.classes needs "
+                f"{wanted}: the files hold a head of another task; set model.classes to its "
+                "number, or take it out of them"
             )
+        raise ShardError(
+            f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
+            f"{wanted}; use the config.json that belongs to these weights"
+        )
 
     def _file(self, stored: str) -> str:
         return str(self.shards.folder / self.shards.files[stored])
@@ -153,6 +164,32 @@ def tied_names(whole: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(p), name) for name, p in _parameters(whole)}
     return {name: source for name, source in names.items() if name != source}
+
+
+def _copies(whole: Any) -> dict[str, list[str]]:
+    """All names of every tied parameter, by each of them."""
+    groups: dict[str, list[str]] = {}
+    for name, source in tied_names(whole).items():
+        groups.setdefault(source, [source]).append(name)
+    return {name: names for names in groups.values() for name in names}
+
+
+def differing_copies(shards: Shards, whole: Any) -> list[str]:
+    """Parameters that config.json ties to another one, but files hold with other values.
+
+    transformers uses both then, and so do we.
+
+    Raises:
+        ShardError: a file that holds one is missing or damaged.
+    """
+    tied = tied_names(whole)
+    on_disk = match_names(shards.files, whole).plain if tied else {}
+    return [
+        name
+        for name, source in tied.items()
+        if name in on_disk and source in on_disk
+        if not shards.same(on_disk[name], on_disk[source])
+    ]
 
 
 def _parameters(model: nn.Module) -> Any:

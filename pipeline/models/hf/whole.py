@@ -11,8 +11,10 @@ from thinpipe.pipeline.models.hf.families import Task
 from thinpipe.pipeline.models.hf.init import initialise
 
 
-def build_on_meta(transformers_config: Any, task: Task) -> Any:
+def build_on_meta(transformers_config: Any, task: Task, *, untie: bool = False) -> Any:
     """The whole model on the meta device, with a config of its own, which stages change.
+
+    `untie` its head if it is tied.
 
     Raises:
         ValueError: the library cannot build it.
@@ -23,6 +25,8 @@ def build_on_meta(transformers_config: Any, task: Task) -> Any:
     if task == "classification":
         factory = AutoModelForSequenceClassification
     settings = copy.deepcopy(transformers_config)
+    if untie:
+        settings.tie_word_embeddings = False
     with torch.device("meta"):
         model = factory.from_config(settings, dtype=torch.float32)
     model.tie_weights()  # transformers 5.0 leaves that out on the meta device
@@ -37,10 +41,7 @@ def fill_whole(
     Raises:
         RuntimeError: tensors are missing, or of other shapes.
     """
-    settings = copy.deepcopy(transformers_config)
-    if untie:
-        settings.tie_word_embeddings = False
-    model = build_on_meta(settings, task)
+    model = build_on_meta(transformers_config, task, untie=untie)
     model.to_empty(device="cpu")
     model.tie_weights()  # to_empty gave every parameter memory of its own
     initialise(model, seed=0, tied_to=())  # buffers that no file holds

@@ -2,37 +2,33 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from thinpipe.pipeline.models.kind import Example, ModelKind
+from thinpipe.pipeline.batch import Batch, PyTree, Samples
+from thinpipe.pipeline.models.kind import ModelKind
+from thinpipe.pipeline.models.own.example import SAMPLES, Example, Functions, samples_like
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.own.deferred import DeferredModel
+    from thinpipe.pipeline.models.own.forward import Cutting
+    from thinpipe.pipeline.models.own.forward_stage import ForwardStage
     from thinpipe.pipeline.models.own.stage import OwnStage
-
-_SAMPLES = 2
-"""In the batch whose shapes are computed: enough to tell the axis of samples from others."""
-
-
-@dataclass(frozen=True)
-class Functions:
-    """The user's functions: `make()` is the model; `loss` and `count` are as in `OwnLoss`."""
-
-    make: Callable[[], nn.Module]
-    loss: Callable[..., Any] | None = None
-    count: Callable[[Tensor], int] | None = None
 
 
 class OwnModelConfig(ModelKind):
-    """A model of one's own: an `nn.Sequential` that a function returns, cut between its layers.
+    """A model of one's own, as a function returns it.
+
+    An `nn.Sequential` is cut between its layers, another module between the blocks of a list.
 
     `factory`, `loss` and `count` are written "module:function". `loss(outputs, targets)` returns
     the sum of the losses and their number, by default next-token cross entropy; `count(targets)`
@@ -53,6 +49,8 @@ class OwnModelConfig(ModelKind):
     tie_embeddings: ClassVar[Literal["untied"]] = "untied"
     _functions: Functions | None = PrivateAttr(None)
     _example: Example | None = PrivateAttr(None)
+    _tokens: dict[str, int] = PrivateAttr(default_factory=dict)
+    _checked: set[tuple[int, ...]] = PrivateAttr(default_factory=set)
 
     @classmethod
     def of(
@@ -72,8 +70,9 @@ class OwnModelConfig(ModelKind):
 
     def with_example(self, example: Example) -> Self:
         config = self.model_copy()
-        config.__dict__.pop("outputs", None)
-        config._example = example
+        for known in ("outputs", "cutting"):
+            config.__dict__.pop(known, None)
+        config._example, config._tokens, config._checked = example, {}, set()
         return config
 
     @cached_property
@@ -98,24 +97,84 @@ class OwnModelConfig(ModelKind):
         """The model without values.
 
         Raises:
-            ValueError: it cannot be built so, or is no `nn.Sequential`.
+            ValueError: it cannot be built so, or has nothing that it could be cut between.
         """
         from thinpipe.pipeline.models.own.deferred import DeferredModel
 
         where = f'model.factory = "{self.factory}"'
         deferred = DeferredModel(self.functions.make, where)
         model = deferred.skeleton
-        if not isinstance(model, nn.Sequential) or not len(model):
-            raise ValueError(
-                f"{where}: returned {type(model).__name__}; it is cut between the layers of an "
-                "nn.Sequential: return one, in which every layer takes one tensor and returns one"
-            )
+        if isinstance(model, nn.Sequential) and not len(model):
+            raise ValueError(f"{where}: returned an nn.Sequential without layers; give it some")
         return deferred
+
+    @cached_property
+    def path(self) -> str | None:
+        """Where the blocks of a module with a forward of its own are; None of an `nn.Sequential`.
+
+        Raises:
+            ValueError: it has no list of blocks.
+        """
+        from thinpipe.pipeline.models.own.forward import find_blocks
+
+        model = self.deferred.skeleton
+        if type(model).forward is nn.Sequential.forward:
+            return None
+        return find_blocks(model, f'model.factory = "{self.factory}"')
+
+    @cached_property
+    def cutting(self) -> "Cutting":
+        """How a module with a forward of its own is cut.
+
+        Raises:
+            ValueError: its forward fails, or does not run block after block.
+        """
+        from thinpipe.pipeline.models.own.forward import trace
+
+        assert self.path is not None, "it has a forward of its own"
+        where = f'model.factory = "{self.factory}"'
+        return trace(self.deferred.skeleton, self.path, samples_like(self.example.x), where)
+
+    def whole_parameters(self, *, cut: bool) -> Mapping[str, nn.Parameter]:
+        return dict(self.deferred.skeleton.named_parameters())
+
+    @property
+    def with_inputs(self) -> bool:
+        return self.path is not None
+
+    def adapted(self, batch: Batch) -> Batch:
+        """Sequential layers take one tensor, however it came.
+
+        Raises:
+            ValueError: there is more than one.
+        """
+        if self.with_inputs or isinstance(batch.inputs_BT, Tensor):
+            return batch
+        inputs = tree_leaves(batch.inputs_BT)
+        if len(inputs) != 1:
+            raise ValueError(
+                f'model.factory = "{self.factory}": an nn.Sequential takes one input, and samples '
+                f"have {len(inputs)}; return a module whose forward takes them by these names"
+            )
+        return replace(batch, inputs_BT=inputs[0])
+
+    def tokens_of(self, inputs: PyTree) -> int:
+        shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        key = repr(shapes)
+        if key not in self._tokens:
+            batch = Batch(inputs, self.example.target, torch.empty(0))
+            example = Example.of(replace(batch, targets=None))
+            shape = self.with_example(example).usual_shape
+            self._tokens[key] = 1 if shape is None else shape[0]
+        return self._tokens[key]
 
     @cached_property
     def names(self) -> list[str]:
         """Names of the layers, which names of parameters begin with."""
-        return [name for name, _ in self.deferred.skeleton.named_children()]
+        model = self.deferred.skeleton
+        inside = model if self.path is None else model.get_submodule(self.path)
+        before = "" if self.path is None else f"{self.path}."
+        return [f"{before}{name}" for name, _ in inside.named_children()]
 
     @property
     def layers(self) -> int:
@@ -136,13 +195,17 @@ class OwnModelConfig(ModelKind):
         return self._example
 
     @cached_property
-    def outputs(self) -> list[Tensor]:
+    def outputs(self) -> list[Any]:
         """Every layer's output for two samples, on the meta device.
 
         Raises:
             ValueError: a layer fails without values, or does not return a tensor.
         """
-        x, found = _batch(self.example.x), []
+        if self.path is not None:
+            cutting = self.cutting
+            hidden = [one.leaves[one.hidden] for one in cutting.returned]
+            return [*hidden[:-1], cutting.outputs]
+        x, found = samples_like(self.example.x), []
         modules = dict(self.deferred.skeleton.named_children())
         for index, (name, layer) in enumerate(modules.items()):
             try:
@@ -167,7 +230,7 @@ class OwnModelConfig(ModelKind):
     def message_shape(self, cut: int) -> tuple[int, int] | None:
         """[T, D] of a sample at a cut; None if what crosses it is something else."""
         y = self.outputs[cut - 1]
-        fits = y.ndim == 3 and len(y) == _SAMPLES and y.is_floating_point()
+        fits = y.ndim == 3 and len(y) == SAMPLES and y.is_floating_point()
         return (y.shape[1], y.shape[2]) if fits else None
 
     @cached_property
@@ -186,7 +249,9 @@ class OwnModelConfig(ModelKind):
     def facts(self) -> dict[str, str]:
         return {"structure": self.structure}
 
-    def build(self, first: int, stop: int, *, seed: int, device: torch.device | str) -> "OwnStage":
+    def build(
+        self, first: int, stop: int, *, seed: int, device: torch.device | str
+    ) -> "OwnStage | ForwardStage":
         from thinpipe.pipeline.models.own.stage import build_own
 
         return build_own(self, first, stop, seed=seed, device=device)
@@ -199,18 +264,25 @@ class OwnModelConfig(ModelKind):
         return OwnLoss(self.functions.loss, self.functions.count, self.outputs[-1])
 
     def sample_shape(self, tokens: int) -> tuple[int, int]:
-        return self.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+        tokens, width = self.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+        longest = None if self._example is None else self._example.longest
+        return longest or tokens, width
 
     def made_up(
         self, first: int, shape: torch.Size, *, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        x, target = self.example
-        x = x if first == 0 else self.outputs[first - 1][0]
-        inputs, targets = (
-            torch.zeros(shape[0], *part.shape, dtype=part.dtype, device=device)
-            for part in (x, target)
-        )
-        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
+    ) -> tuple[Tensor, PyTree, Samples]:
+        def zeros(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.zeros(shape[0], *leaf.shape, dtype=leaf.dtype, device=device)
+
+        inputs, targets = (tree_map(zeros, part) for part in self.example[:2])
+        ids_B = torch.arange(shape[0], device=device)
+        x = ids_B if self.with_inputs else inputs
+        if first > 0:
+            x = zeros(self.outputs[first - 1][0])
+        samples = Samples(ids_B, given=inputs if self.with_inputs else None)
+        return (x.normal_() if x.is_floating_point() else x), targets, samples
 
     def cut_places(self, stages: int) -> Sequence[int]:
         self.check_stages(stages)
@@ -246,10 +318,31 @@ class OwnModelConfig(ModelKind):
             )
         if self._example is None or not cuts:
             return
+        if self.path is not None:
+            self._check_forward(cuts)
         shapes = {cut: self.message_shape(cut) for cut in range(1, self.layers)}
         for cut in cuts:
             if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
                 raise ValueError(self._cannot_cut(cut, cuts, shapes))
+
+    def _check_forward(self, cuts: Sequence[int]) -> None:
+        """Compare what blocks are given where it is cut there, once."""
+        from thinpipe.pipeline.models.own.forward_check import check_stage
+
+        where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
+        for cut in cuts:
+            if cut in self.cutting.why_not:
+                raise ValueError(
+                    f"{where}: not at {cut}: {self.cutting.why_not[cut]}; {_OTHER_CUT}"
+                )
+        if tuple(cuts) in self._checked or self.example.inputs is None:
+            return
+        for first, stop in pairwise((0, *cuts, self.layers)):
+            inputs = self.example.inputs
+            problem = first and check_stage(self.deferred, self.cutting, inputs, first, stop)
+            if problem:
+                raise ValueError(f"{where}: when cut, {problem}; {_OTHER_CUT}")
+        self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
         """Check that there are places to cut it into so many; only where samples are known.
@@ -266,9 +359,13 @@ class OwnModelConfig(ModelKind):
             why = f"only, as {before} and {after} are one parameter, which no cut may divide"
             remedy = "untie them, or use fewer stages" if self.places else _UNTIE
             raise ValueError(f"{where} {why}; {remedy}")
-        raise ValueError(
-            f"{where} only, where messages are equally long; use at most {len(self.places) + 1}"
+        never = {} if self.path is None else self.cutting.why_not
+        why = (
+            f", as {next(iter(never.values()))}"
+            if never
+            else " only, where messages are equally long"
         )
+        raise ValueError(f"{where}{why}; use at most {len(self.places) + 1}")
 
     def _cannot_cut(
         self, cut: int, cuts: Sequence[int], shapes: Mapping[int, tuple[int, int] | None]
@@ -283,7 +380,7 @@ class OwnModelConfig(ModelKind):
         )
         return (
             f"pipeline.cuts = {list(cuts)}: layer {cut - 1} returns {y.dtype} of shape "
-            f"{list(y.shape)} for {_SAMPLES} samples; what crosses cuts must be floats of shape "
+            f"{list(y.shape)} for {SAMPLES} samples; what crosses cuts must be floats of shape "
             f"[samples, tokens, width], the same at every cut; {remedy}"
         )
 
@@ -301,12 +398,16 @@ class OwnModelConfig(ModelKind):
 
     @property
     def _untied_places(self) -> list[int]:
-        return [cut for cut in range(1, self.layers) if not self._shared([cut])]
+        never = () if self.path is None else self.cutting.why_not
+        return [
+            cut for cut in range(1, self.layers) if cut not in never and not self._shared([cut])
+        ]
 
     def _shared(self, cuts: Sequence[int]) -> tuple[str, str, int] | None:
         """A parameter of layers on both sides of a cut, under both names, and the cut."""
         holder: dict[nn.Parameter, tuple[int, str]] = {}
-        for index, (name, layer) in enumerate(self.deferred.skeleton.named_children()):
+        for index, name in enumerate(self.names):
+            layer = self.deferred.skeleton.get_submodule(name)
             for path, parameter in layer.named_parameters(name):
                 first, before = holder.setdefault(parameter, (index, path))
                 between = [cut for cut in cuts if first < cut <= index]
@@ -321,13 +422,14 @@ _UNTIE = (
 )
 
 
+_OTHER_CUT = (
+    "cut elsewhere, train replicas of the whole model (pipeline.replicas), or change its forward"
+)
+
+
 def _listed(cuts: Sequence[int]) -> str:
     shown = ", ".join(map(str, cuts[:8]))
     return shown if len(cuts) <= 8 else f"{shown}, ..., {cuts[-1]}"
-
-
-def _batch(sample: Tensor) -> Tensor:
-    return sample.expand(_SAMPLES, *sample.shape).contiguous()
 
 
 def _shape(x: Any) -> list[int] | str:

@@ -9,9 +9,10 @@ values do not depend on which layers a rank holds. (The idea is torchdistX's def
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -161,27 +162,39 @@ class DeferredModel:
         self._operations = recorder.operations
 
     def fill(
-        self, modules: Sequence[nn.Module], *, seed: int, device: torch.device | str
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        seed: int,
+        device: torch.device | str,
+        constants: Mapping[int, float] = MappingProxyType({}),
     ) -> list[nn.Module]:
         """Copies of some modules of the skeleton with their values; what they share stays shared.
+
+        `constants` are values, by ids of tensors of the skeleton, that are the same everywhere in
+        a tensor: it takes no memory, is not trained, and is no parameter or buffer of the copy.
 
         Raises:
             ValueError: the constructor leaves a parameter or buffer without values.
         """
         copies: list[nn.Module] = copy.deepcopy(list(modules))
+        for original, duplicate in zip(modules, copies, strict=True):
+            for before, after in zip(original.modules(), duplicate.modules(), strict=True):
+                _put_constants(before, after, constants, device)
         if torch.device(device) == _META:
             return copies
-        values = _Values(self._operations, _storages(modules), seed)
+        values = _Values(self._operations, _storages(modules, constants), seed)
         moved: dict[int, Tensor] = {}
         for original, duplicate in zip(modules, copies, strict=True):
             pairs = zip(original.named_modules(), duplicate.modules(), strict=True)
             for (path, before), after in pairs:
-                self._fill_one(before, after, path, values=values, moved=moved, device=device)
+                own = [(n, t) for n, t in _tensors(before) if id(t) not in constants]
+                self._fill_one(own, after, path, values=values, moved=moved, device=device)
         return copies
 
     def _fill_one(
         self,
-        before: nn.Module,
+        tensors: Sequence[tuple[str, Tensor]],
         after: nn.Module,
         path: str,
         *,
@@ -189,7 +202,7 @@ class DeferredModel:
         moved: dict[int, Tensor],
         device: torch.device | str,
     ) -> None:
-        for name, tensor in _tensors(before):
+        for name, tensor in tensors:
             if tensor.device != _META:
                 setattr(after, name, getattr(after, name).to(device))
                 continue
@@ -197,7 +210,7 @@ class DeferredModel:
                 value = values.of(tensor)
                 if value is None:
                     raise ValueError(
-                        f"{self._name}: {type(before).__name__} {path or 'layer'} never gives "
+                        f"{self._name}: {type(after).__name__} {path or 'layer'} never gives "
                         f"{name} a value; initialise it in the constructor, as with nn.init"
                     )
                 value = value.to(device)
@@ -215,13 +228,23 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _storages(modules: Sequence[nn.Module]) -> set[int]:
+def _put_constants(
+    before: nn.Module, after: nn.Module, constants: Mapping[int, float], device: torch.device | str
+) -> None:
+    for name, tensor in list(_tensors(before)):
+        if id(tensor) in constants:
+            one = torch.full((), constants[id(tensor)], dtype=tensor.dtype, device=device)
+            delattr(after, name)
+            after.__dict__[name] = one.expand(tensor.shape)
+
+
+def _storages(modules: Sequence[nn.Module], constants: Mapping[int, float]) -> set[int]:
     return {
         _Ref.of(tensor).storage
         for module in modules
         for part in module.modules()
         for _, tensor in _tensors(part)
-        if tensor.device == _META
+        if tensor.device == _META and id(tensor) not in constants
     }
 
 

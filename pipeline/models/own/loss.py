@@ -3,15 +3,16 @@
 Axes: B samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from thinpipe.pipeline.loss import loss_head
+from thinpipe.pipeline.batch import PyTree, moved
 
-Loss = Callable[[Tensor, Tensor], tuple[Tensor, int]]
+Loss = Callable[[Any, Any], tuple[Tensor, int]]
 
 
 class OwnLoss:
@@ -22,14 +23,14 @@ class OwnLoss:
     `count(targets)` if that is given.
     """
 
-    tally_size = 2
+    metrics: tuple[str, ...] = ()
 
-    def __init__(self, loss: Loss, count: Callable[[Tensor], int] | None, output: Tensor) -> None:
+    def __init__(self, loss: Loss, count: Callable[[Any], int] | None, output: Any) -> None:
         """`output` is what the model returns for some samples, on the meta device."""
         self._loss, self._count, self._output = loss, count, output
-        self._counts: dict[torch.Size, int] = {}
+        self._counts: dict[str, int] = {}
 
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def loss_sum(self, outputs: Any, targets: Any) -> Tensor:
         """The sum, a scalar in fp32.
 
         Raises:
@@ -43,7 +44,7 @@ class OwnLoss:
             )
         return found.float()
 
-    def count(self, targets: Tensor) -> int:
+    def count(self, targets: Any) -> int:
         """The number of losses of these targets.
 
         Raises:
@@ -51,34 +52,29 @@ class OwnLoss:
         """
         if self._count is not None:
             return int(self._count(targets))
-        if targets.shape not in self._counts:
-            self._counts[targets.shape] = self._count_by_shape(targets)
-        return self._counts[targets.shape]
+        shapes = str(_shapes(targets))
+        if shapes not in self._counts:
+            self._counts[shapes] = self._count_by_shape(targets)
+        return self._counts[shapes]
 
-    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return loss_head(self.loss_sum(outputs, targets), self.count(targets))
-
-    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        return {"loss": tally[0] / max(tally[1], 1)}
-
-    def _count_by_shape(self, targets: Tensor) -> int:
-        output_shape = (len(targets), *self._output.shape[1:])
-        outputs = torch.empty(output_shape, dtype=self._output.dtype, device="meta")
+    def _count_by_shape(self, targets: Any) -> int:
+        samples = _shapes(targets)[0][0]
+        outputs = tree_map(lambda leaf: _of_so_many(leaf, samples), self._output)
         reason = "it returned no whole number"
         try:
-            found = self._call(outputs, targets.to("meta"))[1]
+            found = self._call(outputs, moved(targets, torch.device("meta")))[1]
             if isinstance(found, int):
                 return found
         except Exception as error:  # of any kind: it is not our code
             reason = f"{type(error).__name__}: {error}"
         raise ValueError(
             "every rank has to know how many losses there are before there are outputs, but the "
-            f"loss function does not say it for outputs of shape {list(output_shape)} and targets "
-            f"of shape {list(targets.shape)} without values ({reason}); give the number as a "
-            "function of its own, count(targets): model.count in a run file, count= of Pipeline"
+            f"loss function does not say it for outputs of shape {_listed(outputs)} and targets of "
+            f"shape {_listed(targets)} without values ({reason}); give the number as a function of "
+            "its own, count(targets): model.count in a run file, count= of Pipeline"
         )
 
-    def _call(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+    def _call(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         found = self._loss(outputs, targets)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
@@ -86,6 +82,20 @@ class OwnLoss:
                 "losses and how many they are"
             )
         return found
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _listed(tree: PyTree) -> str:
+    return ", ".join(str(list(shape)) for shape in _shapes(tree))
+
+
+def _of_so_many(leaf: Any, samples: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
 
 def _kind(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""A stage of a model of the user's own: some layers of its `nn.Sequential`."""
+"""A stage of a model of the user's own: of an `nn.Sequential`, some of its layers."""
 
 import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.forward_stage import ForwardStage, absent, as_stage
 
 
 class OwnStage(nn.Module):
@@ -21,14 +22,9 @@ class OwnStage(nn.Module):
         """Only these layers are given values, by the seed, whatever the cuts and the device.
 
         Raises:
-            ValueError: there are no such layers, or the constructor leaves parameters unset.
+            ValueError: the constructor leaves parameters unset.
         """
         super().__init__()
-        if not 0 <= first < stop <= config.layers:
-            raise ValueError(
-                f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-                f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-            )
         skeleton = list(config.deferred.skeleton.children())[first:stop]
         layers = config.deferred.fill(skeleton, seed=seed, device=device)
         for name, layer in zip(config.names[first:stop], layers, strict=True):
@@ -50,6 +46,20 @@ class OwnStage(nn.Module):
 
 def build_own(
     config: OwnModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
-) -> OwnStage:
-    """Build the stage that holds layers `first` to `stop - 1`."""
-    return OwnStage(config, first, stop, seed=seed, device=device)
+) -> OwnStage | ForwardStage:
+    """Build the stage that holds layers `first` to `stop - 1`.
+
+    Raises:
+        ValueError: there are no such layers, or the constructor leaves parameters unset.
+    """
+    if not 0 <= first < stop <= config.layers:
+        raise ValueError(
+            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
+            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
+        )
+    if not config.with_inputs:
+        return OwnStage(config, first, stop, seed=seed, device=device)
+    deferred, cutting = config.deferred, config.cutting
+    constants = absent(deferred.skeleton, cutting, first, stop)
+    (whole,) = deferred.fill([deferred.skeleton], seed=seed, device=device, constants=constants)
+    return as_stage(whole, cutting, first, stop)

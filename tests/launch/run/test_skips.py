@@ -28,6 +28,21 @@ def test_the_first_skipped_step_warns_and_some_in_a_row_end_the_run(
         counted.count(7, skipped=True)
 
 
+def test_steps_of_which_no_target_counts_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    counted = skips()
+    with caplog.at_level(logging.WARNING):
+        counted.count(1, skipped=True)
+        counted.count(2, skipped=True, empty=True)
+        counted.count(3, skipped=False)
+        counted.count(4, skipped=True, empty=True)
+        counted.count(5, skipped=True, empty=True)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "its loss or gradients are not finite" in first
+    assert "step 2 was skipped: none of their targets counts in the loss" in second
+    with pytest.raises(SkippedError, match=r"steps 4 to 6 were skipped: none of their targets"):
+        counted.count(6, skipped=True, empty=True)
+
+
 def test_a_short_run_that_learned_nothing_is_told_at_its_end() -> None:
     counted = skips(limit=10)
     counted.count(1, skipped=False)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.kind import Example
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.example import Example, Functions
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.models.own.loss import OwnLoss
 from thinpipe.pipeline.models.own.stage import OwnStage
@@ -65,8 +65,8 @@ def test_a_shared_parameter_keeps_cuts_away() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(2, 2), r"returned Linear; it is cut between the layers"),
-        (lambda: nn.Sequential(), r"return one, in which every layer takes one tensor"),
+        (lambda: nn.Linear(2, 2), r"Linear has no list of blocks to cut between; put its blocks"),
+        (lambda: nn.Sequential(), r"returned an nn.Sequential without layers; give it some"),
     ],
 )
 def test_other_modules_are_rejected(make: Callable[[], nn.Module], message: str) -> None:

@@ -1,0 +1,72 @@
+"""What a run's evaluations measure."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.pipeline.loss import Objective, mean_loss
+from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
+from thinpipe.pipeline.models.own.functions import load_function, name_of
+
+_LARGEST_LOSS = 700.0
+"""exp() of more is not a float."""
+
+
+class Evaluation:
+    """Measures that are added up over one evaluation, and their names."""
+
+    def __init__(self, metrics: Mapping[str, Metric], *, perplexity: bool) -> None:
+        self.measures = Measures(metrics)
+        self._perplexity = perplexity
+
+    def numbers(self, loss: float, count: float, packed: Sequence[bytes]) -> dict[str, float]:
+        """Everything by name, `loss` first; NaN if nothing counted."""
+        mean = mean_loss(loss, count)
+        found = {"loss": mean, **self.measures.values(packed)}
+        if self._perplexity:
+            found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
+        return found
+
+
+class Wanted:
+    """The metrics of a run: names, and objects or functions of a program."""
+
+    def __init__(
+        self,
+        names: Sequence[str] | None,
+        objective: Objective,
+        given: Sequence[object] = (),
+        program: Sequence[str] = (),
+    ) -> None:
+        """`names` are of `NAMES`, or "module:function"; None means those of the objective.
+
+        Raises:
+            ValueError: a function cannot be imported, or two metrics have one name.
+        """
+        chosen = objective.metrics if names is None else tuple(names)
+        named = [name for name in chosen if name in NAMES]
+        loaded = [
+            load_function(name, "eval.metrics", program) for name in chosen if name not in NAMES
+        ]
+        self._perplexity = PERPLEXITY in named
+        self._metrics = named_metrics(named)
+        for one in (*loaded, *given):
+            name, metric = _metric(one)
+            if name in self._metrics or name in ("loss", PERPLEXITY):
+                raise ConfigError(f"eval.metrics: two metrics are called {name}; rename one")
+            self._metrics[name] = metric
+
+    def begin(self) -> Evaluation:
+        return Evaluation(self._metrics, perplexity=self._perplexity)
+
+
+def _metric(given: object) -> tuple[str, Metric]:
+    if hasattr(given, "tally") and hasattr(given, "value"):
+        return getattr(given, "name", type(given).__name__), given
+    if not callable(given):
+        raise ConfigError(
+            f"eval.metrics: {given!r} is no metric; give a name of {', '.join(NAMES)}, a function "
+            "of (outputs, targets), or an object with tally and value"
+        )
+    name = name_of(given).rpartition(":")[2].rpartition(".")[2]
+    return name, Mean(given, name)

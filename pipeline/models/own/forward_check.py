@@ -1,0 +1,113 @@
+"""Values of a cut module, compared with those of the whole one, without memory for weights.
+
+Parameters outside of the blocks are constants, of one value each; blocks are markers that note
+what they are given and return something else. So a stage that lacks what it needs differs.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.own.deferred import DeferredModel
+from thinpipe.pipeline.models.own.forward import Cutting, Returned
+from thinpipe.pipeline.models.own.forward_stage import as_stage
+
+
+class _Given(NamedTuple):
+    """What a block was given, and the hidden states that it returned."""
+
+    block: int
+    tensors: list[Tensor]
+    hidden: Tensor
+
+
+class _Marker(nn.Module):
+    def __init__(self, block: nn.Module, index: int, returned: Returned, log: list[_Given]) -> None:
+        super().__init__()
+        self.__dict__.update(_block=block, _index=index, _returned=returned, _log=log)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        dims = self._returned.leaves[self._returned.hidden].ndim
+        hidden = next(t for t in tensors if t.is_floating_point() and t.ndim == dims)
+        pattern = torch.arange(hidden.numel(), device=hidden.device).view(hidden.shape)
+        out = 0.5 * hidden + torch.sin(pattern + self._index).to(hidden.dtype)
+        self._log.append(_Given(self._index, [t.clone() for t in tensors], out.clone()))
+        return self._returned.around(out)
+
+
+def check_stage(
+    deferred: DeferredModel, cutting: Cutting, inputs: Any, first: int, stop: int
+) -> str | None:
+    """What blocks `first` to `stop - 1` as a stage are given that differs, if anything does.
+
+    `inputs` are those of some samples.
+    """
+    last = cutting.count
+    whole = _given(deferred, cutting, inputs, 0, last)
+    try:
+        cut = _given(deferred, cutting, inputs, first, stop, whole[first - 1].hidden)
+    except Exception as error:  # of any kind: it is not our code
+        return f"its forward fails ({type(error).__name__}: {error})"
+    for found, expected in zip(cut, whole[first:stop], strict=True):
+        alike = len(found.tensors) == len(expected.tensors) and all(
+            map(_same, found.tensors, expected.tensors)
+        )
+        if found.block != expected.block or not alike:
+            return (
+                f"block {expected.block} is given other hidden states, masks or positions than in "
+                "the whole model"
+            )
+    return None
+
+
+@torch.no_grad()
+def _given(
+    deferred: DeferredModel,
+    cutting: Cutting,
+    inputs: Any,
+    first: int,
+    stop: int,
+    received: Tensor | None = None,
+) -> list[_Given]:
+    """What a stage's blocks are given, up to its last one: heads may be large."""
+    constants: dict[int, float] = {}
+    for number, (name, tensor) in enumerate(
+        [*deferred.skeleton.named_parameters(), *deferred.skeleton.named_buffers()]
+    ):
+        held = cutting.holds(name, first, stop) if isinstance(tensor, nn.Parameter) else True
+        if isinstance(tensor, nn.Parameter) or name.startswith(f"{cutting.path}."):
+            constants[id(tensor)] = 1.0 + 0.01 * number if held else 0.0
+    (model,) = deferred.fill([deferred.skeleton], seed=0, device="cpu", constants=constants)
+    log: list[_Given] = []
+    blocks = model.get_submodule(cutting.path)
+    for index, (name, block) in enumerate(list(blocks.named_children())):
+        blocks._modules[name] = _Marker(block, index, cutting.returned[index], log)
+    if stop == cutting.count:  # a block more, which ends the forward
+        blocks._modules[name].register_forward_hook(_stop)
+    stage = as_stage(model, cutting, first, stop).eval()
+    with contextlib.suppress(_OverError):
+        stage(received, Samples(torch.empty(0), given=inputs))
+    return log
+
+
+class _OverError(BaseException):
+    """The last block has run."""
+
+
+def _stop(*_: Any) -> None:
+    raise _OverError
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left, right)

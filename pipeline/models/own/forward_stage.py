@@ -1,0 +1,137 @@
+"""A stage of a module with a forward of its own: the whole forward, with its own blocks alone.
+
+The block before the stage's first one returns what came over the cut; those before that hand on
+what they are given; the one after the stage's last ends the forward. Parameters of other stages
+are zeros that take no memory, and nothing that the stage returns depends on them.
+
+Axes: B samples, T tokens, D width.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.own.forward import Cutting, Returned, call_of
+
+
+class _Reached(BaseException):
+    """The forward has come to a block of the next stage."""
+
+
+class _State:
+    """What the stand-ins of a stage know of the microbatch under way."""
+
+    received: Tensor | None = None
+    found: Tensor | None = None
+    running = False
+
+
+class _StandIn(nn.Module):
+    """Stands for a block of another stage, whose attributes it has."""
+
+    def __init__(self, block: nn.Module, returned: Returned, state: _State) -> None:
+        super().__init__()
+        self.__dict__.update(_block=block, _returned=returned, _state=state)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+
+class _Earlier(_StandIn):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand hidden states on, which nothing depends on."""
+        returned: Returned = self._returned
+        shape = returned.leaves[returned.hidden].shape
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == len(shape):
+                return returned.around(leaf)
+        return returned.around(torch.zeros(shape))
+
+
+class _Before(_StandIn):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what came over the cut."""
+        return self._returned.around(self._state.received)
+
+
+class _After(_StandIn):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached
+
+
+class ForwardStage(nn.Module):
+    """Mixed into the class of a module by `as_stage`; parameters keep their names."""
+
+    wants_samples = True
+
+    def forward(self, x: Tensor, samples: Samples) -> Any:
+        """Run on hidden states `x` [B, T, D], or on the first stage on the samples' inputs alone.
+
+        Returns hidden states, or on the last stage what the whole module does; never a view, so
+        that schedules may detach it in place.
+        """
+        state: _State = self.__dict__["_stage_state"]
+        args, kwargs = call_of(samples.given)
+        state.received, state.found, state.running = x, None, True
+        try:
+            out = super().forward(*args, **kwargs)
+        except _Reached:
+            out = state.found
+        finally:
+            state.received, state.found, state.running = None, None, False
+        return tree_map(_own, out)
+
+    def tied_weight(self) -> None:
+        return
+
+    def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Never called: there is none."""
+        raise AssertionError("a model of one's own ties nothing across stages")
+
+
+def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> ForwardStage:
+    """Make a module, in place, the stage of its blocks `first` to `stop - 1`."""
+    state = _State()
+    blocks = whole.get_submodule(cutting.path)
+    for index, (name, block) in enumerate(list(blocks.named_children())):
+        kind = _Earlier if index < first - 1 else _Before if index < first else None
+        kind = _After if index >= stop else kind
+        if kind is not None:
+            blocks._modules[name] = kind(block, cutting.returned[index], state)
+        elif index == stop - 1 < cutting.count - 1:
+            block.register_forward_hook(_keep(cutting.returned[index], state))
+    kind = type(f"{type(whole).__name__}Stage", (ForwardStage, type(whole)), {})
+    whole.__class__ = kind
+    whole.__dict__["_stage_state"] = state
+    assert isinstance(whole, ForwardStage)
+    return whole
+
+
+def absent(model: nn.Module, cutting: Cutting, first: int, stop: int) -> Mapping[int, float]:
+    """Zero, by the ids of parameters and of blocks' buffers that a stage does not hold."""
+    named = [*model.named_parameters(remove_duplicate=False)]
+    named += [
+        (name, buffer)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name.startswith(f"{cutting.path}.")
+    ]
+    return {id(tensor): 0.0 for name, tensor in named if not cutting.holds(name, first, stop)}
+
+
+def _keep(returned: Returned, state: _State) -> Any:
+    def keep(_block: nn.Module, _args: Any, output: Any) -> None:
+        if state.running:  # not when checkpointing computes it again
+            state.found = returned.hidden_of(output)
+
+    return keep
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value._base is not None else value

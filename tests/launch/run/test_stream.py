@@ -1,0 +1,77 @@
+"""Samples without a length: each once, shared among replicas, found again by a resume."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.own import Reading
+from thinpipe.launch.run.stream import StreamSet, check_stream
+
+
+class Numbers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(self.count):
+            self.read += 1
+            yield torch.tensor([number]), torch.tensor([number + 1])
+
+
+def stream(count: int = 100, size: int = 4, steps: int = 10) -> StreamSet:
+    return StreamSet(Numbers(count), "numbers", size, steps, Reading())
+
+
+def seen(samples: StreamSet, steps: range, replica: int = 0, replicas: int = 1) -> list[list[int]]:
+    found = []
+    for step in steps:
+        batch = samples.step_batch(step, replica, replicas)
+        if batch is None:
+            break
+        assert batch.ids_B.tolist() == batch.inputs_BT[:, 0].tolist(), "the i-th has id i"
+        found.append(batch.ids_B.tolist())
+    return found
+
+
+def test_replicas_share_every_step_without_doubles() -> None:
+    first, second = (seen(stream(), range(3), replica, 2) for replica in (0, 1))
+    assert first == [[0, 2], [4, 6], [8, 10]]
+    assert second == [[1, 3], [5, 7], [9, 11]]
+
+
+def test_a_resume_goes_on_with_the_next_sample_and_reads_none_twice() -> None:
+    resumed = stream()
+    assert seen(resumed, range(2, 4)) == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    numbers = Numbers(1000)
+    samples = StreamSet(numbers, "numbers", 4, 20, Reading())
+    seen(samples, range(20))
+    assert numbers.read == 80
+
+
+@pytest.mark.parametrize(("count", "last"), [(10, [8, 9]), (11, [8, 9]), (9, []), (8, [])])
+def test_its_end_is_the_same_on_all_replicas(count: int, last: list[int]) -> None:
+    both = [seen(stream(count), range(10), replica, 2) for replica in (0, 1)]
+    assert len(both[0]) == len(both[1])
+    assert sorted(both[0][-1] + both[1][-1]) == (last or [4, 5, 6, 7])
+
+
+def test_what_cannot_be_read_again_or_is_cached_is_refused() -> None:
+    with pytest.raises(ValueError, match="can be read once only, and a resumed run reads it again"):
+        StreamSet(iter(Numbers(3)), "numbers", 4, 2, Reading())
+    config = RunConfig.model_validate(
+        {
+            "pipeline": {"cuts": [2]},
+            "boundary": [{"forward": {"kind": "aqsgd", "bits": 4}}],
+            "train": {"epochs": 1},
+        }
+    )
+    with pytest.raises(ConfigError, match=r'kind = "aqsgd" .cut 2.: caches .* use kind = "statele'):
+        check_stream(config, stream())
+    check_stream(config, [])
+    twice = config.updated(boundary=(), train={"epochs": 2})
+    with pytest.raises(ConfigError, match=r"run\.epochs\(2\): a stream is read once"):
+        check_stream(twice.updated(boundary=[{"forward": {"kind": "raw"}}]), stream())

@@ -1,0 +1,135 @@
+"""Adapters for peft, and the files that go home with a model."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.huggingface import saved_model, section
+from tests.launch.trained.test_export_hf import batch, reloaded, run_config, saved_run
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.trained.export_hf import export
+from thinpipe.launch.trained.export_peft import export_adapter
+
+# peft 0.21 asks transformers 5.23 by the old name, whoever made the adapter
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def logits_of(model: Any) -> Tensor:
+    whole = batch(99, classes=None)
+    with torch.no_grad():
+        found: Tensor = model(input_ids=whole.inputs_BT, attention_mask=whole.mask_BT).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", {"rank": 2, "targets": ["q_proj", "mlp.up_proj"]}),
+        pytest.param("gpt2", {"rank": 2}, marks=pytest.mark.slow),
+        pytest.param("llama-tied", {"rank": 2, "dropout": 0.1}, marks=pytest.mark.slow),
+    ],
+)
+def test_peft_loads_several_adapters_onto_one_base(
+    name: str,
+    lora: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from peft import PeftModel
+
+    source = tmp_path / "source"
+    saved_model(name, source)
+    expected = []
+    for steps, cuts in ((1, (3,)), (2, ())):
+        run = run_config(section(name, source, lora=lora), tmp_path / f"run{steps}", cuts)
+        expected.append(saved_run(run, steps=steps))
+        words = ["export", str(run.run.path), str(tmp_path / f"out{steps}"), "--format", "peft"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        assert f"step {steps} of {run.run.path}, an adapter of {source}" in done.output
+    settings = json.loads((tmp_path / "out1" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert settings["base_model_name_or_path"] == str(source)
+    with caplog.at_level(logging.WARNING):
+        model: Any = PeftModel.from_pretrained(reloaded(source, name), str(tmp_path / "out1"))
+        model.load_adapter(str(tmp_path / "out2"), adapter_name="other")
+    assert not caplog.records
+    for adapter, wanted in zip(("default", "other"), expected, strict=True):
+        model.set_adapter(adapter)
+        torch.testing.assert_close(logits_of(model.eval()), wanted, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(*expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deberta", "roberta"))]
+)
+def test_a_head_and_a_pooler_that_no_file_holds_go_along(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    source = tmp_path / "source"
+    whole = saved_model(name, source)
+    base = {n: t for n, t in whole.base_model.state_dict().items() if "pooler" not in n}
+    for file in [*source.glob("*.safetensors"), *source.glob("*.index.json")]:
+        file.unlink()
+    save_file(base, source / "model.safetensors", {"format": "pt"})
+    run = run_config(section(name, source, lora={"rank": 2}), tmp_path / "run", (3,))
+    expected = saved_run(run, steps=2)
+    notes = export_adapter(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert notes[-1] == "load the base model with num_labels = 3"
+    factory: Any = AutoModelForSequenceClassification
+    model: Any = PeftModel.from_pretrained(
+        factory.from_pretrained(source, num_labels=3), str(tmp_path / "out")
+    )
+    torch.testing.assert_close(logits_of(model.eval()), expected, rtol=1e-5, atol=1e-6)
+    export_adapter(tmp_path / "run", tmp_path / "half", step=None, dtype="bf16")
+    tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_a_run_without_adapters_or_files_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model("llama", source)
+    random = {"config": str(source), "pretrained": None, "lora": {"rank": 2}}
+    for folder, more in (("full", {}), ("random", random)):
+        saved_run(run_config(section("llama", source, **more), tmp_path / folder), steps=0)
+        with pytest.raises(ConfigError, match=r"there is no adapter; export it with --format hf"):
+            export_adapter(tmp_path / folder, tmp_path / "out", step=None, dtype="source")
+
+
+def test_tokenizer_template_and_generation_settings_go_along(tmp_path: Path) -> None:
+    source, other = tmp_path / "source", tmp_path / "other"
+    saved_model("llama", source)
+    held = {
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": '{"temperature": 0.7, "eos_token_id": [2, 3]}',
+        "tokenizer_config.json": '{"eos_token": "<|im_end|>"}',
+        "sentencepiece.bpe.model": "pieces",
+        "additional_chat_templates/tools.jinja": "{{ tools }}",
+    }
+    for name, text in held.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    run = run_config(section("llama", source), tmp_path / "run")
+    saved_run(run, steps=0)
+    notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert any("which was not used" in note for note in notes)
+    for name, text in held.items():
+        assert (tmp_path / "out" / name).read_text(encoding="utf-8") == text
+    from tests.wordpieces import save_wordpieces
+
+    save_wordpieces(other, ["a", "b"])
+    (tmp_path / "run").rename(tmp_path / "bytes")
+    saved_run(run.updated(data={**dict(run.data), "tokenizer": str(other)}), steps=0)
+    notes = export(tmp_path / "run", tmp_path / "out2", step=None, dtype="source")
+    assert notes[-1] == f"the tokenizer is that of {other}"
+    found = {path.name for path in (tmp_path / "out2").iterdir()}
+    assert "chat_template.jinja" not in found
+    assert {"generation_config.json", "tokenizer.json"} < found
