@@ -29,9 +29,8 @@ def targets(folder: Path, given: list[Any], labelling: Labelling, **more: Any) -
         eval_sequences="all",
         **more,
     )
-    found: list[Any] = (
-        load(config, labelling=labelling)[0].batch(range(len(labels))).targets.tolist()
-    )
+    samples = load(config, labelling=labelling)[0]
+    found: list[Any] = samples.batch(range(len(given))).targets.tolist()
     return found
 
 
