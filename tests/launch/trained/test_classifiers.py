@@ -134,10 +134,11 @@ def test_pairs_are_cut_and_typed_as_transformers_does(name: str, tmp_path: Path)
             {"accuracy", "f1"},
         ),
         (lambda number: number / 5 - 2, {"classes": 1}, {"pearson", "spearman"}),
-        (
+        pytest.param(
             lambda number: [number / 9, 1.5],
             {"classes": 2, "problem_type": "regression"},
             {"pearson", "spearman"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
