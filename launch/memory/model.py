@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
