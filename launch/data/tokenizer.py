@@ -1,7 +1,7 @@
 """Text to token ids: bytes, or a tokenizer read from a folder."""
 
 import codecs
-import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,33 +9,48 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.data.text import first_character
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.data.tokenizer_files import read_backend, read_ends, without_dummy_space
 
 BYTES = "bytes"
-_KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+Spans = list[tuple[int, int]]
+"""Where the text of each token begins and ends, in characters."""
 
 
 class Tokenizer(Protocol):
-    """What reading data requires. `vocab` is the number of ids, `unit` what one token is called."""
+    """What data and generation require.
+
+    Ids are below `vocab`, and `holes` are those that stand for nothing; `unit` is what one token is
+    called. `begin` is what the tokenizer itself puts before a text, such as a BOS token. `ends` all
+    end an answer that is being written.
+    """
 
     vocab: int
     unit: str
+    holes: tuple[int, ...]
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
 
     def stream(self, text: bytes) -> Tensor:
         """Running text as ids, 1-d."""
 
     def encode(self, text: str) -> list[int]:
-        """A piece of text, without special tokens."""
+        """A text, without special tokens around it."""
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, without special tokens; half a character is U+FFFD."""
+    def encode_after(self, text: str) -> list[int]:
+        """A text that follows another: a tokenizer's dummy space is not put before it."""
+
+    def spans(self, text: str) -> tuple[list[int], Spans]:
+        """As `encode`, with the place of every token."""
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """The text of ids, with special tokens if asked; half a character is U+FFFD."""
 
     def sample(self, text: str, other: str | None) -> list[int]:
         """One or two texts to classify, with the tokenizer's special tokens."""
 
     @property
     def end(self) -> int:
-        """The id that ends an example.
+        """The id that is written to end an example.
 
         Raises:
             ValueError: the vocabulary has no such token.
@@ -47,7 +62,10 @@ class Bytes:
 
     vocab = 256
     unit = "bytes"
+    holes: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
     end = 0
+    ends: tuple[int, ...] = (end,)
 
     def stream(self, text: bytes) -> Tensor:
         """As uint8, without a copy per token."""
@@ -56,7 +74,15 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def encode_after(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def spans(self, text: str) -> tuple[list[int], Spans]:
+        """Every byte of a character has the place of the character."""
+        places = [(place, place + 1) for place, char in enumerate(text) for _ in char.encode()]
+        return self.encode(text), places
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
         return bytes(ids).decode(errors="replace")
 
     def sample(self, text: str, other: str | None) -> list[int]:
@@ -64,14 +90,30 @@ class Bytes:
 
 
 class FolderTokenizer:
-    """A tokenizer.json, or GPT-2's vocab.json and merges.txt, read by the package tokenizers."""
+    """A folder's tokenizer, computed by the package tokenizers (`backend`)."""
 
     unit = "tokens"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer = _read(folder)
-        self.vocab: int = self._tokenizer.get_vocab_size()
+        self.backend = read_backend(folder)
+        known = set(self.backend.get_vocab(with_added_tokens=True).values())
+        if not known:
+            raise ValueError(f"data.tokenizer = {str(folder)!r}: has no tokens; save it again")
+        self.vocab: int = max(known) + 1
+        self.holes = tuple(number for number in range(self.vocab) if number not in known)
+        self.ends = read_ends(folder, self.backend)
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        alone, given = self.encode("a"), self.sample("a", None)
+        places = range(len(given) - len(alone) + 1)
+        first = next((at for at in places if given[at : at + len(alone)] == alone), 0)
+        return tuple(given[:first])
+
+    @cached_property
+    def _following(self) -> Any:
+        return without_dummy_space(self.backend)
 
     def stream(self, text: bytes) -> Tensor:
         """Raises ValueError if the text is not UTF-8."""
@@ -86,24 +128,29 @@ class FolderTokenizer:
         return torch.tensor(self.encode(decoded), dtype=torch.int32)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+    def encode_after(self, text: str) -> list[int]:
+        return list(self._following.encode(text, add_special_tokens=False).ids)
+
+    def spans(self, text: str) -> tuple[list[int], Spans]:
+        found = self.backend.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        return str(self.backend.decode(ids, skip_special_tokens=not special))
 
     def sample(self, text: str, other: str | None) -> list[int]:
-        return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
+        return list(self.backend.encode(text, other, add_special_tokens=True).ids)
 
     @property
     def end(self) -> int:
-        for name in (_configured_end(self._folder), *_KNOWN_ENDS):
-            found = self._tokenizer.token_to_id(name) if name else None
-            if found is not None:
-                return int(found)
-        raise ValueError(
-            f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
-            "eos_token in the folder's tokenizer_config.json"
-        )
+        if not self.ends:
+            raise ValueError(
+                f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
+                "eos_token in the folder's tokenizer_config.json"
+            )
+        return self.ends[0]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -116,48 +163,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds one that `load_tokenizer` can read."""
-    names = {file.name for file in folder.iterdir()}
-    return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
-
-
-def _read(folder: Path) -> Any:
-    where = f"data.tokenizer = {str(folder)!r}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"{where}: no such folder, seen from {Path.cwd()}; name one with tokenizer.json, or "
-            f'use "{BYTES}"'
-        )
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{where}: {explain(error)}, or use tokenizer = "{BYTES}"') from error
-    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if not has_tokenizer(folder):
-        raise ValueError(
-            f"{where}: holds neither tokenizer.json nor vocab.json with merges.txt; "
-            "save the tokenizer there in one of these forms"
-        )
-    try:
-        if whole.is_file():
-            return tokenizers.Tokenizer.from_file(str(whole))
-        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-        found = tokenizers.Tokenizer(model)
-        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        found.add_special_tokens([end for end in _KNOWN_ENDS if found.token_to_id(end) is not None])
-    except Exception as error:  # the package raises bare exceptions
-        raise ValueError(f"{where}: cannot be read: {error}; save the tokenizer again") from error
-    return found
-
-
-def _configured_end(folder: Path) -> str | None:
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return None
-    try:
-        end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: not a JSON object ({error}); correct or remove it") from None
-    found = end.get("content") if isinstance(end, dict) else end
-    return None if found is None else str(found)
+def begun(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Ids of a text with what the tokenizer puts before one, which may be written there already."""
+    begin = list(tokenizer.begin)
+    return ids if ids[: len(begin)] == begin else begin + ids

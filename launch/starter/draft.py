@@ -15,7 +15,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.rows import Row, find_format, read_rows
 from thinpipe.launch.data.text import find_files
-from thinpipe.launch.data.tokenizer import has_tokenizer
+from thinpipe.launch.data.tokenizer_files import has_tokenizer
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.functions import load_function
 

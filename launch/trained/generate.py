@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.tokenizer import Tokenizer, load_tokenizer
+from thinpipe.launch.data.tokenizer import Tokenizer, begun, load_tokenizer
 from thinpipe.launch.trained.model import load
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
+_CONTEXT_TOKENS = 16
 _SHOWN_TOKENS = 48  # of a sample at the end of a run
 _MOST_PARAMETERS = 50e6  # of a model that is sampled unasked: reading and running takes seconds
 
@@ -55,7 +56,7 @@ def generate(
     if not ids:
         raise ConfigError(f"--prompt = {prompt!r}: holds no token; write a word")
     model = load(run_folder, step=step)
-    yield from _Writer(config, model, tokenizer).write(ids, sampling)
+    yield from _Writer(config, model, tokenizer).write(begun(tokenizer, ids), sampling)
 
 
 def read_config(run_folder: Path) -> RunConfig:
@@ -112,6 +113,7 @@ class _Writer:
 
     def __init__(self, config: RunConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._holes = torch.tensor(tokenizer.holes, dtype=torch.int64)
         self._context = (
             config.data.sequence_length
             if isinstance(config.model, OwnModelConfig)
@@ -126,16 +128,19 @@ class _Writer:
     def write(self, ids: list[int], sampling: Sampling) -> Iterator[str]:
         """Yield the text after `ids`, whole characters at a time."""
         generator = torch.Generator().manual_seed(sampling.seed)
-        end = _end_of(self._tokenizer)
+        tokenizer = self._tokenizer
+        # decoded with some of what comes before: the space that begins a text is dropped
+        before = ids[-_CONTEXT_TOKENS:]
         written: list[int] = []
-        shown = ""
+        shown = tokenizer.decode(before)
         for _ in range(sampling.tokens):
-            logits_V = self._predict([*ids, *written])
-            token = _draw(logits_V[: self._tokenizer.vocab], sampling, generator)
-            if token == end:
+            logits_V = self._predict([*ids, *written])[: tokenizer.vocab]
+            logits_V[self._holes] = -torch.inf
+            token = _draw(logits_V, sampling, generator)
+            if token in tokenizer.ends:
                 break
             written.append(token)
-            text = self._tokenizer.decode(written)
+            text = tokenizer.decode([*before, *written])
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is incomplete
                 yield text[len(shown) :]
                 shown = text
@@ -180,10 +185,3 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> i
         least = scores_V.topk(sampling.top_k).values[-1]
         scores_V = scores_V.masked_fill(scores_V < least, -torch.inf)
     return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))
-
-
-def _end_of(tokenizer: Tokenizer) -> int | None:
-    try:
-        return tokenizer.end
-    except ValueError:
-        return None
