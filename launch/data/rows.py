@@ -24,11 +24,11 @@ _SUFFIXES: Mapping[str, Format] = {".tsv": "tsv", ".jsonl": "jsonl"}
 
 
 class RowError(ValueError):
-    """A row that cannot be used. Rows alike share `reason`; the message says where and what."""
+    """A row that cannot be used; rows alike share `reason`, the message says where and what."""
 
-    def __init__(self, where: str, reason: str, remedy: str, found: str = "") -> None:
-        super().__init__(f"{where}: {reason}{found}; {remedy}")
-        self.where, self.reason = where, reason
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,20 @@ class Row:
         found = self.fields.get(field)
         if found is None:
             if field in self.fields:
-                remedy = "correct or remove the row"
-                raise RowError(self.where, f"field {field!r} is null", remedy)
-            among = f" among {list(self.fields)}" if self.fields else " in an empty record"
-            remedy = "correct the row or the field's name in [data]"
-            raise RowError(self.where, f"no field {field!r}", remedy, among)
+                reason = f"field {field!r} is null"
+                raise RowError(f"{self.where}: {reason}; correct or remove the row", reason)
+            among = f"among {list(self.fields)}" if self.fields else "in an empty record"
+            raise RowError(
+                f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "
+                "[data]",
+                f"no field {field!r}",
+            )
         surrogate = _SURROGATE.search(found) if isinstance(found, str) else None
         if surrogate is not None:
             raise RowError(
-                self.where,
+                f"{self.where}: field {field!r} holds {surrogate[0]!r} at {surrogate.start()}, an "
+                "unpaired surrogate; correct or remove it",
                 f"field {field!r} holds an unpaired surrogate",
-                "correct or remove it",
-                f", {surrogate[0]!r} at {surrogate.start()}",
             )
         return found
 
@@ -70,14 +72,17 @@ class Row:
         """
         found = self.value(field)
         if not isinstance(found, str):
+            kind = type(found).__name__
             raise RowError(
-                self.where,
-                f"field {field!r} is {type(found).__name__}, not text",
-                "correct the row or the field's name in [data]",
-                f": {reprlib.repr(found)}",
+                f"{self.where}: field {field!r} = {reprlib.repr(found)}: {kind}, not text; correct "
+                "the row or the field's name in [data]",
+                f"field {field!r} is {kind}, not text",
             )
         if not blank and not found.strip():
-            raise RowError(self.where, f"field {field!r} is blank", "correct the row")
+            raise RowError(
+                f"{self.where}: field {field!r} = {found!r}: blank; correct the row",
+                f"field {field!r} is blank",
+            )
         return found
 
 
