@@ -3,13 +3,16 @@
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from thinpipe.launch.data.columns import Field
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat
@@ -18,6 +21,14 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates of UTF-16; JSON can hold an unpaired one, UTF-8 cannot."""
 
 _SUFFIXES: Mapping[str, Format] = {".tsv": "tsv", ".jsonl": "jsonl"}
+
+
+class RowError(ValueError):
+    """A row that cannot be used; rows alike share `reason`, the message says where and what."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -31,24 +42,25 @@ class Row:
         """Return a field.
 
         Raises:
-            ValueError: it is missing or null, or text with an unpaired surrogate.
+            RowError: it is missing or null, or text with an unpaired surrogate.
         """
         found = self.fields.get(field)
         if found is None:
             if field in self.fields:
-                raise ValueError(
-                    f"{self.where}: field {field!r} is null; correct or remove the row"
-                )
+                reason = f"field {field!r} is null"
+                raise RowError(f"{self.where}: {reason}; correct or remove the row", reason)
             among = f"among {list(self.fields)}" if self.fields else "in an empty record"
-            raise ValueError(
+            raise RowError(
                 f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "
-                "[data]"
+                "[data]",
+                f"no field {field!r}",
             )
         surrogate = _SURROGATE.search(found) if isinstance(found, str) else None
         if surrogate is not None:
-            raise ValueError(
+            raise RowError(
                 f"{self.where}: field {field!r} holds {surrogate[0]!r} at {surrogate.start()}, an "
-                "unpaired surrogate; correct or remove it"
+                "unpaired surrogate; correct or remove it",
+                f"field {field!r} holds an unpaired surrogate",
             )
         return found
 
@@ -56,17 +68,69 @@ class Row:
         """Return a field that must be text, and not blank unless that is allowed.
 
         Raises:
-            ValueError: it is something else.
+            RowError: it is something else.
         """
         found = self.value(field)
         if not isinstance(found, str):
-            raise ValueError(
-                f"{self.where}: field {field!r} = {reprlib.repr(found)}: "
-                f"{type(found).__name__}, not text; correct the row or the field's name in [data]"
+            kind = type(found).__name__
+            raise RowError(
+                f"{self.where}: field {field!r} = {reprlib.repr(found)}: {kind}, not text; correct "
+                "the row or the field's name in [data]",
+                f"field {field!r} is {kind}, not text",
             )
         if not blank and not found.strip():
-            raise ValueError(f"{self.where}: field {field!r} = {found!r}: blank; correct the row")
+            raise RowError(
+                f"{self.where}: field {field!r} = {found!r}: blank; correct the row",
+                f"field {field!r} is blank",
+            )
         return found
+
+
+class Rows(Sequence[Row]):
+    """Rows of a memory-mapped Arrow table, read when they are asked for; none stays in RAM."""
+
+    def __init__(
+        self,
+        table: "Dataset",
+        where: Callable[[int], str],
+        parse: Callable[[int, Mapping[str, Any]], Mapping[Field, Any]],
+    ) -> None:
+        """`where(i)` names row i; `parse(i, columns)` makes its fields of what the table holds."""
+        self._table, self._where, self._parse = table, where, parse
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self._read(start, stop)
+            return [self[each] for each in range(start, stop, step)]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._read(index % len(self), index % len(self) + 1)[0]
+
+    def batches(self, size: int, start: int = 0) -> Iterator[list[Row]]:
+        """All rows from `start` on, in lists of `size`; the last may be shorter."""
+        for first in range(start, len(self), size):
+            yield self._read(first, min(first + size, len(self)))
+
+    def _read(self, start: int, stop: int) -> list[Row]:
+        columns = self._table[start:stop]
+        return [
+            Row(
+                self._where(start + at),
+                self._parse(start + at, {name: column[at] for name, column in columns.items()}),
+            )
+            for at in range(stop - start)
+        ]
 
 
 def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Format:

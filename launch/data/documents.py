@@ -1,0 +1,72 @@
+"""What rows become before they are training sequences: documents of tokens.
+
+An encoder turns rows into documents. These are written once into a token file
+(`launch/data/token_file.py`) and packed from there (`launch/data/packing.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from thinpipe.launch.data.rows import Row
+
+Tokens = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids (int32 [n]), and which of them are learnt as targets (bool [n]; None: all)."""
+
+    tokens: Tokens
+    counts: Flags | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row that is not trained on: where it is, and a reason that rows alike share."""
+
+    where: str
+    reason: str
+
+
+class Encoder(Protocol):
+    """Turns rows into documents; the same rows always give the same tokens."""
+
+    @property
+    def key(self) -> str:
+        """A digest of all that decides the tokens: tokenizer files, template, settings."""
+
+    @property
+    def ids(self) -> int:
+        """One more than the highest token id; files use one, two or four bytes a token for it."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether documents say which of their tokens are learnt."""
+
+    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
+        """A document, or why there is none, for each row, in their order."""
+
+
+class Documents(Protocol):
+    """Documents by number, such as those of a token file or a choice of them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> npt.NDArray[Any]:
+        """Tokens of each document, int64 [documents]."""
+
+    def document(self, number: int) -> Document:
+        """Read one from disk."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex): equal if the numbers mean the same tokens."""
