@@ -19,10 +19,14 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids (int32 [n]), and which of them are learnt as targets (bool [n]; None: all)."""
+    """Token ids (int32 [n]), and which of them are learnt as targets (bool [n]; None: all).
+
+    `remark` says what was done to the row to make it one, such as cutting it.
+    """
 
     tokens: Tokens
     counts: Flags | None = None
+    remark: str | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -183,7 +183,7 @@ def _samples(
             rows, config.prompt_field, config.response_field, tokenizer=tokenizer
         )
         prefix = config.objective == "prefix"
-        return instruction_set(examples, Layout(length, config.packing, prefix, seed))
+        return instruction_set(examples, Layout(length, config.packs, prefix, seed))
     return labelled_set(rows, config, tokenizer, length=length, classes=classes)
 
 
