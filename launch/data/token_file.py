@@ -108,6 +108,11 @@ class TokenFile:
         start = 0 if number == 0 else int(self._stops[number - 1])
         return self.span(start, int(self._stops[number]))
 
+    def part(self, number: int, start: int, stop: int) -> Document:
+        """Read some of a document's tokens."""
+        first = 0 if number == 0 else int(self._stops[number - 1])
+        return self.span(first + start, first + stop)
+
     def span(self, start: int, stop: int) -> Document:
         """Read tokens by their place in the file, across documents."""
         tokens = self._tokens.read(start, stop).astype(np.int32)
