@@ -16,9 +16,9 @@ from thinpipe.launch.host.packages import explain
 
 OWN, PLAIN = "tokenizer", "plain"
 _PLAIN_SOURCE = (
-    "{% for message in messages %}### {{ message.role | capitalize }}:\n{{ message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
+    "{% for message in messages %}{{ '### ' + message.role | capitalize + ':\n' }}"
+    "{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")

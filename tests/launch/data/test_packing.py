@@ -52,9 +52,7 @@ def test_it_is_best_fit_and_keeps_every_piece_once(sizes: list[int], seed: int) 
     found = best_fit(np.array(sizes), 12, seed)
     assert sorted(found.order.tolist()) == list(range(len(sizes)))
     ends = found.starts.tolist()
-    held = [
-        found.order[start:stop].tolist() for start, stop in itertools.pairwise(ends)
-    ]
+    held = [found.order[start:stop].tolist() for start, stop in itertools.pairwise(ends)]
     assert all(0 < sum(sizes[piece] for piece in own) <= 12 for own in held)
     assert Counter(map(len, held)) == Counter(_greedy(sizes, 12))
 
