@@ -3,19 +3,23 @@
 `docs/data.md` describes the formats.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from thinpipe.launch.data import text
 from thinpipe.launch.data.classification import labelled_set
 from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.hub import read_dataset
 from thinpipe.launch.data.instructions import Layout, encode_examples, instruction_set, mix
 from thinpipe.launch.data.own import load_own
-from thinpipe.launch.data.rows import Format, Row, find_format, read_rows
-from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, SequenceSet, spread
-from thinpipe.launch.data.tokenizer import Bytes, Tokenizer, load_tokenizer
+from thinpipe.launch.data.reading.files import find_files
+from thinpipe.launch.data.reading.saved import HUB
+from thinpipe.launch.data.reading.source import Source, open_source
+from thinpipe.launch.data.reading.text import HELD_OUT, Part
+from thinpipe.launch.data.rows import Row
+from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, WindowSet, spread
+from thinpipe.launch.data.token_file import TokenFile, rejections
+from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from thinpipe.launch.data.tokens.running import running_tokens
 
 
 def files(config: DataConfig) -> list[Path]:
@@ -24,21 +28,16 @@ def files(config: DataConfig) -> list[Path]:
     Raises:
         ValueError: a path is missing or matches nothing.
     """
-    if config.dataset is not None or config.factory is not None:
-        found = []
-    elif config.sources:
-        found = [
-            file
-            for source in config.sources
-            for file in text.find_files(source.path, "data.sources")
-        ]
-    else:
-        found = text.find_files(config.path, "data.path")
+    if config.factory is not None:
+        return []
+    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
+    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
     if config.eval_path is not None:
-        found += text.find_files(config.eval_path, "data.eval_path")
-    if config.tokenizer != "bytes":
-        found += text.find_files(config.tokenizer, "data.tokenizer")
-    return found
+        paths["data.eval_path"] = config.eval_path
+    if config.tokenizer != BYTES:
+        paths["data.tokenizer"] = config.tokenizer
+    local = {name: path for name, path in paths.items() if not (path or "").startswith(HUB)}
+    return [file for name, path in local.items() for file in find_files(path, name)]
 
 
 def load(
@@ -63,13 +62,7 @@ def load(
             f"tokens; set model.vocab = {tokenizer.vocab}"
         )
     if config.kind == "text":
-        training, held_out = _read_text(config)
-        if not training:
-            raise ValueError(f"{config.source}: the text is empty; name one with some text")
-        return (
-            _sequences(training, "train_sequences", config=config, tokenizer=tokenizer),
-            _sequences(held_out, "eval_sequences", config=config, tokenizer=tokenizer),
-        )
+        return _load_text(config, tokenizer)
     rows = _read_rows(config, seed)
     sets = [_samples(part, config, tokenizer, seed=seed, classes=classes) for part in rows]
     return (
@@ -78,32 +71,26 @@ def load(
     )
 
 
-def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
-    held_out: Iterable[bytes] | None = None
-    if config.dataset is not None:
-        rows, rest = read_dataset(config.dataset, [_text_field(config)])
-        # one document: the end is held out, not every tenth line
-        training = [b"".join(text.take(_documents(rows, config), config.max_bytes))]
-        held_out = None if rest is None else _documents(rest, config)
-    else:
-        training = text.take(_read_documents(config, config.path, "data.path"), config.max_bytes)
-        if config.eval_path is not None:
-            held_out = _read_documents(config, config.eval_path, "data.eval_path")
-    if held_out is None:
-        return text.split(training)
-    return b"".join(training), b"".join(text.take(held_out, config.max_bytes))
+def _load_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[WindowSet, WindowSet]:
+    source = _source(config, config.path, "data.path")
+    rest = source.held_out
+    if config.eval_path is not None:
+        rest = _source(config, config.eval_path, "data.eval_path")
+    field, limit = _text_field(config), config.max_bytes
+
+    def windows(source: Source, part: Part, setting: str) -> WindowSet:
+        tokens = running_tokens(source, part, field, tokenizer, limit=limit)
+        return _windows(tokens, setting, source.what, config=config, tokenizer=tokenizer)
+
+    return (
+        windows(source, "training" if rest is None else "all", "train_sequences"),
+        windows(rest or source, "held out" if rest is None else "all", "eval_sequences"),
+    )
 
 
-def _read_documents(config: DataConfig, path: str | None, setting: str) -> Iterable[bytes]:
-    """Read lazily, so that `max_bytes` also limits what is read."""
-    files = text.find_files(path, setting)
-    if _format(config, files, f"{setting} = {path!r}") == "text":
-        return map(Path.read_bytes, files)
-    return _documents(_file_rows(config, path, setting), config)
-
-
-def _documents(rows: Sequence[Row], config: DataConfig) -> list[bytes]:
-    return [text.line(row.text(_text_field(config), blank=True)) for row in rows]
+def _source(config: DataConfig, path: str | None, setting: str) -> Source:
+    kind = None if config.format == "auto" else config.format
+    return open_source(path, setting, kind=kind, fields=config.fields)
 
 
 def _text_field(config: DataConfig) -> RowField:
@@ -111,18 +98,18 @@ def _text_field(config: DataConfig) -> RowField:
 
 
 def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    if config.dataset is not None:
-        training, held_out = read_dataset(config.dataset, config.fields)
-        if held_out is None:
-            training, held_out = _hold_out(training)
-        return training, held_out
-    found = [
-        _file_rows(config, source.path, f"data.sources.{number}.path")
+    opened = [
+        _source(config, source.path, f"data.sources.{number}.path")
         for number, source in enumerate(config.sources)
-    ] or [_file_rows(config, config.path, "data.path")]
+    ] or [_source(config, config.path, "data.path")]
     weights = [source.weight for source in config.sources] or None
+    found = [source.rows(config.fields) for source in opened]
+    rest = [source.held_out for source in opened]
     if config.eval_path is not None:
-        return mix(found, weights, seed), _file_rows(config, config.eval_path, "data.eval_path")
+        rest = [_source(config, config.eval_path, "data.eval_path")]
+    if all(rest):
+        held_out = [row for source in rest if source for row in source.rows(config.fields)]
+        return mix(found, weights, seed), held_out
     parts = [_hold_out(rows) for rows in found]
     held_out = [row for _, rest in parts for row in rest]
     return mix([training for training, _ in parts], weights, seed), held_out
@@ -130,43 +117,9 @@ def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
 
 def _hold_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Every tenth row is held out."""
-    last = text.HELD_OUT - 1
-    kept = [row for number, row in enumerate(rows) if number % text.HELD_OUT != last]
-    return kept, list(rows[last :: text.HELD_OUT])
-
-
-def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
-    source = f"{setting} = {path!r}"
-    files = text.find_files(path, setting)
-    kind = _format(config, files, source)
-    assert kind != "text", "_format rejects text with fields"
-    header = not any(isinstance(field, int) for field in config.fields)
-    if kind == "jsonl" and not header:
-        raise ValueError(
-            f"{source}: fields {config.fields}: JSONL has names, not numbers; use these"
-        )
-    rows = read_rows(files, kind, header=header)
-    if not rows:
-        raise ValueError(f"{source}: no rows; name a file that has some")
-    return rows
-
-
-def _format(config: DataConfig, files: Sequence[Path], source: str) -> Format:
-    kind: Format
-    if config.format != "auto":
-        kind = config.format
-    else:
-        kind = find_format(files, source=source, has_fields=bool(config.fields))
-    if kind != "text" and not config.fields:
-        raise ValueError(
-            f"{source}: {kind} has fields; name them in data.text_field or in data.prompt_field "
-            'and data.response_field, or set data.format = "text"'
-        )
-    if kind == "text" and config.fields:
-        raise ValueError(
-            f'{source}: text has no fields {config.fields}; set data.format = "tsv" or "jsonl"'
-        )
-    return kind
+    last = HELD_OUT - 1
+    kept = [row for number, row in enumerate(rows) if number % HELD_OUT != last]
+    return kept, list(rows[last::HELD_OUT])
 
 
 def _samples(
@@ -175,7 +128,7 @@ def _samples(
     length = config.sequence_length
     if not rows:
         raise ValueError(
-            f"{config.source}: fewer than {text.HELD_OUT} rows, so none is held out; "
+            f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
             "set data.eval_path or use more rows"
         )
     if config.prompt_field is not None and config.response_field is not None:
@@ -198,20 +151,20 @@ def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> Column
     return samples if chosen is None else samples.select(chosen)
 
 
-def _sequences(
-    running: bytes, setting: str, *, config: DataConfig, tokenizer: Tokenizer
-) -> SequenceSet:
+def _windows(
+    tokens: TokenFile, setting: str, what: str, *, config: DataConfig, tokenizer: Tokenizer
+) -> WindowSet:
     length = config.sequence_length
-    tokens = tokenizer.stream(running)
-    available = (len(tokens) - 1) // length
-    found = f"the text of {config.source} leaves {len(tokens)} {tokenizer.unit} for {setting}"
+    if not tokens.facts["bytes"] and setting == "train_sequences":
+        raise ValueError(f"{what}: the text is empty; name one with some text")
+    available = (tokens.size - 1) // length
+    found = f"the text of {what} leaves {tokens.size} {tokenizer.unit} for {setting}"
     if available < 1:
         raise ValueError(
             f"data.sequence_length = {length}: {found} and one sequence takes {length + 1}; "
             f"use a longer text or shorter sequences"
             + (f", or raise data.max_bytes = {config.max_bytes}" if config.max_bytes else "")
         )
-    windows = tokens.unfold(0, length + 1, length)
     sequences = f"{available} sequence{'' if available == 1 else 's'}"
     chosen = spread(
         available,
@@ -220,9 +173,12 @@ def _sequences(
         found=f"{found}, enough for {sequences} of {length}",
         remedy="a longer text or shorter sequences",
     )
-    notes = []
-    if isinstance(tokenizer, Bytes) and not text.is_utf8(running):
-        held_out = setting == "eval_sequences" and config.eval_path is not None
-        source = f"data.eval_path = {config.eval_path!r}" if held_out else config.source
-        notes.append(f"note: {source} is not UTF-8 text; it is read as plain bytes")
-    return SequenceSet(windows if chosen is None else windows[chosen], notes)
+    notes = [f"note: {what}: {note}" for note in rejections(tokens)]
+    if not tokens.facts["utf8"]:
+        notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
+    if tokens.facts["forced"]:
+        notes.append(
+            f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
+            "places where it had to be cut; tokens there may differ"
+        )
+    return WindowSet(tokens, length, chosen, notes)

@@ -130,7 +130,7 @@ class TokenWriter:
         saved = _progress(folder)
         self.done: Any = saved["done"]
         """What the last `flush` was given; None at the start."""
-        self._rejected: dict[str, list[Any]] = saved["rejected"]
+        self.rejected: dict[str, list[Any]] = saved["rejected"]
         self._files = {
             name: _reopened(folder / name, saved["sizes"].get(name, 0)) for name in names
         }
@@ -152,7 +152,7 @@ class TokenWriter:
 
     def reject(self, rejected: Rejected) -> None:
         """Count a row that gives no document."""
-        found = self._rejected.setdefault(rejected.reason, [0, []])
+        found = self.rejected.setdefault(rejected.reason, [0, []])
         found[0] += 1
         if len(found[1]) < _NAMED:
             found[1].append(rejected.where)
@@ -164,7 +164,7 @@ class TokenWriter:
             disk.flush(file.fileno())
         sizes = {name: file.tell() for name, file in self._files.items()}
         _write_json(
-            self.folder / _PROGRESS, {"done": done, "sizes": sizes, "rejected": self._rejected}
+            self.folder / _PROGRESS, {"done": done, "sizes": sizes, "rejected": self.rejected}
         )
 
     def finish(self, facts: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class TokenWriter:
                 "counted": self._counted,
                 "files": files,
                 "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
-                "rejected": self._rejected,
+                "rejected": self.rejected,
                 "facts": facts,
             },
         )
@@ -215,6 +215,16 @@ class _Mapped:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._read = 0
         return part
+
+
+def rejections(file: TokenFile) -> list[str]:
+    """What was not trained on, a line for each reason."""
+    lines = []
+    for reason, (count, named) in file.rejected.items():
+        more = " and others" if count > len(named) else ""
+        rows = "row is" if count == 1 else "rows are"
+        lines.append(f"{count} {rows} left out: {reason} ({', '.join(named)}{more})")
+    return lines
 
 
 def _digest(path: Path) -> str:

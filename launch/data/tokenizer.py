@@ -1,14 +1,10 @@
 """Text to token ids: bytes, or a tokenizer read from a folder."""
 
-import codecs
+import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from thinpipe.launch.data.text import first_character
 from thinpipe.launch.data.tokenizer_files import read_backend, read_ends, without_dummy_space
 
 BYTES = "bytes"
@@ -30,9 +26,12 @@ class Tokenizer(Protocol):
     begin: tuple[int, ...]
     ends: tuple[int, ...]
     marks: frozenset[int]
+    backend: Any
+    """As the package tokenizers has it; None if every byte is a token."""
 
-    def stream(self, text: bytes) -> Tensor:
-        """Running text as ids, 1-d."""
+    @property
+    def key(self) -> str:
+        """A digest of all that decides which tokens a text has."""
 
     def encode(self, text: str) -> list[int]:
         """A text, without special tokens around it."""
@@ -62,16 +61,13 @@ class Bytes:
     """Every byte is a token; byte 0, which text does not hold, ends and separates."""
 
     vocab = 256
-    unit = "bytes"
+    unit = key = BYTES
+    backend = None
     holes: tuple[int, ...] = ()
     begin: tuple[int, ...] = ()
     end = 0
     ends: tuple[int, ...] = (end,)
     marks: frozenset[int] = frozenset(ends)
-
-    def stream(self, text: bytes) -> Tensor:
-        """As uint8, without a copy per token."""
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -118,17 +114,9 @@ class FolderTokenizer:
     def _following(self) -> Any:
         return without_dummy_space(self.backend)
 
-    def stream(self, text: bytes) -> Tensor:
-        """Raises ValueError if the text is not UTF-8."""
-        try:
-            # an incremental decoder leaves out a character that was cut at the end
-            decoded = codecs.getincrementaldecoder("utf-8")().decode(text[first_character(text) :])
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"data.tokenizer = {str(self.folder)!r}: the text is not UTF-8 ({error}); convert "
-                f'it, or use tokenizer = "{BYTES}"'
-            ) from None
-        return torch.tensor(self.encode(decoded), dtype=torch.int32)
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(str(self.backend.to_str()).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=False).ids)

@@ -13,8 +13,8 @@ from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.data.rows import Row, find_format, read_rows
-from thinpipe.launch.data.text import find_files
+from thinpipe.launch.data.reading.source import first_rows
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer_files import has_tokenizer
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.functions import load_function
@@ -125,14 +125,12 @@ def _look_at_data(found: Draft, data: str | None) -> None:
         found.notes.append("no --data: the text is the source code of Python's standard library")
         found.data |= {"train_sequences": 512}
         return
-    files = find_files(data, "--data")
     found.data |= {"path": data, "train_sequences": "all"}
-    kind = find_format(files, source=f"--data = {data!r}", has_fields=False)
-    if kind == "text":
+    rows = first_rows(data, "--data")
+    if rows is None:
         return
-    rows = read_rows(files[:1], kind, header=True)
     if not rows:
-        raise ConfigError(f"--data = {data!r}: {files[0]} has no rows; name a file that has some")
+        raise ConfigError(f"--data = {data!r}: no rows; name a file that has some")
     found.data |= _fields(rows[0], data)
 
 
