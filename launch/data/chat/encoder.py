@@ -19,8 +19,8 @@ from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.tokenizer import Tokenizer, begun
 
 LossOn = Literal["assistant", "last", "all"]
-CUT_PROMPT = "prompts were cut from the left to fit data.sequence_length"
-CUT_TURNS = "conversations lost their first turns, answers included, to fit data.sequence_length"
+CUT_PROMPT = "prompts cut from the left to fit data.sequence_length"
+CUT_TURNS = "conversations without their first turns, answers included, to fit data.sequence_length"
 _TOO_LONG = "its answer is longer than data.sequence_length"
 
 
