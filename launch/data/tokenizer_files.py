@@ -28,6 +28,12 @@ def has_tokenizer(folder: Path) -> bool:
     return known or _to_convert(folder) is not None
 
 
+def has_chat_template(folder: Path) -> bool:
+    """Whether the folder's tokenizer brings a chat template."""
+    own = (folder / "chat_template.jinja").is_file()
+    return own or "chat_template" in _object(folder / "tokenizer_config.json")
+
+
 def read_backend(folder: Path) -> Any:
     """The folder's tokenizer as the package tokenizers has it; it truncates and pads nothing.
 
