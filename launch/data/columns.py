@@ -96,6 +96,11 @@ class RowFields(BaseModel):
         named = (self.text_field, self.pair_field, self.label_field, *self.prompt_fields)
         return [f for f in (*named, self.response_field, self.messages_field) if f is not None]
 
+    @property
+    def optional_fields(self) -> tuple[Field, ...]:
+        """Fields that rows may have: what a system says, and tools, beside a conversation."""
+        return () if self.messages_field is None else ("system", "tools")
+
     def _refuse(self, names: tuple[str, ...], remedy: str) -> None:
         for name in names:
             value = getattr(self, name)

@@ -1,58 +1,24 @@
-"""Which encoder turns a run's rows into documents, and the digest of all that decides it."""
+"""Which encoder turns a run's rows into documents, and which marks stand between texts."""
 
 import hashlib
 import json
-from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
-
-import numpy as np
 
 from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, PromptEncoder
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of
 from thinpipe.launch.data.chat.template import load_template, template_text
 from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Document, Encoder, Rejected
-from thinpipe.launch.data.rows import Row, RowError
+from thinpipe.launch.data.documents import Encoder
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
 from thinpipe.launch.data.tokenizer_files import digest_of_folder
 
 _VERSION = 1
 """Raised when the same rows and settings give other tokens."""
 Marks = Literal["tokenizer", "end", "none"]
-
-
-class TextEncoder:
-    """Texts as documents, with the marks that stand between them."""
-
-    counted = False
-
-    def __init__(
-        self, tokenizer: Tokenizer, field: Field | None, marks: Marks, *, key: str
-    ) -> None:
-        """`field` is None for files that are texts themselves, whose rows have one field."""
-        self.key, self.ids = key, tokenizer.vocab
-        self._tokenizer, self._field = tokenizer, field
-        self.begin, self.finish = document_marks(tokenizer, marks)
-        """Tokens before and after every document."""
-
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
-        try:
-            text = row.text("text" if self._field is None else self._field)
-        except RowError as error:
-            return Rejected(row.where, error.reason)
-        return Document(np.asarray(self.marked(self._tokenizer.encode(text)), dtype=np.int32))
-
-    def marked(self, ids: list[int]) -> list[int]:
-        """A document's tokens with its marks, each once."""
-        begin, finish = list(self.begin), list(self.finish)
-        ids = ids if ids[: len(begin)] == begin else begin + ids
-        return ids if not finish or ids[-1:] == finish else ids + finish
 
 
 def document_marks(tokenizer: Tokenizer, marks: Marks) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -80,15 +46,13 @@ def describe_marks(tokenizer: Tokenizer, marks: Marks) -> str:
 
 
 def encoder_for(config: DataConfig, tokenizer: Tokenizer) -> Encoder:
-    """The encoder of a run's texts, prompts or conversations.
+    """The encoder of a run's prompts or conversations.
 
     Raises:
         ValueError: a file of the settings is missing, or an end mark.
         ImportError: an optional package is needed and not installed.
     """
     key = _key(config, tokenizer)
-    if config.kind == "text":
-        return TextEncoder(tokenizer, config.text_field, config.document_marks, key=key)
     limits = Limits(config.sequence_length + 1, config.loss_on)
     _ = tokenizer.end  # else every row would be told that there is none
     if config.messages_field is None and config.chat_template is None:
@@ -117,19 +81,17 @@ def _question(fields: RowFields, row: Row) -> list[Message]:
 
 
 def _key(config: DataConfig, tokenizer: Tokenizer) -> str:
-    names = ("text_field", "prompt_field", "response_field", "messages_field", "loss_on")
+    names = ("prompt_field", "response_field", "messages_field", "loss_on")
     folder = tokenizer.folder if isinstance(tokenizer, FolderTokenizer) else None
     parts: dict[str, Any] = {
         "version": _VERSION,
         "tokenizer": BYTES if folder is None else digest_of_folder(folder),
         "packages": [_installed(name) for name in ("tokenizers", "transformers")],
         "fields": {name: getattr(config, name) for name in names},
-        "marks": config.document_marks,
+        "room": config.sequence_length,
     }
-    if config.kind == "instructions":
-        parts["room"] = config.sequence_length
-        chat = config.chat_template or config.messages_field is not None
-        parts["template"] = template_text(config.chat_template) if chat else None
+    if config.chat_template or config.messages_field is not None:
+        parts["template"] = template_text(config.chat_template)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,6 +10,7 @@ Axes: B samples, T tokens.
 
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -79,12 +80,12 @@ class PackedSet:
         layout: Layout,
         pieces: _Pieces,
         packing: Packing,
-        notes: tuple[str, ...] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         """See `pack`, which makes them."""
         self._documents, self._layout = documents, layout
         self._pieces, self._packing = pieces, packing
-        self.notes = notes
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return len(self._packing)
@@ -140,7 +141,7 @@ class PackedSet:
         return [self._documents.part(int(n), int(start), int(stop)) for n, start, stop in places]
 
 
-def pack(documents: Documents, layout: Layout) -> PackedSet:
+def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> PackedSet:
     """Sequences of documents; ones that are longer are divided, each part a document of its own.
 
     Parts share a token, so that each token but the first is predicted once.
@@ -149,12 +150,14 @@ def pack(documents: Documents, layout: Layout) -> PackedSet:
     sizes = pieces.inputs
     if not layout.packs:
         order = np.arange(len(sizes))
-        return PackedSet(documents, layout, pieces, Packing(order, np.arange(len(sizes) + 1)))
+        return PackedSet(
+            documents, layout, pieces, Packing(order, np.arange(len(sizes) + 1)), notes
+        )
     packing = best_fit(sizes, layout.length, layout.seed)
-    notes: tuple[str, ...] = ()
     if len(packing):
         filled = sizes.sum() / (len(packing) * layout.length)
         notes = (
+            *notes,
             f"note: packing: {len(sizes)} examples in {len(packing)} sequences of "
             f"{layout.length}, {100 * filled:.1f} % filled",
         )

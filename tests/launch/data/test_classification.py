@@ -117,10 +117,16 @@ def test_rows_and_settings_that_do_not_fit_are_named(
             r"text_field = 't': only prompts and responses are read; remove it",
         ),
         ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
+        ({"loss_on": "last"}, r"loss_on = 'last': this belongs to instruction data; set"),
         (
-            {"packing": False},
-            r"packing = False: this belongs to instruction data; set",
+            {"path": "a", "text_field": "t", "label_field": "l", "packing": True},
+            r"packing = True: labelled texts stand alone; remove it",
         ),
+        (
+            {"messages_field": "m", "prompt_field": "q", "response_field": "a"},
+            r"prompt_field = 'q': only conversations are read; remove it",
+        ),
+        ({"messages_field": "m", "document_marks": "end"}, r"document_marks = 'end': only conv"),
         ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
         ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
         ({"path": "a", "text_field": "t", "label_field": 1}, r"\['t', 1\]: some are names and"),
