@@ -16,7 +16,6 @@ from thinpipe.launch.config.cli_options import Machines, refuse, share_of
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
@@ -33,7 +32,6 @@ from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.train import train_rank
 from thinpipe.launch.trained.cli import show_samples
-from thinpipe.launch.view.terminal.examples import show_examples
 
 Main = Callable[[], None]
 
@@ -108,6 +106,9 @@ def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: prefligh
     config, corpus = ready
     sequences, console = len(corpus.train), Console(highlight=False)
     if samples:
+        from thinpipe.launch.data.show import show_examples
+        from thinpipe.launch.data.tokenizer import load_tokenizer
+
         if config.data.factory is not None:
             raise ConfigError(f"--show = {samples}: {config.data.source} returns no text")
         decode = partial(load_tokenizer(config.data.tokenizer).decode, special=True)

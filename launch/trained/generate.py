@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.chat.encoder import answer_ends
-from thinpipe.launch.data.chat.messages import ASSISTANT, Message
-from thinpipe.launch.data.chat.template import load_template
 from thinpipe.launch.data.tokenizer import Tokenizer, begun, load_tokenizer
 from thinpipe.launch.trained.model import load
 from thinpipe.pipeline.loss import IGNORED_TARGET
@@ -74,6 +71,9 @@ class Conversation:
             ConfigError, CheckpointError: there is no language model of text in the folder.
             ValueError: there is no chat template.
         """
+        from thinpipe.launch.data.chat.encoder import answer_ends
+        from thinpipe.launch.data.chat.template import load_template
+
         config = read_config(run_folder)
         data = config.data
         if data.kind == "instructions" and not (data.messages_field or data.chat_template):
@@ -85,7 +85,7 @@ class Conversation:
         self._template = load_template(data.chat_template, self._tokenizer)
         ends = answer_ends(self._template, self._tokenizer)
         self._writer = _Writer(config, load(run_folder, step=step), self._tokenizer, ends)
-        self._messages: list[Message] = []
+        self._messages: list[dict[str, str]] = []
 
     def answer(self, question: str, sampling: Sampling) -> Iterator[str]:
         """Yield the answer to one more question, piece by piece.
@@ -100,7 +100,7 @@ class Conversation:
         for piece in self._writer.write(ids, sampling):
             said += piece
             yield piece
-        self._messages.append({"role": ASSISTANT, "content": said})
+        self._messages.append({"role": "assistant", "content": said})
 
 
 def read_config(run_folder: Path) -> RunConfig:
@@ -134,6 +134,9 @@ def sample_lines(config: RunConfig) -> list[str]:
     tokenizer = _tokenizer_of(config)
     ends = frozenset(tokenizer.ends)
     if config.data.messages_field or config.data.chat_template:
+        from thinpipe.launch.data.chat.encoder import answer_ends
+        from thinpipe.launch.data.chat.template import load_template
+
         ends = answer_ends(load_template(config.data.chat_template, tokenizer), tokenizer)
     writer, lines = _Writer(config, model, tokenizer, ends), ["what it writes now:"]
     prompts = _prompts(config) or [begun(tokenizer, tokenizer.encode("\n"))]
