@@ -320,13 +320,12 @@ def _check_task(config: RunConfig) -> None:
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"
         )
-    masked = data.packing or data.objective == "prefix"
-    if data.kind == "instructions" and masked:
+    if data.packs or data.objective == "prefix":
         try:
             model.check_masks(data.sequence_length)
         except ValueError as error:
             raise ValueError(
-                f"data.packing = {str(data.packing).lower()}, "
+                f"data.packing = {str(data.packs).lower()}, "
                 f'data.objective = "{data.objective}": {error}'
             ) from None
     if data.labels is not None and len(data.labels) != model.classes:

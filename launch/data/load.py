@@ -5,12 +5,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from thinpipe.launch.data.classification import labelled_set
 from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.instructions import Layout, encode_examples, instruction_set, mix
+from thinpipe.launch.data.documents import Chosen, Documents, Joined
+from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
+from thinpipe.launch.data.mixture import mix
 from thinpipe.launch.data.own import load_own
+from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
 from thinpipe.launch.data.reading.source import Source, open_source
@@ -19,7 +25,10 @@ from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, WindowSet, spread
 from thinpipe.launch.data.token_file import TokenFile, rejections
 from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from thinpipe.launch.data.tokens.running import running_tokens
+from thinpipe.launch.data.tokens.encoded import encoded_rows
+from thinpipe.launch.data.tokens.running import Marks, running_tokens
+
+Selectable = TypeVar("Selectable", ColumnSet, PackedSet)
 
 
 def files(config: DataConfig) -> list[Path]:
@@ -62,24 +71,82 @@ def load(
             f"tokens; set model.vocab = {tokenizer.vocab}"
         )
     if config.kind == "text":
-        return _load_text(config, tokenizer)
-    rows = _read_rows(config, seed)
-    sets = [_samples(part, config, tokenizer, seed=seed, classes=classes) for part in rows]
+        return _load_text(config, tokenizer, seed)
+    if config.kind == "instructions":
+        return _load_examples(config, tokenizer, seed)
+    parts = _labelled_rows(config)
+    sets = [_labelled(rows, config, tokenizer, classes=classes) for rows in parts]
     return (
         _selected(sets[0], "train_sequences", config=config),
         _selected(sets[1], "eval_sequences", config=config),
     )
 
 
-def _load_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[WindowSet, WindowSet]:
+def _load_examples(
+    config: DataConfig, tokenizer: Tokenizer, seed: int
+) -> tuple[PackedSet, PackedSet]:
+    """Prompts or conversations: each source is encoded as a whole, then divided by its rows."""
+    encoder = encoder_for(config, tokenizer)
+    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
+    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
+    sources = [_source(config, path, setting) for setting, path in paths.items()]
+    files = [encoded_rows(source, config.fields, encoder) for source in sources]
+    rest = [source.held_out for source in sources]
+    if config.eval_path is not None:
+        rest = [_source(config, config.eval_path, "data.eval_path")]
+    weights = [source.weight for source in config.sources] or None
+    if all(rest):
+        kept = [np.arange(len(file)) for file in files]
+        others = [encoded_rows(source, config.fields, encoder) for source in rest if source]
+        held_out: Documents = Joined(others)
+    else:
+        last = [file.rows % HELD_OUT == HELD_OUT - 1 for file in files]
+        kept = [np.flatnonzero(~own) for own in last]
+        others = []
+        held_out = Joined(
+            [Chosen(file, np.flatnonzero(own)) for file, own in zip(files, last, strict=True)]
+        )
+    chosen = mix([len(own) for own in kept], weights, seed)
+    parts = zip(files, kept, chosen, strict=True)
+    training = Joined([Chosen(file, own[picked]) for file, own, picked in parts])
+    notes = [
+        f"note: {source.what}: {note}"
+        for source, file in zip([*sources, *filter(None, rest)], [*files, *others], strict=False)
+        for note in rejections(file)
+    ]
+    return (
+        _packed(training, "train_sequences", config, seed, notes),
+        _packed(held_out, "eval_sequences", config, seed),
+    )
+
+
+def _packed(
+    documents: Documents, setting: str, config: DataConfig, seed: int, notes: Sequence[str] = ()
+) -> PackedSet:
+    if not len(documents):
+        raise ValueError(
+            f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
+            "set data.eval_path or use more rows"
+        )
+    prefix = config.objective == "prefix"
+    found = pack(documents, Layout(config.sequence_length, config.packs, prefix, seed), notes)
+    return _selected(found, setting, config=config)
+
+
+def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[SampleSet, SampleSet]:
     source = _source(config, config.path, "data.path")
     rest = source.held_out
     if config.eval_path is not None:
         rest = _source(config, config.eval_path, "data.eval_path")
     field, limit = _text_field(config), config.max_bytes
+    begin, finish = document_marks(tokenizer, config.document_marks)
+    marks = Marks(begin, finish) if begin or finish or config.packs else None
 
-    def windows(source: Source, part: Part, setting: str) -> WindowSet:
-        tokens = running_tokens(source, part, field, tokenizer, limit=limit)
+    def windows(source: Source, part: Part, setting: str) -> SampleSet:
+        tokens = running_tokens(source, part, field, tokenizer, limit=limit, marks=marks)
+        if config.packs:
+            notes = _notes(tokens, source.what, config, tokenizer)
+            return _packed(tokens, setting, config, seed, notes)
         return _windows(tokens, setting, source.what, config=config, tokenizer=tokenizer)
 
     return (
@@ -90,57 +157,39 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[WindowSet, Win
 
 def _source(config: DataConfig, path: str | None, setting: str) -> Source:
     kind = None if config.format == "auto" else config.format
-    return open_source(path, setting, kind=kind, fields=config.fields)
+    optional = config.optional_fields
+    return open_source(path, setting, kind=kind, fields=config.fields, optional=optional)
 
 
 def _text_field(config: DataConfig) -> RowField:
     return "text" if config.text_field is None else config.text_field
 
 
-def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    opened = [
-        _source(config, source.path, f"data.sources.{number}.path")
-        for number, source in enumerate(config.sources)
-    ] or [_source(config, config.path, "data.path")]
-    weights = [source.weight for source in config.sources] or None
-    found = [source.rows(config.fields) for source in opened]
-    rest = [source.held_out for source in opened]
+def _labelled_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and every tenth, or those of a file of their own."""
+    source = _source(config, config.path, "data.path")
+    rows, rest = source.rows(config.fields), source.held_out
     if config.eval_path is not None:
-        rest = [_source(config, config.eval_path, "data.eval_path")]
-    if all(rest):
-        held_out = [row for source in rest if source for row in source.rows(config.fields)]
-        return mix(found, weights, seed), held_out
-    parts = [_hold_out(rows) for rows in found]
-    held_out = [row for _, rest in parts for row in rest]
-    return mix([training for training, _ in parts], weights, seed), held_out
-
-
-def _hold_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Every tenth row is held out."""
+        rest = _source(config, config.eval_path, "data.eval_path")
+    if rest is not None:
+        return list(rows), list(rest.rows(config.fields))
     last = HELD_OUT - 1
     kept = [row for number, row in enumerate(rows) if number % HELD_OUT != last]
     return kept, list(rows[last::HELD_OUT])
 
 
-def _samples(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, *, seed: int, classes: int
+def _labelled(
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, *, classes: int
 ) -> ColumnSet:
-    length = config.sequence_length
     if not rows:
         raise ValueError(
             f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
             "set data.eval_path or use more rows"
         )
-    if config.prompt_field is not None and config.response_field is not None:
-        examples = encode_examples(
-            rows, config.prompt_field, config.response_field, tokenizer=tokenizer
-        )
-        prefix = config.objective == "prefix"
-        return instruction_set(examples, Layout(length, config.packing, prefix, seed))
-    return labelled_set(rows, config, tokenizer, length=length, classes=classes)
+    return labelled_set(rows, config, tokenizer, length=config.sequence_length, classes=classes)
 
 
-def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> ColumnSet:
+def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:
     chosen = spread(
         len(samples),
         getattr(config, setting),
@@ -173,12 +222,19 @@ def _windows(
         found=f"{found}, enough for {sequences} of {length}",
         remedy="a longer text or shorter sequences",
     )
-    notes = [f"note: {what}: {note}" for note in rejections(tokens)]
+    notes = _notes(tokens, what, config, tokenizer)
     if not tokens.facts["utf8"]:
         notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
+    return WindowSet(tokens, length, chosen, notes)
+
+
+def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    notes = [f"note: {what}: {note}" for note in rejections(tokens)]
+    if config.tokenizer != BYTES or config.document_marks != "tokenizer":
+        notes.append(f"note: {describe_marks(tokenizer, config.document_marks)}")
     if tokens.facts["forced"]:
         notes.append(
             f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
             "places where it had to be cut; tokens there may differ"
         )
-    return WindowSet(tokens, length, chosen, notes)
+    return notes

@@ -53,6 +53,8 @@ class TokenFile:
             reason: (count, tuple(named)) for reason, (count, named) in manifest["rejected"].items()
         }
         """By reason: how many rows, and where the first of them are."""
+        self.remarks: Mapping[str, int] = manifest["remarks"]
+        """What was done to rows to make documents of them, and to how many."""
         self.facts: Mapping[str, Any] = manifest["facts"]
         self._tokens = _Mapped(folder / "tokens", np.dtype(manifest["type"]))
         self._counts = _Mapped(folder / "counts", np.dtype(bool)) if manifest["counted"] else None
@@ -108,6 +110,11 @@ class TokenFile:
         start = 0 if number == 0 else int(self._stops[number - 1])
         return self.span(start, int(self._stops[number]))
 
+    def part(self, number: int, start: int, stop: int) -> Document:
+        """Read some of a document's tokens."""
+        first = 0 if number == 0 else int(self._stops[number - 1])
+        return self.span(first + start, first + stop)
+
     def span(self, start: int, stop: int) -> Document:
         """Read tokens by their place in the file, across documents."""
         tokens = self._tokens.read(start, stop).astype(np.int32)
@@ -126,6 +133,7 @@ class TokenWriter:
         self.done: Any = saved["done"]
         """What the last `flush` was given; None at the start."""
         self.rejected: dict[str, list[Any]] = saved["rejected"]
+        self.remarks: dict[str, int] = saved["remarks"]
         self._files = {
             name: _reopened(folder / name, saved["sizes"].get(name, 0)) for name in names
         }
@@ -133,6 +141,8 @@ class TokenWriter:
     def add(self, document: Document, row: int) -> None:
         """Append a document that was made of the source's row `row`."""
         self.extend(document)
+        if document.remark is not None:
+            self.remarks[document.remark] = self.remarks.get(document.remark, 0) + 1
         stop = self._files["tokens"].tell() // self._type.itemsize
         self._files["stops"].write(np.int64(stop).tobytes())
         self._files["rows"].write(np.int64(row).tobytes())
@@ -158,9 +168,8 @@ class TokenWriter:
             file.flush()
             disk.flush(file.fileno())
         sizes = {name: file.tell() for name, file in self._files.items()}
-        _write_json(
-            self.folder / _PROGRESS, {"done": done, "sizes": sizes, "rejected": self.rejected}
-        )
+        saved = {"done": done, "sizes": sizes, "rejected": self.rejected, "remarks": self.remarks}
+        _write_json(self.folder / _PROGRESS, saved)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Close the folder's files and write its manifest, with `facts` of the caller's own."""
@@ -179,6 +188,7 @@ class TokenWriter:
                 "files": files,
                 "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
                 "rejected": self.rejected,
+                "remarks": self.remarks,
                 "facts": facts,
             },
         )
@@ -213,13 +223,13 @@ class _Mapped:
 
 
 def rejections(file: TokenFile) -> list[str]:
-    """What was not trained on, a line for each reason."""
+    """What was not trained on as it is, a line for each reason."""
     lines = []
     for reason, (count, named) in file.rejected.items():
         more = " and others" if count > len(named) else ""
         rows = "row is" if count == 1 else "rows are"
         lines.append(f"{count} {rows} left out: {reason} ({', '.join(named)}{more})")
-    return lines
+    return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
 
 
 def _digest(path: Path) -> str:
@@ -241,7 +251,7 @@ def _progress(folder: Path) -> dict[str, Any]:
         whole = all((folder / name).stat().st_size >= n for name, n in saved["sizes"].items())
     except (OSError, ValueError, KeyError):
         whole = False
-    return saved if whole else {"done": None, "sizes": {}, "rejected": {}}
+    return saved if whole else {"done": None, "sizes": {}, "rejected": {}, "remarks": {}}
 
 
 def _reopened(path: Path, nbytes: int) -> IO[bytes]:

@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
 
     Ids are below `vocab`, and `holes` are those that stand for nothing; `unit` is what one token is
     called. `begin` is what the tokenizer itself puts before a text, such as a BOS token. `ends` all
-    end an answer that is being written.
+    end an answer that is being written. `marks` are tokens that no other text becomes a part of.
     """
 
     vocab: int
@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
     holes: tuple[int, ...]
     begin: tuple[int, ...]
     ends: tuple[int, ...]
+    marks: frozenset[int]
     backend: Any
     """As the package tokenizers has it; None if every byte is a token."""
 
@@ -38,8 +39,8 @@ class Tokenizer(Protocol):
     def encode_after(self, text: str) -> list[int]:
         """A text that follows another: a tokenizer's dummy space is not put before it."""
 
-    def spans(self, text: str) -> tuple[list[int], Spans]:
-        """As `encode`, with the place of every token."""
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
+        """As `encode`, or `encode_after`, with the place of every token."""
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """The text of ids, with special tokens if asked; half a character is U+FFFD."""
@@ -66,6 +67,7 @@ class Bytes:
     begin: tuple[int, ...] = ()
     end = 0
     ends: tuple[int, ...] = (end,)
+    marks: frozenset[int] = frozenset(ends)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -73,7 +75,7 @@ class Bytes:
     def encode_after(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def spans(self, text: str) -> tuple[list[int], Spans]:
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
         """Every byte of a character has the place of the character."""
         places = [(place, place + 1) for place, char in enumerate(text) for _ in char.encode()]
         return self.encode(text), places
@@ -91,7 +93,7 @@ class FolderTokenizer:
     unit = "tokens"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.backend = read_backend(folder)
         known = set(self.backend.get_vocab(with_added_tokens=True).values())
         if not known:
@@ -99,6 +101,7 @@ class FolderTokenizer:
         self.vocab: int = max(known) + 1
         self.holes = tuple(number for number in range(self.vocab) if number not in known)
         self.ends = read_ends(folder, self.backend)
+        self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
 
     @cached_property
     def begin(self) -> tuple[int, ...]:
@@ -121,8 +124,9 @@ class FolderTokenizer:
     def encode_after(self, text: str) -> list[int]:
         return list(self._following.encode(text, add_special_tokens=False).ids)
 
-    def spans(self, text: str) -> tuple[list[int], Spans]:
-        found = self.backend.encode(text, add_special_tokens=False)
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
+        backend = self._following if after else self.backend
+        found = backend.encode(text, add_special_tokens=False)
         return list(found.ids), list(found.offsets)
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
@@ -135,7 +139,7 @@ class FolderTokenizer:
     def end(self) -> int:
         if not self.ends:
             raise ValueError(
-                f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
+                f"data.tokenizer = {str(self.folder)!r}: no end-of-sequence token; name one as "
                 "eos_token in the folder's tokenizer_config.json"
             )
         return self.ends[0]

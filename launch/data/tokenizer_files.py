@@ -4,6 +4,7 @@ Axes: V vocabulary.
 """
 
 import copy
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,23 @@ KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
 """Files from which transformers makes what a tokenizer.json would hold."""
 
+_DECIDING = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "*.jinja"),
+    *("special_tokens_map.json", "generation_config.json", "additional_chat_templates/*.jinja"),
+)
+
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds one that `read_backend` can read."""
     names = {file.name for file in folder.iterdir()}
     known = "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
     return known or _to_convert(folder) is not None
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the folder's tokenizer brings a chat template."""
+    own = (folder / "chat_template.jinja").is_file()
+    return own or "chat_template" in _object(folder / "tokenizer_config.json")
 
 
 def read_backend(folder: Path) -> Any:
@@ -54,6 +66,17 @@ def read_backend(folder: Path) -> Any:
     found.no_truncation()
     found.no_padding()
     return found
+
+
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 (hex) of every file that decides a text's tokens, chat templates included."""
+    digest = hashlib.sha256()
+    for file in sorted(
+        {file for name in (*_DECIDING, *_SENTENCEPIECE) for file in folder.glob(name)}
+    ):
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _read(folder: Path, tokenizers: Any) -> Any:
@@ -120,7 +143,7 @@ def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
         (name,) = (key for key in part if key != "type")
         kept = [_plain(one) for one in part[name]]
         return {**part, name: [one for one in kept if one is not None]}
-    changed = {
+    changed: dict[str, dict[str, Any]] = {
         "Metaspace": {"prepend_scheme": "never"},
         "ByteLevel": {"add_prefix_space": False},
         "Strip": {"strip_left": False},

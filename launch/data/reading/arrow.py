@@ -30,11 +30,13 @@ _LONGEST_WORD = 16
 """Of JSON's own, escapes included: an error before is none of a value that goes on."""
 _WRONG_ROW = re.compile(r"Row #(\d+): (.*)", re.DOTALL)
 
+Columns = tuple[Sequence[Field], Sequence[Field]]
+"""Those that are needed, and those that are read where there are some."""
 Batch = tuple[Any, Sequence[int]]
 """A record batch of pyarrow, and the number of each of its rows in the file."""
 
 
-def write_table(forms: Sequence[Form], columns: Sequence[Field] | None, folder: Path) -> None:
+def write_table(forms: Sequence[Form], columns: Columns | None, folder: Path) -> None:
     """Write the rows of all files into a folder, in bounded memory; `columns` are those to keep.
 
     Raises:
@@ -95,7 +97,7 @@ class Table:
         return part
 
 
-def _schema(forms: Sequence[Form], columns: Sequence[Field] | None) -> Any:
+def _schema(forms: Sequence[Form], columns: Columns | None) -> Any:
     import pyarrow as pa
 
     found = []
@@ -111,13 +113,14 @@ def _schema(forms: Sequence[Form], columns: Sequence[Field] | None) -> Any:
         ) from None
     if columns is None or JSON in schema.names:
         return schema
-    wanted = [str(column) for column in columns]
+    wanted, optional = ([str(column) for column in part] for part in columns)
     for name in wanted:
         if name not in schema.names:
             raise ValueError(
                 f"{forms[0].path}: no field {name!r} among {schema.names}; correct the field's "
                 "name in [data]"
             )
+    wanted += [name for name in optional if name in schema.names]
     return pa.schema([schema.field(name) for name in wanted])
 
 

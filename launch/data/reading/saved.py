@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.reading.arrow import Columns
 from thinpipe.launch.data.rows import Rows
 from thinpipe.launch.host.packages import explain
 
@@ -120,19 +121,21 @@ def key_parts(dataset: Any) -> Sequence[object]:
     return [*map(str, files), *sizes, dataset.num_rows, str(dataset.split)]
 
 
-def rows_of(dataset: Any, fields: Sequence[Field], name: str) -> Rows:
+def rows_of(dataset: Any, columns: Columns, name: str) -> Rows:
     """Its rows; other columns, which may be images, are not looked at.
 
     Raises:
         ValueError: there is no such column.
     """
+    fields, optional = columns
     for field in fields:
         if field not in dataset.column_names:
             raise ValueError(
                 f"{name}: no field {field!r} among {dataset.column_names}; correct the field's "
                 "name in [data]"
             )
-    chosen = dataset.select_columns(list(fields)) if fields else dataset
+    kept = [*fields, *(field for field in optional if field in dataset.column_names)]
+    chosen = dataset.select_columns(kept) if fields else dataset
     return Rows(_Table(chosen), _Parser(name))
 
 

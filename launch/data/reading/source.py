@@ -8,7 +8,15 @@ from typing import Any
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading import saved
-from thinpipe.launch.data.reading.arrow import FILE, JSON, ROW, Table, first_columns, write_table
+from thinpipe.launch.data.reading.arrow import (
+    FILE,
+    JSON,
+    ROW,
+    Columns,
+    Table,
+    first_columns,
+    write_table,
+)
 from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.kinds import Form, Kind, form_of
@@ -62,15 +70,24 @@ class Source:
                 first[0].value(field)  # says which there are
         return rows
 
-    def texts(self, field: Field) -> Texts:
-        """Its running text, of one field if it has rows."""
-        return FileTexts(self.forms) if self.is_text else RowTexts(self.rows([field]), field)
+    def texts(self, field: Field, *, lines: bool) -> Texts:
+        """Its running text, of one field if it has rows; with `lines` a row is a line at least."""
+        if self.is_text:
+            return FileTexts(self.forms)
+        return RowTexts(self.rows([field]), field, lines=lines)
 
 
 def open_source(
-    path: str | None, setting: str, *, kind: Kind | None, fields: Sequence[Field]
+    path: str | None,
+    setting: str,
+    *,
+    kind: Kind | None,
+    fields: Sequence[Field],
+    optional: Sequence[Field] = (),
 ) -> Source:
     """What a `data.path` or the like names; without a path, Python's standard library.
+
+    Fields that are `optional` are read where rows have them.
 
     Raises:
         ValueError: there is nothing, or it does not fit `kind` and `fields`.
@@ -78,7 +95,7 @@ def open_source(
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:
-        return _of_dataset(dataset, fields, what, str(path))
+        return _of_dataset(dataset, (fields, optional), what, str(path))
     files = find_files(path, setting)
     if path is None:
         forms = [Form(file, "text") for file in files]
@@ -90,7 +107,9 @@ def open_source(
     nbytes = sum(form.path.stat().st_size for form in forms)
     if forms[0].kind == "text":
         return Source(what, key, nbytes, tuple(forms))
-    return Source(what, key, nbytes, tuple(forms), lambda: _rows(forms, fields, key, what))
+    return Source(
+        what, key, nbytes, tuple(forms), lambda: _rows(forms, (fields, optional), key, what)
+    )
 
 
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
@@ -102,7 +121,7 @@ def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:
-        return saved.rows_of(saved.chosen_splits(dataset, what)[0], (), path)[:count]
+        return saved.rows_of(saved.chosen_splits(dataset, what)[0], ((), ()), path)[:count]
     forms = [form_of(file, None) for file in find_files(path, setting)]
     _check_alike(forms, what)
     if forms[0].kind == "text":
@@ -157,9 +176,10 @@ def _check_alike(forms: Sequence[Form], what: str) -> None:
         )
 
 
-def _rows(forms: Sequence[Form], fields: Sequence[Field], key: str, what: str) -> Rows:
+def _rows(forms: Sequence[Form], columns: Columns, key: str, what: str) -> Rows:
+    fields, optional = columns
     whole = forms[0].kind in ("jsonl", "json")  # records are kept as they are
-    kept = None if whole or not fields else list(fields)
+    kept = None if whole or not fields else (list(fields), list(optional))
     table = obtain(
         "rows",
         key_of(key, kept),
@@ -200,10 +220,10 @@ class _Parser:
         return found
 
 
-def _of_dataset(found: Any, fields: Sequence[Field], what: str, name: str) -> Source:
+def _of_dataset(found: Any, columns: Columns, what: str, name: str) -> Source:
     """A data set of the package datasets."""
     training, held_out = saved.chosen_splits(found, what)
-    if not fields:
+    if not columns[0]:
         raise ValueError(
             f"{what}: rows have fields ({', '.join(training.column_names)}); name them in "
             "data.text_field or in data.prompt_field and data.response_field"
@@ -211,7 +231,7 @@ def _of_dataset(found: Any, fields: Sequence[Field], what: str, name: str) -> So
 
     def source(part: Any, rest: Source | None) -> Source:
         named = f"{name} {part.split}" if part.split else name
-        rows = lambda: saved.rows_of(part, fields, named)  # noqa: E731
+        rows = lambda: saved.rows_of(part, columns, named)  # noqa: E731
         key = key_of(*saved.key_parts(part))
         return Source(what, key, int(part.data.nbytes), (), rows, rest, is_one_document=True)
 

@@ -24,8 +24,11 @@ class Texts(Protocol):
     def sizes(self) -> Iterable[int]:
         """Bytes of each document; those that follow some limit are not asked for."""
 
-    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes]:
-        """The chosen bytes of each document, and of rows that cannot be used, why."""
+    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes | None]:
+        """The chosen bytes of each document and None at its end; of rows that cannot be used, why.
+
+        A document of which nothing is chosen may have an end.
+        """
 
 
 class FileTexts:
@@ -38,7 +41,7 @@ class FileTexts:
     def sizes(self) -> Iterator[int]:
         return map(self._size, range(len(self._forms)))
 
-    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes]:
+    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes | None]:
         for number, form in enumerate(self._forms):
             if choose.over:
                 return
@@ -48,6 +51,7 @@ class FileTexts:
                 start += len(block)
                 if start >= stop:
                     break
+            yield None
 
     def _size(self, number: int) -> int:
         form = self._forms[number]
@@ -59,15 +63,15 @@ class FileTexts:
 
 
 class RowTexts:
-    """A document for each row, which ends in a line feed."""
+    """A document for each row; with `lines` each ends in a line feed."""
 
-    def __init__(self, rows: Rows, field: Field) -> None:
-        self._rows, self._field = rows, field
+    def __init__(self, rows: Rows, field: Field, *, lines: bool) -> None:
+        self._rows, self._field, self._lines = rows, field, lines
 
     def sizes(self) -> Iterator[int]:
         return (0 if isinstance(found, Rejected) else len(found) for found in self._documents())
 
-    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes]:
+    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes | None]:
         for number, found in enumerate(self._documents()):
             if choose.over:
                 return
@@ -77,6 +81,7 @@ class RowTexts:
                 continue
             start, stop = choose(number, len(found))
             yield found[start:stop]
+            yield None
 
     def _documents(self) -> Iterator[bytes | Rejected]:
         for batch in self._rows.batches(_BATCH):
@@ -86,7 +91,8 @@ class RowTexts:
                 except RowError as error:
                     yield Rejected(row.where, error.reason)
                 else:
-                    yield (text if text.endswith("\n") else text + "\n").encode()
+                    whole = text.endswith("\n") or not self._lines
+                    yield (text if whole else text + "\n").encode()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ _FIRST_S, _EVERY_S = 2.0, 10.0
 
 
 class Progress:
-    """Says how many of `total` bytes are done, first after two seconds, then every ten."""
+    """Says how many of `total` bytes or rows are done, after two seconds, then every ten."""
 
-    def __init__(self, what: str, total: int, done: int = 0) -> None:
+    def __init__(self, what: str, total: int, done: int = 0, *, unit: str = "bytes") -> None:
+        self._unit = unit
         self._what, self._total, self._first = what, max(1, total), done
         self._start = self._said = time.monotonic()
         self._due_s = _FIRST_S
@@ -27,7 +28,8 @@ class Progress:
         rate = (done - self._first) / (now - self._start)
         left = f", {format_duration((self._total - done) / rate)} left" if rate > 0 else ""
         share = min(1.0, done / self._total)
-        _log.warning("%s: %.0f %%, %s/s%s", self._what, 100 * share, format_bytes(int(rate)), left)
+        speed = format_bytes(int(rate)) if self._unit == "bytes" else f"{rate:.0f} {self._unit}"
+        _log.warning("%s: %.0f %%, %s/s%s", self._what, 100 * share, speed, left)
 
     def finished(self, folder: Path) -> None:
         """Say what was written, and where, if it took long."""

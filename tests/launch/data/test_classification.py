@@ -117,10 +117,16 @@ def test_rows_and_settings_that_do_not_fit_are_named(
             r"text_field = 't': only prompts and responses are read; remove it",
         ),
         ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
+        ({"loss_on": "last"}, r"loss_on = 'last': this belongs to instruction data; set"),
         (
-            {"packing": False},
-            r"packing = False: this belongs to instruction data; set",
+            {"path": "a", "text_field": "t", "label_field": "l", "packing": True},
+            r"packing = True: labelled texts stand alone; remove it",
         ),
+        (
+            {"messages_field": "m", "prompt_field": "q", "response_field": "a"},
+            r"prompt_field = 'q': only conversations are read; remove it",
+        ),
+        ({"messages_field": "m", "document_marks": "end"}, r"document_marks = 'end': only conv"),
         ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
         ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
         ({"path": "a", "text_field": "t", "label_field": 1}, r"\['t', 1\]: some are names and"),
@@ -141,17 +147,28 @@ def test_settings_that_contradict_each_other_are_refused(
 def test_values_that_are_not_text_are_never_trained_on(tmp_path: Path, value: Any) -> None:
     """Whatever the kind of samples: Python's spelling of them would be learnt, in silence."""
     good = {"a": "text", "b": "other", "label": 0}
-    for settings, fields in (
-        ({"text_field": "a", "pair_field": "b", "label_field": "label"}, "ab"),
-        ({"prompt_field": "a", "response_field": "b"}, "ab"),
-    ):
-        for field in fields:
+    kinds = (
+        {"text_field": "a", "pair_field": "b", "label_field": "label"},
+        {"prompt_field": "a", "response_field": "b"},
+    )
+    for settings in kinds:
+        for field in "ab":
             rows = [json.dumps(good)] * 30 + [json.dumps({**good, field: value})]
             path = _write(tmp_path, "a.jsonl", "\n".join(rows) + "\n")
-            config = DataConfig(path=path, eval_path=path, sequence_length=4, **settings)
-            message = rf"a.jsonl:31: field '{field}' = .*: {type(value).__name__}, not text"
-            with pytest.raises(ValueError, match=message):
-                load(config)
+            config = DataConfig(
+                path=path, eval_path=path, sequence_length=16, train_sequences="all",
+                eval_sequences="all", packing=None if "label_field" in settings else False,
+                **settings,
+            )  # fmt: skip
+            kind = type(value).__name__
+            if "label_field" in settings:
+                with pytest.raises(ValueError, match=rf"31: field '{field}' = .*: {kind}, not te"):
+                    load(config)
+                continue
+            training, _ = load(config)
+            assert len(training) == 30
+            reason = f"1 row is left out: field '{field}' is {kind}, not text ({path}:31)"
+            assert training.notes == (f"note: data.path = {path!r}: {reason}",)
 
 
 @pytest.mark.parametrize("value", [["a", "list"], 3, None, True, {"a": "b"}])
