@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.models.own.config import Example, OwnModelConfig
 
@@ -33,6 +32,8 @@ def check_data(config: RunConfig) -> Corpus:
     Raises:
         ValueError, OSError, ImportError: data are missing or too short.
     """
+    from thinpipe.launch.data.load import load  # a program with samples of its own needs none of it
+
     model = config.model
     vocab = None if isinstance(model, OwnModelConfig) else model.vocab
     corpus = Corpus(

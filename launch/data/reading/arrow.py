@@ -67,7 +67,8 @@ def first_columns(form: Form, count: int) -> dict[str, list[Any]]:
     for batch, rows in _batches(form, names):
         part = pa.Table.from_batches([batch]).slice(0, count)
         numbers = {FILE: [0] * part.num_rows, ROW: list(rows)[: part.num_rows]}
-        return part.to_pydict() | numbers
+        found: dict[str, list[Any]] = part.to_pydict()
+        return found | numbers
     return {}
 
 

@@ -89,7 +89,7 @@ def form_of(file: Path, chosen: Kind | None, *, header: bool = True) -> Form:
         return Form(file, kind, packed)
     text = _decoded(file, head)
     delimiter = "\t" if kind == "tsv" else _delimiter(text)
-    quoting = csv.QUOTE_NONE if kind == "tsv" else csv.QUOTE_MINIMAL
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if kind == "tsv" else csv.QUOTE_MINIMAL
     first = next(iter(_records(text, delimiter, quoting)), [])
     columns = first if header else [str(number) for number in range(len(first))]
     twice = sorted({name for name in columns if columns.count(name) > 1})
@@ -181,7 +181,7 @@ def _is_object(line: str) -> bool:
 def _table_kind(text: str) -> Kind | None:
     """Whether what has no table's name has a table's shape: a header, and rows as wide as it."""
     for delimiter in "\t,;":
-        quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
         rows = list(_records(text, delimiter, quoting))[:-1]  # the last may be cut
         if len(rows) <= _ROWS or len(rows[0]) < 2:
             continue
@@ -203,7 +203,7 @@ def _delimiter(text: str) -> str:
     return best
 
 
-def _records(text: str, delimiter: str, quoting: int) -> Iterator[Sequence[str]]:
+def _records(text: str, delimiter: str, quoting: Literal[0, 3]) -> Iterator[Sequence[str]]:
     lines = text.splitlines(keepends=True)
     try:
         for row in csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=False):

@@ -24,8 +24,11 @@ from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
 from thinpipe.launch.data.rows import Row, Rows, rows_of_columns
 from thinpipe.launch.data.tokens.store import key_of, obtain
 
-_FAMILIES: tuple[frozenset[Kind], ...] = tuple(
-    map(frozenset, (["text"], ["jsonl", "json"], ["csv", "tsv"], ["parquet", "arrow"]))
+_FAMILIES: tuple[set[Kind], ...] = (
+    {"text"},
+    {"jsonl", "json"},
+    {"csv", "tsv"},
+    {"parquet", "arrow"},
 )
 """Kinds that may stand side by side."""
 _LOOKED_AT = 100

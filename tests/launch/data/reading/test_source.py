@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
         "a.json, row 1: not JSON",
     ),
     "JSON array of other things": (_file("a.json", "[{}, 1]"), "a.json, row 2: not a JSON object"),
-    "narrow csv": (_file("a.csv", "text,label\na,1\nb\n"), r"a.csv, row 2: Expected 2 columns, got 1"),
+    "narrow csv": (_file("a.csv", "text,label\na,1\nb\n"), r"row 2: Expected 2 columns, got 1"),
     "wide csv": (_file("a.csv", "text,label\na,1\nb,2,3\n"), r"row 2: Expected 2 columns, got 3"),
     "csv in Latin-1": (_file("a.csv", "text,label\ncafé,1\n".encode("latin-1")), "not UTF-8"),
     "jsonl in Latin-1": (
