@@ -168,7 +168,7 @@ def test_values_that_are_not_text_are_never_trained_on(tmp_path: Path, value: An
             training, _ = load(config)
             assert len(training) == 30
             reason = f"1 row is left out: field '{field}' is {kind}, not text ({path}:31)"
-            assert training.notes == (f"note: data.path = {path!r}: {reason}",)
+            assert training.notes[0] == f"note: data.path = {path!r}: {reason}"
 
 
 @pytest.mark.parametrize("value", [["a", "list"], 3, None, True, {"a": "b"}])
