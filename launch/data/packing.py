@@ -50,7 +50,7 @@ class _Pieces:
     @property
     def inputs(self) -> npt.NDArray[Any]:
         """What each takes up in a sequence: its last token is a target only."""
-        return self.stop - self.start - 1
+        return np.asarray(self.stop - self.start - 1)
 
 
 @dataclass(frozen=True)
