@@ -64,6 +64,13 @@ def _lines(ids: list[int], counts: list[bool], decode: Decode) -> Iterator[Text]
         stop += len([*run])
         whole = decode(ids[:stop])
         sign, style = _LEARNT if learnt else _GIVEN
-        text = whole[shown:].replace("\\", "\\\\").replace("\n", "\\n")
-        yield Text(f"  {sign} {text}", style=style)
+        yield Text(f"  {sign} {_escaped(whole[shown:])}", style=style)
         shown = len(whole)
+
+
+def _escaped(text: str) -> str:
+    """On one line, whatever it holds."""
+    return "".join(
+        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -24,7 +24,8 @@ from thinpipe.pipeline.models.own.functions import load_function
 
 _LENGTHS = (128, 64, 32, 16, 8)
 """Of sequences, the first for which there is enough text."""
-_NEARLY = 0.95
+_NEARLY, _MOST_CONTEXT = 0.95, 1024
+"""Share of conversations that fit; the longest context of a new model."""
 _BATCH = 16
 
 
@@ -159,7 +160,11 @@ def _longest(found: Draft) -> tuple[int, int]:
     model = _config(found, data={"sequence_length": 1}).model
     assert not isinstance(model, OwnModelConfig), "it has samples of its own"
     wanted = [length for length in _LENGTHS if length <= model.context] or [model.context]
-    wanted = _needed(found, model.context) + wanted
+    if "layers" in found.model:
+        found.model["context"] = max([model.context, *_needed(found, _MOST_CONTEXT)])
+        wanted = [found.model["context"], *wanted]
+    else:
+        wanted = _needed(found, model.context) + wanted
     last: ValueError | None = None
     for length in wanted:
         for held_out in (64, 8, 1):
@@ -177,7 +182,8 @@ def _longest(found: Draft) -> tuple[int, int]:
 
 def _needed(found: Draft, context: int) -> list[int]:
     """The length that nearly all of the first conversations or prompts need, if data are some."""
-    config = _config(found, data={"sequence_length": context}).data
+    own = {"context": context} if "layers" in found.model else {}
+    config = _config(found, model=own, data={"sequence_length": context}).data
     if config.kind != "instructions" or config.path is None:
         return []
     encoder = encoder_for(config, load_tokenizer(config.tokenizer))

@@ -117,6 +117,13 @@ class ModelKind(BaseModel):
             ValueError: they may not.
         """
 
+    def check_packing(self) -> None:
+        """Compare packed examples with single ones, if the model is to be checked by running it.
+
+        Raises:
+            ValueError: they differ.
+        """
+
     def facts(self) -> dict[str, str]:
         """What must be equal on all hosts besides settings."""
         return {}
