@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinpipe.gradcomp.sharded.stage import StageShards
+from thinpipe.launch.data.stream import StreamSet
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -21,3 +22,5 @@ class Built:
     lr_schedule: Rates
     sync: ReplicaSync
     shards: StageShards | None = None
+    samples: StreamSet | None = None
+    """Samples whose place is saved: those of a stream."""

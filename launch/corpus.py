@@ -20,6 +20,13 @@ class Corpus:
         """Compared between peers and on resume: sample ids must mean the same samples."""
         return {"train": self.train.digest, "eval": self.evaluation.digest}
 
+    def epochs(self, config: RunConfig) -> int:
+        """How many epochs of the samples are begun: `train.max_steps` may leave some out."""
+        replicas = config.pipeline.dp_size
+        own, batch = len(self.train) // replicas, config.train.batch_size // replicas
+        per_epoch = max(1, -(-own // batch))
+        return -(-config.train.steps(per_epoch) // per_epoch)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were made."""
@@ -36,8 +43,10 @@ def check_data(config: RunConfig) -> Corpus:
 
     model = config.model
     vocab = None if isinstance(model, OwnModelConfig) else model.vocab
+    drawn = (config.train.max_steps or 0) * config.train.batch_size
+    classes = model.classes or 2
     corpus = Corpus(
-        *load(config.data, seed=config.run.seed, vocab=vocab, classes=model.classes or 2)
+        *load(config.data, seed=config.run.seed, vocab=vocab, classes=classes, drawn=drawn)
     )
     check_batch_size(config, corpus.train)
     return corpus

@@ -25,7 +25,8 @@ class DataConfig(RowFields):
     hub as `hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]`; `sources` are a mixture; without any, the
     text is the source code of Python's standard library. Evaluation data are in `eval_path`, or
     held out from the rest. The content decides the format, unless `format` does. `max_bytes` limits
-    how much running text is read, `train_sequences = "all"` takes all of it. `factory` and
+    how much running text is read, `train_sequences = "all"` takes all of it.
+    `stream_block` reads rows as a stream, in one pass, shuffled in blocks of so many. `factory` and
     `eval_factory` ("module:function") return your own datasets, whose items are (input, target);
     without the second, the last `eval_sequences` samples are held out.
     """
@@ -42,6 +43,7 @@ class DataConfig(RowFields):
     eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
     tokenizer: str = Field(default="bytes", min_length=1)
     max_bytes: int | None = Field(default=None, ge=1)
+    stream_block: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
@@ -62,7 +64,9 @@ class DataConfig(RowFields):
                     f"eval_factory = {self.eval_factory!r}: nothing to train on; set factory"
                 )
             return self
-        allowed = {"factory", "eval_factory", "eval_sequences"}
+        allowed = {"factory", "eval_factory", "eval_sequences", "stream_block"}
+        if self.stream_block is not None:
+            allowed.add("train_sequences")
         for name, field in type(self).model_fields.items():
             if name not in allowed and getattr(self, name) != field.default:
                 raise ValueError(
@@ -82,6 +86,27 @@ class DataConfig(RowFields):
             raise ValueError(
                 f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stream_fits(self) -> "DataConfig":
+        if self.stream_block is None:
+            return self
+        what = f"stream_block = {self.stream_block}"
+        if self.path is None and self.factory is None:
+            raise ValueError(f"{what}: streams need rows; set path or factory")
+        if self.train_sequences != "all":
+            raise ValueError(
+                f"train_sequences = {self.train_sequences}: a stream is read as far as "
+                'train.max_steps asks; set train_sequences = "all"'
+            )
+        if self.eval_sequences == "all" and not (self.eval_path or self.eval_factory):
+            raise ValueError(
+                'eval_sequences = "all": the first samples of a stream are held out; give their '
+                "number, or set eval_path"
+            )
+        if self.max_bytes is not None:
+            raise ValueError(f"max_bytes = {self.max_bytes}: {what} reads rows; remove it")
         return self
 
     @property

@@ -15,7 +15,7 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
 from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
 from thinpipe.launch.data.mixture import mix
-from thinpipe.launch.data.own import load_own
+from thinpipe.launch.data.own import OwnSet, load_own, made
 from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
@@ -50,26 +50,29 @@ def files(config: DataConfig) -> list[Path]:
 
 
 def load(
-    config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
+    config: DataConfig,
+    *,
+    seed: int = 0,
+    vocab: int | None = None,
+    classes: int = 2,
+    drawn: int = 0,
 ) -> tuple[SampleSet, SampleSet]:
     """Return the training and the evaluation samples, from texts that do not overlap.
 
-    `seed` decides mixtures and packing; `vocab` and `classes` are those of the model.
+    `seed` decides mixtures and packing; `vocab` and `classes` are those of the model; `drawn` is
+    how many samples a run takes of a stream.
 
     Raises:
         ValueError: the path is missing, matches nothing or is empty; a row does not fit the
             settings; too few samples; the tokenizer has more tokens than the model.
         ImportError: an optional package is needed and not installed.
     """
+    if config.stream_block is not None:
+        return _load_stream(config, seed=seed, vocab=vocab, classes=classes, drawn=drawn)
     if config.factory is not None:
         count = 0 if config.eval_sequences == "all" else config.eval_sequences
         return load_own(config.factory, config.eval_factory, count)
-    tokenizer = load_tokenizer(config.tokenizer)
-    if vocab is not None and tokenizer.vocab > vocab:
-        raise ValueError(
-            f"model.vocab = {vocab}: data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab} "
-            f"tokens; set model.vocab = {tokenizer.vocab}"
-        )
+    tokenizer = _tokenizer(config, vocab)
     if config.kind == "text":
         return _load_text(config, tokenizer, seed)
     if config.kind == "instructions":
@@ -80,6 +83,32 @@ def load(
         _selected(sets[0], "train_sequences", config=config),
         _selected(sets[1], "eval_sequences", config=config),
     )
+
+
+def _tokenizer(config: DataConfig, vocab: int | None) -> Tokenizer:
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab is not None and tokenizer.vocab > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab}: data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab} "
+            f"tokens; set model.vocab = {tokenizer.vocab}"
+        )
+    return tokenizer
+
+
+def _load_stream(
+    config: DataConfig, *, seed: int, vocab: int | None, classes: int, drawn: int
+) -> tuple[SampleSet, SampleSet]:
+    from thinpipe.launch.data.streaming import load_stream  # for those who ask for it
+
+    tokenizer = None if config.factory else _tokenizer(config, vocab)
+    held_out: SampleSet | None = None
+    if config.eval_path is not None:
+        whole = {"path": config.eval_path, "stream_block": None}
+        whole |= {"train_sequences": config.eval_sequences}
+        held_out, _ = load(config.model_copy(update=whole), seed=seed, vocab=vocab, classes=classes)
+    elif config.eval_factory is not None:
+        held_out = OwnSet(made(config.eval_factory, "data.eval_factory"), config.source)
+    return load_stream(config, tokenizer, held_out, seed=seed, classes=classes, total=drawn)
 
 
 def _load_examples(
@@ -204,6 +233,8 @@ def _windows(
     tokens: TokenFile, setting: str, what: str, *, config: DataConfig, tokenizer: Tokenizer
 ) -> WindowSet:
     length = config.sequence_length
+    if not tokens.facts["bytes"] and tokens.rejected:
+        raise ValueError(f"{what}: no row can be used: {'; '.join(rejections(tokens))}; correct it")
     if not tokens.facts["bytes"] and setting == "train_sequences":
         raise ValueError(f"{what}: the text is empty; name one with some text")
     available = (tokens.size - 1) // length

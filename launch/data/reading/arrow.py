@@ -59,17 +59,13 @@ def write_table(forms: Sequence[Form], columns: Columns | None, folder: Path) ->
             done += form.path.stat().st_size
 
 
-def first_columns(form: Form, count: int) -> dict[str, list[Any]]:
-    """The first rows of a file, by column; no more of it is read than they need."""
+def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
+    """The rows of a file in batches, by column; `number` is that of the file among others."""
     import pyarrow as pa
 
-    names = _own_schema(form).names
-    for batch, rows in _batches(form, names):
-        part = pa.Table.from_batches([batch]).slice(0, count)
-        numbers = {FILE: [0] * part.num_rows, ROW: list(rows)[: part.num_rows]}
-        found: dict[str, list[Any]] = part.to_pydict()
-        return found | numbers
-    return {}
+    for batch, rows in _batches(form, _own_schema(form).names):
+        places = {FILE: [number] * len(rows), ROW: list(rows)}
+        yield {**pa.Table.from_batches([batch]).to_pydict(), **places}
 
 
 class Table:

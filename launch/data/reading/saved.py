@@ -2,13 +2,13 @@
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.arrow import Columns
-from thinpipe.launch.data.rows import Rows
+from thinpipe.launch.data.rows import Row, Rows
 from thinpipe.launch.host.packages import explain
 
 HUB = "hf:"
@@ -95,6 +95,48 @@ def load_hub(name: HubName, what: str) -> Any:
             f"{what}: cannot be loaded: {first}; correct the name, or check the network (with "
             "HF_HUB_OFFLINE=1 only what was downloaded before is used)"
         ) from error
+
+
+def stream_hub(path: str, fields: Sequence[Field]) -> "StreamedRows":
+    """The rows of a data set of the hub, downloaded as they are read.
+
+    Raises:
+        ValueError: it cannot be had, or lacks a field.
+    """
+    from datasets import load_dataset
+
+    setting, what = "data.path", f"data.path = {path!r}"
+    name = parse_hub(path, setting)
+    split = name.split or "train"
+    try:
+        found = load_dataset(
+            name.name, name.config, revision=name.revision, split=split, streaming=True
+        )
+    except Exception as error:  # of many kinds
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{what}: cannot be loaded: {first}; correct the name, or check the network"
+        ) from error
+    return StreamedRows(found, fields, f"{path} {split}")
+
+
+class StreamedRows:
+    """A data set's stream as rows, which can be returned to."""
+
+    def __init__(self, dataset: Any, fields: Sequence[Field], name: str) -> None:
+        self._dataset, self._fields, self._name = dataset, fields, name
+        self._parser, self._first = _Parser(name), 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, columns in enumerate(self._dataset, start=self._first + 1):
+            cells = {**columns, _ROW: number}
+            yield Row(self._parser.where(cells), self._parser.fields(cells))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dataset": self._dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._dataset.load_state_dict(state["dataset"])
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:

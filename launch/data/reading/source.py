@@ -1,7 +1,7 @@
 """What a setting names as data: rows or running text, and a digest of its content."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from thinpipe.launch.data.reading.arrow import (
     ROW,
     Columns,
     Table,
-    first_columns,
+    all_columns,
     write_table,
 )
 from thinpipe.launch.data.reading.digests import digest_of
@@ -112,6 +112,40 @@ def open_source(
     )
 
 
+def stream_rows(source: Source, fields: Sequence[Field]) -> "StreamedFiles":
+    """The rows of files as they are read: nothing is kept on disk."""
+    numbered = any(isinstance(field, int) for field in fields)
+    return StreamedFiles(source.forms, numbered=numbered)
+
+
+class StreamedFiles:
+    """Rows of files, one after the other, from a row that can be returned to."""
+
+    def __init__(self, forms: Sequence[Form], *, numbered: bool) -> None:
+        self._forms, self._done = forms, 0
+        self._parser = _Parser(forms, numbered=numbered)
+
+    def __iter__(self) -> Iterator[Row]:
+        passed = self._done
+        for number, form in enumerate(self._forms):
+            for columns in all_columns(form, number):
+                count = len(columns[ROW])
+                if passed >= count:
+                    passed -= count
+                    continue
+                part = {name: values[passed:] for name, values in columns.items()}
+                passed = 0
+                for row in rows_of_columns(part, self._parser):
+                    self._done += 1
+                    yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._done = state["done"]
+
+
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
     """The first rows of what a path names, with all their fields; None if it is text.
 
@@ -126,8 +160,8 @@ def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
     _check_alike(forms, what)
     if forms[0].kind == "text":
         return None
-    columns = first_columns(forms[0], count)
-    return rows_of_columns(columns, _Parser(forms, numbered=False))
+    columns = next(all_columns(forms[0]), {})
+    return rows_of_columns(columns, _Parser(forms, numbered=False))[:count]
 
 
 def _dataset(path: str | None, setting: str) -> Any | None:
