@@ -9,6 +9,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
+from tests.commands import Command
+from tests.huggingface import saved_model
+from tests.launch.data.chat.styles import STYLES
+from tests.launch.data.chat.styles import saved as tokenizer_of
 from tests.launch.trained.test_model import run_of, saved
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig
@@ -104,3 +108,23 @@ def test_a_dry_run_shows_what_is_learnt(tmp_path: Path) -> None:
     assert done.output.count("  + 4\\x00\n") + done.output.count("  + 6\\x00\n") >= 2
     assert "  . ### User:\\n2 + 2?\\n\\n### Assistant:\\n\n" in done.output
     assert "sample 1: " in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_page_on_chat_models_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/chat.md says, on one machine, with a small model that learns one answer."""
+    monkeypatch.chdir(tmp_path)
+    saved_model("llama", tmp_path / "model", vocab_size=512, max_position_embeddings=64)
+    tokenizer_of(STYLES["chatml"], tmp_path / "model")
+    said = [{"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}]
+    Path("talks.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 120)
+    for words in (
+        ("init", "chat.toml", "--model", "model", "--data", "talks.jsonl", "--stages", "2"),
+        ("train", "chat.toml", "--set", "train.lr=0.02", "--set", "train.epochs=6"),
+    ):
+        done = Command(*words).done()
+        assert done.returncode == 0, done.stderr
+    words = ("generate", "runs/chat", "--chat", "--prompt", "12 + 7?", "--temperature", "0")
+    done = Command(*words).done()
+    assert (done.returncode, done.stdout) == (0, "19\n"), done.stderr
