@@ -25,8 +25,8 @@ class DataConfig(RowFields):
     hub as `hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]`; `sources` are a mixture; without any, the
     text is the source code of Python's standard library. Evaluation data are in `eval_path`, or
     held out from the rest. The content decides the format, unless `format` does. `max_bytes` limits
-    how much running text is read, `train_sequences = "all"` takes all of it.
-    `stream_block` reads rows as a stream, in one pass, shuffled in blocks of so many. `factory` and
+    how much running text is read, `train_sequences = "all"` takes all of it. With `stream_block`
+    rows are a stream, read in one pass and shuffled in blocks of so many. `factory` and
     `eval_factory` ("module:function") return your own datasets, whose items are (input, target);
     without the second, the last `eval_sequences` samples are held out.
     """
