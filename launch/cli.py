@@ -127,7 +127,10 @@ ResumeOption = Annotated[
 ShowOption = Annotated[
     int,
     typer.Option(
-        "--show", metavar="RANK", min=-1, help="Local rank that shows progress; -1: none."
+        "--show",
+        metavar="N",
+        min=-1,
+        help="Local rank that shows progress (-1: none); with --dry-run, how many samples to show.",
     ),
 ]
 NodesOption = Annotated[

@@ -13,6 +13,7 @@ from thinpipe.pipeline.stage import CompressedStage
 
 if TYPE_CHECKING:
     from thinpipe.gradcomp.sharded.stage import StageShards
+    from thinpipe.launch.data.stream import StreamSet
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,5 @@ class Built:
     sync: ReplicaSync
     best: Best
     shards: "StageShards | None" = None
+    samples: "StreamSet | None" = None
+    """Samples whose place is saved: those of a stream."""

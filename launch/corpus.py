@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.classification import Labelling
-from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.models.own.example import Example
 
@@ -22,6 +20,13 @@ class Corpus:
         """Compared between peers and on resume: sample ids must mean the same samples."""
         return {"train": self.train.digest, "eval": self.evaluation.digest}
 
+    def epochs(self, config: RunConfig) -> int:
+        """How many epochs of the samples are begun: `train.max_steps` may leave some out."""
+        replicas = config.pipeline.dp_size
+        own, batch = len(self.train) // replicas, config.train.batch_size // replicas
+        per_epoch = max(1, -(-own // batch))
+        return -(-config.train.steps(per_epoch) // per_epoch)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were made."""
@@ -34,10 +39,14 @@ def check_data(config: RunConfig) -> Corpus:
     Raises:
         ValueError, OSError, ImportError: data are missing or too short.
     """
+    from thinpipe.launch.data.classification import Labelling
+    from thinpipe.launch.data.load import load  # a program with samples of its own needs none of it
+
     model = config.model
     labelling = Labelling(model.classes or 2, model.problem, model.token_types)
-    seed = config.run.seed
-    corpus = Corpus(*load(config.data, seed=seed, vocab=model.token_limit, labelling=labelling))
+    drawn = (config.train.max_steps or 0) * config.train.batch_size
+    seed, vocab = config.run.seed, model.token_limit
+    corpus = Corpus(*load(config.data, seed=seed, vocab=vocab, labelling=labelling, drawn=drawn))
     check_batch_size(config, corpus.train)
     return corpus
 

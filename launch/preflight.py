@@ -89,6 +89,8 @@ def check_settings(config: RunConfig, shares: Sequence[Share], *, resume: bool =
     if all(0 in share for share in shares):  # rank 0 writes
         check_writers(config.report.writers)
     config.model.check_files()
+    if config.data.packs:
+        config.model.check_packing()
     check_optimizer(config)
     check_start(config)
     if len(shares[0]) == config.world_size:  # others may have what this machine lacks

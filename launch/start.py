@@ -52,13 +52,14 @@ def start_run(
     """
     try:
         config = load_config(config_path, overrides)
-        if show >= config.world_size:
+        if show >= config.world_size and not dry_run:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
         if started_by_launcher() and not dry_run:
             _run_rank(config, after_restart(resume), show=show)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if dry_run:
-            preflight.check(config, shares, resume=resume.wanted, show=partial(_show_needs, shares))
+            shown = partial(_show_needs, shares, max(0, show))
+            preflight.check(config, shares, resume=resume.wanted, show=shown)
             sys.exit()
         preflight.check(config, shares, resume=resume.wanted)
         sys.exit(_start(main, config, len(shares[0]), machines, show=show))
@@ -100,10 +101,18 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     return run_node(main, sys.argv[1:], processes, nodes, config.network)
 
 
-def _show_needs(shares: Sequence[preflight.Share], ready: preflight.Ready) -> None:
-    """Print what a run needs if one of the shares of its ranks is on this machine."""
+def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: preflight.Ready) -> None:
+    """Print some samples, and what a run needs if one of the shares is on this machine."""
     config, corpus = ready
     sequences, console = len(corpus.train), Console(highlight=False)
+    if samples:
+        from thinpipe.launch.data.chat.show import show_examples
+        from thinpipe.launch.data.tokenizer import load_tokenizer
+
+        if config.data.factory is not None:
+            raise ConfigError(f"--show = {samples}: {config.data.source} returns no text")
+        decode = partial(load_tokenizer(config.data.tokenizer).decode, special=True)
+        show_examples(console, corpus.train.batch(range(min(samples, sequences))), decode)
     ends = plan_memory(config, sequences)
     show_memory(console, config, ends, shares)
     for share in shares:

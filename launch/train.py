@@ -19,7 +19,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     """
     corpus, problem = _load(config)
     facts = {"data": corpus.digests if corpus else None}
-    epochs = config.train.epochs
+    epochs = corpus.epochs(config) if corpus else config.train.epochs
     with RankRun(config, resume, show=show, facts=facts, problem=problem) as run:
         for epoch in run.epochs(epochs):
             assert corpus is not None, "no rank joins if one has a problem"

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks, run_ranks
+from thinpipe.launch.host.cache import CACHE
 
 MEMORY = Path("/dev/shm")
 
@@ -48,6 +50,9 @@ def pytest_configure() -> None:
     if _roomy(MEMORY):
         os.environ.setdefault("TMPDIR", str(MEMORY))
         tempfile.tempdir = None  # chosen anew
+    if CACHE not in os.environ:  # what tests make is of no use to the user's own runs
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="thinpipe-tests-")
+        atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 
 
 def _roomy(folder: Path) -> bool:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, sequences
 from benchmarks.fidelity.sentences import write_tokenizer
-from thinpipe.launch.data.text import find_files, take
+from thinpipe.launch.data.reading.files import find_files
 
 _STDLIB_NBYTES, _BYTES = 3_000_000, 256
 
@@ -101,8 +101,7 @@ def read_corpus(setting: Setting, texts: Sequence[Path]) -> Corpus:
 
 
 def _halves(folder: Path) -> list[Path]:
-    sources = (file.read_bytes() for file in find_files(None, "text"))
-    joined = b"".join(take(sources, _STDLIB_NBYTES))
+    joined = b"".join(file.read_bytes() for file in find_files(None, "text"))
     halves = [folder / "first.txt", folder / "second.txt"]
     for half, start in zip(halves, (0, _STDLIB_NBYTES // 2), strict=True):
         half.write_bytes(joined[start : start + _STDLIB_NBYTES // 2])

@@ -40,6 +40,7 @@ def collect(built: Built, *, memories: bool = True) -> dict[str, Any]:
         },
         "rng": torch.random.get_rng_state(),
         "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
+        "samples": None if built.samples is None else built.samples.state_dict(),
         **_sharded(built),
     }
 
@@ -104,6 +105,8 @@ def distribute(built: Built, state: Mapping[str, Any], folder: Path) -> None:
     built.sync.load_state_dict(state["sync"])
     if built.shards is not None:
         built.shards.load_state_dict(state["shards"])
+    if built.samples is not None:
+        built.samples.load_state_dict(state["samples"])
     torch.random.set_rng_state(state["rng"])
     if state.get("gpu_rng") is not None:
         for device, rng in zip(_gpus(built), state["gpu_rng"], strict=False):

@@ -8,7 +8,6 @@ from thinpipe.launch.checkpoint.files import saved_at
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.load import files
 from thinpipe.launch.net.ranks.handshake import differences
 
 
@@ -41,6 +40,8 @@ def check_facts(
 
 def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:
     """Describe how the samples differ from those of a checkpoint."""
+    from thinpipe.launch.data.load import files
+
     saved_s = saved_at(folder)
     late = [str(path) for path in files(data) if path.stat().st_mtime > saved_s]
     found = f"written since then: {', '.join(late[:4])}" if late else "no file is newer"

@@ -122,6 +122,8 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     built.lr_schedule.load_state_dict(saved.first_part["lr_schedule"])
     built.best.load_state_dict(saved.first_part.get("best", {}))
     built.engine.load_state_dict(saved.first_part["engine"])
+    if built.samples is not None:
+        built.samples.load_state_dict(saved.first_part["samples"])
     torch.manual_seed(hash((now, mesh.rank, built.lr_schedule.last_epoch)))
     if stateless:
         _log.warning("rank %d: no optimizer state for %s; it starts at zero", mesh.rank, stateless)

@@ -56,6 +56,30 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
             raise ValueError(f"boundary: two tables {which}; merge them")
 
 
+def check_stream(
+    block: int | None, epochs: int, max_steps: int | None, remembering: Sequence[tuple[int, str]]
+) -> None:
+    """A stream has one epoch of known length, and its samples do not come back.
+
+    `remembering` are cuts whose boundary caches samples, and its kind.
+    """
+    if block is None:
+        return
+    what = f"data.stream_block = {block}"
+    if max_steps is None:
+        raise ValueError(f"train.max_steps = none: {what} has no end of its own; set it")
+    if epochs != 1:
+        raise ValueError(
+            f"train.epochs = {epochs}: {what} is read in one pass; set train.epochs = 1"
+        )
+    for cut, kind in remembering:
+        raise ValueError(
+            f'boundary.forward.kind = "{kind}" at cut {cut}: it sends what changed since a sample '
+            f"was last seen, and with {what} none is seen twice; set forward = "
+            '{ kind = "stateless", bits = 5 } and the like backward'
+        )
+
+
 def check_gradcomp(table: Mapping[str, Any]) -> None:
     """There are such methods and options."""
     method = str(table.get("method", "allreduce"))

@@ -15,7 +15,7 @@ _MAY_CHANGE = (
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),
     *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),
 )
-_EPOCHS = "train.epochs"
+_EPOCHS, _STEPS = "train.epochs", "train.max_steps"
 _MOST = 8
 
 
@@ -67,7 +67,7 @@ def epochs_hint(changes: Sequence[Change]) -> str:
 
 def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
     """Prefixes of settings that may; epochs if no learning rate depends on them."""
-    return (*_MAY_CHANGE, _EPOCHS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
+    return (*_MAY_CHANGE, _EPOCHS, _STEPS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:

@@ -26,7 +26,12 @@ from thinpipe.aqsgd.config import MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
-from thinpipe.launch.config.checks import check_boundaries, check_cuts, check_gradcomp
+from thinpipe.launch.config.checks import (
+    check_boundaries,
+    check_cuts,
+    check_gradcomp,
+    check_stream,
+)
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import ModelSection, model_kind
@@ -247,6 +252,7 @@ class RunConfig(BaseModel):
         check_shards(self.pipeline, self.shards, self.model, self.train.optimizer)
         check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
+        _check_stream(self)
         _check_task(self)
         check_gradcomp(self.gradcomp)
         _check_tie(self)
@@ -310,6 +316,18 @@ def _check_sizes(config: RunConfig) -> None:
         )
 
 
+def _check_stream(config: RunConfig) -> None:
+    specs = [
+        (cut, spec)
+        for cut in config.pipeline.cuts
+        for boundary in [boundary_at(config.boundary, cut)]
+        for spec in (boundary.forward, boundary.backward)
+    ]
+    remembering = [(cut, spec.kind) for cut, spec in specs if spec.remembers]
+    train = config.train
+    check_stream(config.data.stream_block, train.epochs, train.max_steps, remembering)
+
+
 def _check_task(config: RunConfig) -> None:
     data, model = config.data, config.model
     labelled = data.kind == "labelled"
@@ -318,13 +336,12 @@ def _check_task(config: RunConfig) -> None:
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"
         )
-    masked = data.packing or data.objective == "prefix"
-    if data.kind == "instructions" and masked:
+    if data.packs or data.objective == "prefix":
         try:
             model.check_masks(data.sequence_length)
         except ValueError as error:
             raise ValueError(
-                f"data.packing = {str(data.packing).lower()}, "
+                f"data.packing = {str(data.packs).lower()}, "
                 f'data.objective = "{data.objective}": {error}'
             ) from None
     if data.labels is not None and model.problem == "regression":

@@ -40,6 +40,8 @@ class TrainConfig(BaseModel):
     `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
     "module:function" is a custom one, called as `function(named_parameters, lr=...)`.
 
+    `max_steps` ends a run earlier than `epochs`; a stream needs it, and has one epoch.
+
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
     Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
     So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
@@ -48,6 +50,7 @@ class TrainConfig(BaseModel):
     model_config = _STRICT
 
     epochs: int = Field(3, ge=1, le=10**9)
+    max_steps: int | None = Field(None, ge=1, le=10**12)
     batch_size: int = Field(16, ge=1)
     accumulate: int = Field(1, ge=1)
     optimizer: str = "adamw"
@@ -59,6 +62,11 @@ class TrainConfig(BaseModel):
     clip_norm: float = Field(1.0, ge=0)
     max_skipped: int = Field(10, ge=1)
     verify_every: int = Field(100, ge=0)
+
+    def steps(self, per_epoch: int) -> int:
+        """How many steps a run has, of epochs of so many."""
+        whole = self.epochs * per_epoch
+        return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
 class EvalConfig(BaseModel):

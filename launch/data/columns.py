@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 Field = str | int
 """A name, or the number of a column (from 0) in a TSV file without a header."""
+Fields = Field | tuple[Field, ...]
+"""A field, or several whose texts are joined by blank lines; all but the first may be blank."""
 Kind = Literal["text", "labelled", "instructions"]
 
 
@@ -14,9 +16,15 @@ class RowFields(BaseModel):
     """Fields are names, or numbers of columns in TSV files without a header.
 
     `text_field` alone is running text; with `label_field` (and `pair_field`, a second text) it is
-    classified, `labels` naming the classes in order; `prompt_field` and `response_field` are
-    instruction data, where `objective = "prefix"` makes attention bidirectional within a prompt and
-    `packing` puts several examples into a sequence.
+    classified, `labels` naming the classes in order. `prompt_field` and `response_field` are
+    instruction data; several prompt fields are joined by blank lines. `messages_field` holds
+    conversations. `chat_template` writes both out: "tokenizer" is the tokenizer's own, "plain" one
+    of headings, anything else a file of Jinja; without it prompts and responses are plain text.
+    `loss_on` says which answers of a conversation are learnt, "all" every token.
+    `objective = "prefix"` makes attention bidirectional within a prompt. `packing` puts several
+    examples into a sequence, or whole documents of text, which do not see each other.
+    `document_marks` are tokens between documents of text: those of the tokenizer, an end mark
+    alone, or none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -25,10 +33,14 @@ class RowFields(BaseModel):
     pair_field: Field | None = None
     label_field: Field | None = None
     labels: tuple[str, ...] | None = pydantic.Field(default=None, min_length=2)
-    prompt_field: Field | None = None
+    prompt_field: Fields | None = None
     response_field: Field | None = None
+    messages_field: Field | None = None
+    chat_template: str | None = pydantic.Field(default=None, min_length=1)
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
     objective: Literal["causal", "prefix"] = "causal"
-    packing: bool = True
+    packing: bool | None = None
+    document_marks: Literal["tokenizer", "end", "none"] = "tokenizer"
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -43,29 +55,51 @@ class RowFields(BaseModel):
                 f"fields {self.fields}: some are names and some numbers of columns; use one kind"
             )
         if self.kind == "instructions":
-            names = ("text_field", "pair_field", "label_field", "labels")
-            self._refuse(names, "only prompts and responses are read; remove it")
+            names: tuple[str, ...] = ("text_field", "pair_field", "label_field", "labels")
+            if self.messages_field is not None:
+                names += ("prompt_field", "response_field")
+            only = "prompts and responses" if self.messages_field is None else "conversations"
+            self._refuse((*names, "document_marks"), f"only {only} are read; remove it")
             return self
         if self.text_field is None:
             self._refuse(("label_field",), "labels belong to a text; set text_field")
         if self.kind == "text":
             remedy = "this belongs to classification; set text_field and label_field"
             self._refuse(("pair_field", "labels"), remedy)
-        remedy = "this belongs to instruction data; set prompt_field and response_field"
-        self._refuse(("objective", "packing"), remedy)
+        else:
+            self._refuse(("packing", "document_marks"), "labelled texts stand alone; remove it")
+        remedy = "this belongs to instruction data; set prompt_field and response_field, or "
+        self._refuse(("objective", "chat_template", "loss_on"), f"{remedy}messages_field")
         return self
 
     @property
     def kind(self) -> Kind:
-        if self.prompt_field is not None:
+        if self.prompt_field is not None or self.messages_field is not None:
             return "instructions"
         return "text" if self.label_field is None else "labelled"
 
     @property
+    def packs(self) -> bool:
+        """Whether several examples, or whole documents, share a sequence."""
+        return self.kind == "instructions" if self.packing is None else self.packing
+
+    @property
+    def prompt_fields(self) -> tuple[Field, ...]:
+        """The fields that make a prompt."""
+        if self.prompt_field is None:
+            return ()
+        return self.prompt_field if isinstance(self.prompt_field, tuple) else (self.prompt_field,)
+
+    @property
     def fields(self) -> list[Field]:
         """The fields that rows must have; empty for plain text."""
-        named = (self.text_field, self.pair_field, self.label_field)
-        return [f for f in (*named, self.prompt_field, self.response_field) if f is not None]
+        named = (self.text_field, self.pair_field, self.label_field, *self.prompt_fields)
+        return [f for f in (*named, self.response_field, self.messages_field) if f is not None]
+
+    @property
+    def optional_fields(self) -> tuple[Field, ...]:
+        """Fields that rows may have: what a system says, and tools, beside a conversation."""
+        return () if self.messages_field is None else ("system", "tools")
 
     def _refuse(self, names: tuple[str, ...], remedy: str) -> None:
         for name in names:

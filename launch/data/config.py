@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from thinpipe.launch.data.columns import RowFields
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-_HF_PREFIX = "hf:"
 
 
 class SourceConfig(BaseModel):
@@ -22,12 +21,14 @@ class SourceConfig(BaseModel):
 class DataConfig(RowFields):
     """Which data to train on, as sequences of `sequence_length` tokens.
 
-    `path` is a file, a folder (recursively, without hidden files) or a glob; `dataset`
-    is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
-    the source code of Python's standard library. Evaluation data are in `eval_path`, or held out
-    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"` takes
-    all of it. `factory` and `eval_factory` ("module:function") return your own datasets, whose
-    items are (input, target); without the second, the last `eval_sequences` samples are held out.
+    `path` is a file, a folder (recursively, without hidden files), a glob, or a data set of the
+    hub as `hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]`; `sources` are a mixture; without any, the
+    text is the source code of Python's standard library. Evaluation data are in `eval_path`, or
+    held out from the rest. The content decides the format, unless `format` does. `max_bytes` limits
+    how much running text is read, `train_sequences = "all"` takes all of it. With `stream_block`
+    rows are a stream, read in one pass and shuffled in blocks of so many. `factory` and
+    `eval_factory` ("module:function") return your own datasets, whose items are (input, target);
+    without the second, the last `eval_sequences` samples are held out.
     """
 
     factory: str | None = None
@@ -36,28 +37,21 @@ class DataConfig(RowFields):
     path: str | None = Field(default=None, min_length=1)
     eval_path: str | None = Field(default=None, min_length=1)
     sources: tuple[SourceConfig, ...] = ()
-    dataset: str | None = None
-    format: Literal["auto", "text", "tsv", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"] = "auto"
     sequence_length: int = Field(default=128, ge=1)
     train_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 512
     eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
     tokenizer: str = Field(default="bytes", min_length=1)
     max_bytes: int | None = Field(default=None, ge=1)
+    stream_block: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
-        given = {"path": self.path, "dataset": self.dataset, "sources": self.sources}
+        given = {"path": self.path, "sources": self.sources}
         named = {name: value for name, value in given.items() if value}
         if len(named) > 1:
             listed = ", ".join(f"{name} = {value!r}" for name, value in named.items())
             raise ValueError(f"{listed}: two sources of text; remove one")
-        if self.dataset is not None:
-            parse_dataset(self.dataset)
-            if self.eval_path is not None or self.format != "auto":
-                raise ValueError(
-                    f"dataset = {self.dataset!r}: has its own evaluation split and format; "
-                    "remove eval_path and format"
-                )
         if self.eval_path is not None and not named:
             raise ValueError(f"eval_path = {self.eval_path!r}: nothing to train on; set path")
         return self
@@ -70,7 +64,9 @@ class DataConfig(RowFields):
                     f"eval_factory = {self.eval_factory!r}: nothing to train on; set factory"
                 )
             return self
-        allowed = {"factory", "eval_factory", "eval_sequences", "sequence_length"}
+        allowed = {"factory", "eval_factory", "eval_sequences", "sequence_length", "stream_block"}
+        if self.stream_block is not None:
+            allowed.add("train_sequences")
         for name, field in type(self).model_fields.items():
             if name not in allowed and getattr(self, name) != field.default:
                 raise ValueError(
@@ -92,28 +88,32 @@ class DataConfig(RowFields):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stream_fits(self) -> "DataConfig":
+        if self.stream_block is None:
+            return self
+        what = f"stream_block = {self.stream_block}"
+        if self.path is None and self.factory is None:
+            raise ValueError(f"{what}: streams need rows; set path or factory")
+        if self.train_sequences != "all":
+            raise ValueError(
+                f"train_sequences = {self.train_sequences}: a stream is read as far as "
+                'train.max_steps asks; set train_sequences = "all"'
+            )
+        if self.eval_sequences == "all" and not (self.eval_path or self.eval_factory):
+            raise ValueError(
+                'eval_sequences = "all": the first samples of a stream are held out; give their '
+                "number, or set eval_path"
+            )
+        if self.max_bytes is not None:
+            raise ValueError(f"max_bytes = {self.max_bytes}: {what} reads rows; remove it")
+        return self
+
     @property
     def source(self) -> str:
         """Return the setting that chooses the text, as error messages quote it."""
         if self.factory is not None:
             return f"data.factory = {self.factory!r}"
-        if self.dataset is not None:
-            return f"data.dataset = {self.dataset!r}"
         if self.sources:
             return f"data.sources = {[source.path for source in self.sources]}"
         return f"data.path = {self.path!r}"
-
-
-def parse_dataset(dataset: str) -> tuple[str, str]:
-    """Return name and configuration of a `data.dataset`.
-
-    Raises:
-        ValueError: it is not of the form.
-    """
-    parts = dataset.removeprefix(_HF_PREFIX).split("/")
-    if not dataset.startswith(_HF_PREFIX) or len(parts) not in (2, 3) or not all(parts):
-        raise ValueError(
-            f"dataset = {dataset!r}: not of the form hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG; "
-            f"write for example hf:wikitext/wikitext-2-raw-v1"
-        )
-    return "/".join(parts[:-1]), parts[-1]

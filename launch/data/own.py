@@ -304,10 +304,10 @@ def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[Own
     Raises:
         ValueError: a function cannot be imported, fails, or returns something else.
     """
-    training = _made(factory, "data.factory")
+    training = made(factory, "data.factory")
     name = f'data.factory = "{factory}"'
     if eval_factory is not None:
-        evaluation = _made(eval_factory, "data.eval_factory")
+        evaluation = made(eval_factory, "data.eval_factory")
         return OwnSet(training, name), OwnSet(evaluation, f'data.eval_factory = "{eval_factory}"')
     count = len(OwnSet(training, name))
     if held_out >= count:
@@ -324,7 +324,7 @@ def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[Own
 
 
 @functools.cache
-def _made(factory: str, setting: str) -> Dataset:
+def made(factory: str, setting: str) -> Dataset:
     """What the function returns, made once in a process."""
     make = load_function(factory, setting)
     try:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from thinpipe.launch.data.token_file import TokenFile
 from thinpipe.pipeline.batch import Batch
 
 Ids = Sequence[int] | Tensor
@@ -63,6 +64,40 @@ class SequenceSet:
     @cached_property
     def digest(self) -> str:
         return _digest([self._tokens])
+
+
+class WindowSet:
+    """Running text: samples of `length` inputs follow each other in a token file.
+
+    The targets are the inputs shifted by one, so a sample has the first token of the next.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, length: int, chosen: Tensor | None, notes: Sequence[str] = ()
+    ) -> None:
+        """`chosen` are the windows that are samples; None: all."""
+        self._tokens, self._length, self._chosen = tokens, length, chosen
+        self._count = (tokens.size - 1) // length if chosen is None else len(chosen)
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: Ids) -> Batch:
+        ids_B = checked_ids(ids, len(self))
+        windows_B = ids_B if self._chosen is None else self._chosen[ids_B]
+        tokens = torch.stack([self._window(number) for number in windows_B.tolist()])
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
+
+    def _window(self, number: int) -> Tensor:
+        start = number * self._length
+        tokens = self._tokens.span(start, start + self._length + 1).tokens
+        return torch.from_numpy(tokens).to(torch.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        shape = f"{self._length} {self._count} {self._chosen is None}"
+        return hashlib.sha256(f"{shape} {self._tokens.digest}".encode()).hexdigest()
 
 
 class ColumnSet:

@@ -1,18 +1,15 @@
 """Text to token ids: bytes, or a tokenizer read from a folder."""
 
-import codecs
-import json
+import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
-from thinpipe.launch.data.text import first_character
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.data.tokenizer_files import read_backend, read_ends, without_dummy_space
 
 BYTES = "bytes"
-_KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+Spans = list[tuple[int, int]]
+"""Where the text of each token begins and ends, in characters."""
 
 
 class Fitted(NamedTuple):
@@ -24,19 +21,37 @@ class Fitted(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What reading data requires. `vocab` is the number of ids, `unit` what one token is called."""
+    """What data and generation require.
+
+    Ids are below `vocab`, and `holes` are those that stand for nothing; `unit` is what one token is
+    called. `begin` is what the tokenizer itself puts before a text, such as a BOS token. `ends` all
+    end an answer that is being written. `marks` are tokens that no other text becomes a part of.
+    """
 
     vocab: int
     unit: str
+    holes: tuple[int, ...]
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
+    marks: frozenset[int]
+    backend: Any
+    """As the package tokenizers has it; None if every byte is a token."""
 
-    def stream(self, text: bytes) -> Tensor:
-        """Running text as ids, 1-d."""
+    @property
+    def key(self) -> str:
+        """A digest of all that decides which tokens a text has."""
 
     def encode(self, text: str) -> list[int]:
-        """A piece of text, without special tokens."""
+        """A text, without special tokens around it."""
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, without special tokens; half a character is U+FFFD."""
+    def encode_after(self, text: str) -> list[int]:
+        """A text that follows another: a tokenizer's dummy space is not put before it."""
+
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
+        """As `encode`, or `encode_after`, with the place of every token."""
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        """The text of ids, with special tokens if asked; half a character is U+FFFD."""
 
     def sample(self, text: str, other: str | None) -> list[int]:
         """One or two texts to classify, with the tokenizer's special tokens."""
@@ -52,7 +67,7 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int:
-        """The id that ends an example.
+        """The id that is written to end an example.
 
         Raises:
             ValueError: the vocabulary has no such token.
@@ -63,17 +78,26 @@ class Bytes:
     """Every byte is a token; byte 0, which text does not hold, ends and separates."""
 
     vocab = 256
-    unit = "bytes"
+    unit = key = BYTES
+    backend = None
+    holes: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
     end = 0
-
-    def stream(self, text: bytes) -> Tensor:
-        """As uint8, without a copy per token."""
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    ends: tuple[int, ...] = (end,)
+    marks: frozenset[int] = frozenset(ends)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def encode_after(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
+        """Every byte of a character has the place of the character."""
+        places = [(place, place + 1) for place, char in enumerate(text) for _ in char.encode()]
+        return self.encode(text), places
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
         return bytes(ids).decode(errors="replace")
 
     def sample(self, text: str, other: str | None) -> list[int]:
@@ -96,59 +120,72 @@ class Bytes:
 
 
 class FolderTokenizer:
-    """A tokenizer.json, or GPT-2's vocab.json and merges.txt, read by the package tokenizers."""
+    """A folder's tokenizer, computed by the package tokenizers (`backend`)."""
 
     unit = "tokens"
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tokenizer = _read(folder)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.vocab: int = self._tokenizer.get_vocab_size()
+        self.folder = folder
+        self.backend = read_backend(folder)
+        known = set(self.backend.get_vocab(with_added_tokens=True).values())
+        if not known:
+            raise ValueError(f"data.tokenizer = {str(folder)!r}: has no tokens; save it again")
+        self.vocab: int = max(known) + 1
+        self.holes = tuple(number for number in range(self.vocab) if number not in known)
+        self.ends = read_ends(folder, self.backend)
+        self.begin = self._begin()
+        self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
 
-    def stream(self, text: bytes) -> Tensor:
-        """Raises ValueError if the text is not UTF-8."""
-        try:
-            # an incremental decoder leaves out a character that was cut at the end
-            decoded = codecs.getincrementaldecoder("utf-8")().decode(text[first_character(text) :])
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"data.tokenizer = {str(self._folder)!r}: the text is not UTF-8 ({error}); convert "
-                f'it, or use tokenizer = "{BYTES}"'
-            ) from None
-        return torch.tensor(self.encode(decoded), dtype=torch.int32)
+    def _begin(self) -> tuple[int, ...]:
+        alone, given = self.encode("a"), self.sample("a", None)
+        places = range(len(given) - len(alone) + 1)
+        first = next((at for at in places if given[at : at + len(alone)] == alone), 0)
+        return tuple(given[:first])
+
+    @cached_property
+    def _following(self) -> Any:
+        return without_dummy_space(self.backend)
+
+    @cached_property
+    def key(self) -> str:
+        return hashlib.sha256(str(self.backend.to_str()).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids))
+    def encode_after(self, text: str) -> list[int]:
+        return list(self._following.encode(text, add_special_tokens=False).ids)
+
+    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
+        backend = self._following if after else self.backend
+        found = backend.encode(text, add_special_tokens=False)
+        return list(found.ids), list(found.offsets)
+
+    def decode(self, ids: list[int], *, special: bool = False) -> str:
+        return str(self.backend.decode(ids, skip_special_tokens=not special))
 
     def sample(self, text: str, other: str | None) -> list[int]:
-        return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
+        return list(self.backend.encode(text, other, add_special_tokens=True).ids)
 
     def fitted(self, text: str, other: str | None, length: int) -> Fitted:
-        found = self._tokenizer.encode(text, other, add_special_tokens=True)
+        found = self.backend.encode(text, other, add_special_tokens=True)
         truncated = len(found.ids) > length
         if truncated:
-            marks = self._tokenizer.num_special_tokens_to_add(other is not None)
+            marks = self.backend.num_special_tokens_to_add(other is not None)
             check_room(length - marks, length, marks)
-            self._tokenizer.enable_truncation(length, strategy="longest_first")
-            found = self._tokenizer.encode(text, other, add_special_tokens=True)
-            self._tokenizer.no_truncation()
+            self.backend.enable_truncation(length, strategy="longest_first")
+            found = self.backend.encode(text, other, add_special_tokens=True)
+            self.backend.no_truncation()
         return Fitted(list(found.ids), list(found.type_ids), truncated)
 
     @property
     def end(self) -> int:
-        for name in (_configured_end(self._folder), *_KNOWN_ENDS):
-            found = self._tokenizer.token_to_id(name) if name else None
-            if found is not None:
-                return int(found)
-        raise ValueError(
-            f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
-            "eos_token in the folder's tokenizer_config.json"
-        )
+        if not self.ends:
+            raise ValueError(
+                f"data.tokenizer = {str(self.folder)!r}: no end-of-sequence token; name one as "
+                "eos_token in the folder's tokenizer_config.json"
+            )
+        return self.ends[0]
 
 
 def check_room(room: int, length: int, marks: int) -> None:
@@ -174,48 +211,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds one that `load_tokenizer` can read."""
-    names = {file.name for file in folder.iterdir()}
-    return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
-
-
-def _read(folder: Path) -> Any:
-    where = f"data.tokenizer = {str(folder)!r}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"{where}: no such folder, seen from {Path.cwd()}; name one with tokenizer.json, or "
-            f'use "{BYTES}"'
-        )
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{where}: {explain(error)}, or use tokenizer = "{BYTES}"') from error
-    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if not has_tokenizer(folder):
-        raise ValueError(
-            f"{where}: holds neither tokenizer.json nor vocab.json with merges.txt; "
-            "save the tokenizer there in one of these forms"
-        )
-    try:
-        if whole.is_file():
-            return tokenizers.Tokenizer.from_file(str(whole))
-        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-        found = tokenizers.Tokenizer(model)
-        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        found.add_special_tokens([end for end in _KNOWN_ENDS if found.token_to_id(end) is not None])
-    except Exception as error:  # the package raises bare exceptions
-        raise ValueError(f"{where}: cannot be read: {error}; save the tokenizer again") from error
-    return found
-
-
-def _configured_end(folder: Path) -> str | None:
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return None
-    try:
-        end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: not a JSON object ({error}); correct or remove it") from None
-    found = end.get("content") if isinstance(end, dict) else end
-    return None if found is None else str(found)
+def begun(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Ids of a text with what the tokenizer puts before one, which may be written there already."""
+    begin = list(tokenizer.begin)
+    return ids if ids[: len(begin)] == begin else begin + ids

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
-    "datasets": "datasets",
     "peft": "hf",
     "tensorboard": "tensorboard",
     "tokenizers": "hf",

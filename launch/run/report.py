@@ -63,6 +63,6 @@ def _read(folder: Path) -> ReportedRun:
     if not records:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
     per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
-    steps = max(records[-1].step, per_epoch * config.train.epochs)
+    steps = max(records[-1].step, config.train.steps(per_epoch))
     info = describe_run(config, steps)
     return ReportedRun(info, records, summarize(info, records, read_edges(folder)[0]))

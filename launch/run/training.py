@@ -17,7 +17,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.data.stream import position, sampler_for
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
@@ -58,19 +58,20 @@ class Training:
         self.shows = session.local_rank == show
         speaks = session.local_rank == max(0, show)
         self._relay: Callable[[], dict[str, Any] | None] = relay_status if speaks else lambda: None
-        self._sampler = EpochSampler(
-            len(samples),
+        self._sampler = sampler_for(
+            samples,
             batch_size=config.train.batch_size,
             replicas=session.mesh.dp_size,
             replica=session.mesh.dp_rank,
             seed=config.run.seed,
             shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
         )
-        self.steps = config.train.epochs * self._sampler.steps_per_epoch
+        self.steps = config.train.steps(self._sampler.steps_per_epoch)
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
-        self.built = build(
+        built = build(
             config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
         )
+        self.built = replace(built, samples=position(samples))
         facts = {
             "config": config.shared(),
             "data": digests,
@@ -184,12 +185,8 @@ class Training:
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
         per_epoch = self._sampler.steps_per_epoch
-        end = (epoch + 1) * per_epoch
-        return (
-            range(end, end)
-            if self._ended_before
-            else range(max(self.start, epoch * per_epoch), end)
-        )
+        stop = min((epoch + 1) * per_epoch, self.steps)
+        return range(stop if self._ended_before else max(self.start, epoch * per_epoch), stop)
 
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if a stream of them has ended before."""

@@ -13,21 +13,18 @@ from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.data.rows import Row, find_format, read_rows
-from thinpipe.launch.data.text import find_files
-from thinpipe.launch.data.tokenizer import has_tokenizer
+from thinpipe.launch.data.documents import Document
+from thinpipe.launch.data.encode import encoder_for
+from thinpipe.launch.data.reading.source import first_rows
+from thinpipe.launch.data.tokenizer import load_tokenizer
+from thinpipe.launch.data.tokenizer_files import has_chat_template, has_tokenizer
+from thinpipe.launch.starter.fields import find_fields
 from thinpipe.pipeline.models.own.functions import load_function
 
-_TEXT = ("text", "content", "document")
-_PAIRS = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-    ("question", "answer"),
-    ("input", "output"),
-)
 _LENGTHS = (128, 64, 32, 16, 8)
 """Of sequences, the first for which there is enough text."""
+_NEARLY, _MOST_CONTEXT = 0.95, 1024
+"""Share of conversations that fit; the longest context of a new model."""
 _BATCH = 16
 
 
@@ -124,30 +121,15 @@ def _look_at_data(found: Draft, data: str | None) -> None:
         found.notes.append("no --data: the text is the source code of Python's standard library")
         found.data |= {"train_sequences": 512}
         return
-    files = find_files(data, "--data")
     found.data |= {"path": data, "train_sequences": "all"}
-    kind = find_format(files, source=f"--data = {data!r}", has_fields=False)
-    if kind == "text":
+    rows = first_rows(data, "--data")
+    if rows is None:
         return
-    rows = read_rows(files[:1], kind, header=True)
     if not rows:
-        raise ConfigError(f"--data = {data!r}: {files[0]} has no rows; name a file that has some")
-    found.data |= _fields(rows[0], data)
-
-
-def _fields(row: Row, data: str) -> dict[str, Any]:
-    names = list(row.fields)
-    for prompt, response in _PAIRS:
-        if prompt in names and response in names:
-            return {"prompt_field": prompt, "response_field": response}
-    for name in _TEXT:
-        if name in names:
-            return {"text_field": name}
-    raise ConfigError(
-        f"--data = {data!r}: it has the fields {', '.join(map(str, names))}, none of which is "
-        f"known as text ({', '.join(_TEXT)}) or as prompt and response; rename them, or begin with "
-        "a run file of examples/ and name them in [data]"
-    )
+        raise ConfigError(f"--data = {data!r}: no rows; name a file that has some")
+    folder = found.model.get("pretrained", found.model.get("config"))
+    own = folder is not None and has_chat_template(Path(folder).expanduser())
+    found.data |= find_fields(rows[0], data, has_template=own)
 
 
 def _fit(found: Draft, stages: int) -> None:
@@ -176,6 +158,11 @@ def _longest(found: Draft) -> tuple[int, int]:
     """The longest sequences for which there is text, and how many there are."""
     model: Any = _config(found, data={"sequence_length": 1}).model  # of tokens, not a custom one
     wanted = [length for length in _LENGTHS if length <= model.context] or [model.context]
+    if "layers" in found.model:
+        found.model["context"] = max([model.context, *_needed(found, _MOST_CONTEXT)])
+        wanted = [found.model["context"], *wanted]
+    else:
+        wanted = _needed(found, model.context) + wanted
     last: ValueError | None = None
     for length in wanted:
         for held_out in (64, 8, 1):
@@ -189,6 +176,21 @@ def _longest(found: Draft) -> tuple[int, int]:
             return length, len(corpus.train)
     assert last is not None
     raise last
+
+
+def _needed(found: Draft, context: int) -> list[int]:
+    """The length that nearly all of the first conversations or prompts need, if data are some."""
+    own = {"context": context} if "layers" in found.model else {}
+    config = _config(found, model=own, data={"sequence_length": context}).data
+    if config.kind != "instructions" or config.path is None:
+        return []
+    encoder = encoder_for(config, load_tokenizer(config.tokenizer))
+    found_there = encoder.encode(first_rows(config.path, "--data") or [])
+    sizes = sorted(len(one) for one in found_there if isinstance(one, Document))
+    if not sizes:
+        return []
+    needed = sizes[int(_NEARLY * (len(sizes) - 1))] - 1  # the last token is no input
+    return [min(context, max(_LENGTHS[0], 1 << (needed - 1).bit_length()))]
 
 
 def _config(found: Draft, **changes: dict[str, Any]) -> RunConfig:

@@ -1,5 +1,7 @@
 """Commands that take a trained model home: `thinpipe export` and `thinpipe generate`."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,8 +9,9 @@ import typer
 
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
-from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
+from thinpipe.launch.trained.generate import Conversation, Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
 
@@ -74,9 +77,18 @@ def export_model(
         typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
 
 
-def generate_text(
+def generate_text(  # noqa: PLR0913  # one parameter per option
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt", metavar="TEXT", help="Text to continue, or with --chat to answer."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer in the run's chat template; questions from input."),
+    ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to write.")] = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", help="0 takes the likeliest token; 1 samples as is.")
@@ -87,13 +99,37 @@ def generate_text(
     seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
     step: StepOption = None,
 ) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue a prompt with a trained model, or talk with it."""
     try:
         sampling = Sampling(max_tokens, temperature, top_k, seed)
+        if chat:
+            _talk(Conversation(run_folder, step=step), prompt, sampling)
+            return
+        if prompt is None:
+            raise ConfigError("--prompt: is missing; give the text to continue, or add --chat")
         pieces = iter(generate(run_folder, prompt, sampling, step=step))
         typer.echo(f"{prompt}{next(pieces, '')}", nl=False)  # if all is well
-        for piece in pieces:
-            typer.echo(piece, nl=False)
-        typer.echo()
+        _print(pieces)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+
+
+def _talk(conversation: Conversation, prompt: str | None, sampling: Sampling) -> None:
+    """Answer one question, or those of every line of the input."""
+    if prompt is not None:
+        _print(conversation.answer(prompt, sampling))
+        return
+    shown = "> " if sys.stdin.isatty() else ""
+    while True:
+        typer.echo(shown, nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            _print(conversation.answer(line.strip(), sampling))
+
+
+def _print(pieces: Iterator[str]) -> None:
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()

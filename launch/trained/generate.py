@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.tokenizer import Tokenizer, load_tokenizer
+from thinpipe.launch.data.tokenizer import Tokenizer, begun, load_tokenizer
 from thinpipe.launch.trained.model import Step, load
+from thinpipe.pipeline.loss import IGNORED_TARGET
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
+_CONTEXT_TOKENS = 16
 _SHOWN_TOKENS = 48  # of a sample at the end of a run
 _MOST_PARAMETERS = 50e6  # of a model that is sampled unasked: reading and running takes seconds
 
@@ -55,7 +57,50 @@ def generate(
     if not ids:
         raise ConfigError(f"--prompt = {prompt!r}: holds no token; write a word")
     model = load(run_folder, step=step)
-    yield from _Writer(config, model, tokenizer).write(ids, sampling)
+    writer = _Writer(config, model, tokenizer, frozenset(tokenizer.ends))
+    yield from writer.write(begun(tokenizer, ids), sampling)
+
+
+class Conversation:
+    """Questions and answers, written out by the chat template that the run trained with."""
+
+    def __init__(self, run_folder: Path, *, step: int | None = None) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError, CheckpointError: there is no language model of text in the folder.
+            ValueError: there is no chat template.
+        """
+        from thinpipe.launch.data.chat.encoder import answer_ends
+        from thinpipe.launch.data.chat.template import load_template
+
+        config = read_config(run_folder)
+        data = config.data
+        if data.kind == "instructions" and not (data.messages_field or data.chat_template):
+            raise ConfigError(
+                f"--chat: {run_folder} was trained on prompts without a chat template; use "
+                "--prompt, and end it as its prompts do"
+            )
+        self._tokenizer = _tokenizer_of(config)
+        self._template = load_template(data.chat_template, self._tokenizer)
+        ends = answer_ends(self._template, self._tokenizer)
+        self._writer = _Writer(config, load(run_folder, step=step), self._tokenizer, ends)
+        self._messages: list[dict[str, str]] = []
+
+    def answer(self, question: str, sampling: Sampling) -> Iterator[str]:
+        """Yield the answer to one more question, piece by piece.
+
+        Raises:
+            ValueError: the template does not take the conversation.
+        """
+        self._messages.append({"role": "user", "content": question})
+        text = self._template.render(self._messages, prompt=True)
+        said = ""
+        ids = begun(self._tokenizer, self._tokenizer.encode(text))
+        for piece in self._writer.write(ids, sampling):
+            said += piece
+            yield piece
+        self._messages.append({"role": "assistant", "content": said})
 
 
 def read_config(run_folder: Path) -> RunConfig:
@@ -87,11 +132,36 @@ def sample_lines(config: RunConfig) -> list[str]:
     if sum(p.numel() for p in model.parameters()) > _MOST_PARAMETERS:
         return [f'note: a large model writes with: thinpipe generate {folder} --prompt "..."']
     tokenizer = _tokenizer_of(config)
-    writer, lines = _Writer(config, model, tokenizer), ["what it writes now:"]
+    ends = frozenset(tokenizer.ends)
+    if config.data.messages_field or config.data.chat_template:
+        from thinpipe.launch.data.chat.encoder import answer_ends
+        from thinpipe.launch.data.chat.template import load_template
+
+        ends = answer_ends(load_template(config.data.chat_template, tokenizer), tokenizer)
+    writer, lines = _Writer(config, model, tokenizer, ends), ["what it writes now:"]
+    prompts = _prompts(config) or [begun(tokenizer, tokenizer.encode("\n"))]
     for seed in range(config.eval.samples):
-        text = "".join(writer.write(tokenizer.encode("\n"), Sampling(_SHOWN_TOKENS, seed=seed)))
-        lines.append(f"  {' '.join(text.split())}")
+        asked = prompts[seed % len(prompts)]
+        text = "".join(writer.write(asked, Sampling(_SHOWN_TOKENS, seed=seed)))
+        question = " ".join(tokenizer.decode(asked[-_SHOWN_TOKENS:]).split())
+        shown = " ".join(text.split())
+        lines.append(f"  {question} -> {shown}" if question else f"  {shown}")
     return [*lines, f'  more: thinpipe generate {folder} --prompt "..."']
+
+
+def _prompts(config: RunConfig) -> list[list[int]]:
+    """Tokens of held-out examples up to the first that is learnt; none for running text."""
+    from thinpipe.launch.corpus import check_data
+
+    if config.data.kind != "instructions":
+        return []
+    evaluation = check_data(config).evaluation
+    batch = evaluation.batch(range(min(config.eval.samples, len(evaluation))))
+    found = []
+    for ids, targets in zip(batch.inputs_BT, batch.targets, strict=True):
+        first = int((targets != IGNORED_TARGET).int().argmax())
+        found.append(ids[: first + 1].tolist())
+    return found
 
 
 def _no_text(config: RunConfig) -> str | None:
@@ -110,8 +180,11 @@ def _tokenizer_of(config: RunConfig) -> Tokenizer:
 class _Writer:
     """Draws tokens from a model's predictions."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, config: RunConfig, model: nn.Module, tokenizer: Tokenizer, ends: frozenset[int]
+    ) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
+        self._holes = torch.tensor(tokenizer.holes, dtype=torch.int64)
         self._context = (
             config.data.sequence_length
             if isinstance(config.model, OwnModelConfig)
@@ -126,16 +199,19 @@ class _Writer:
     def write(self, ids: list[int], sampling: Sampling) -> Iterator[str]:
         """Yield the text after `ids`, whole characters at a time."""
         generator = torch.Generator().manual_seed(sampling.seed)
-        end = _end_of(self._tokenizer)
+        tokenizer = self._tokenizer
+        # decoded with some of what comes before: the space that begins a text is dropped
+        before = ids[-_CONTEXT_TOKENS:]
         written: list[int] = []
-        shown = ""
+        shown = tokenizer.decode(before)
         for _ in range(sampling.tokens):
-            logits_V = self._predict([*ids, *written])
-            token = _draw(logits_V[: self._tokenizer.vocab], sampling, generator)
-            if token == end:
+            logits_V = self._predict([*ids, *written])[: tokenizer.vocab]
+            logits_V[self._holes] = -torch.inf
+            token = _draw(logits_V, sampling, generator)
+            if token in self._ends:
                 break
             written.append(token)
-            text = self._tokenizer.decode(written)
+            text = tokenizer.decode([*before, *written])
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is incomplete
                 yield text[len(shown) :]
                 shown = text
@@ -180,10 +256,3 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> i
         least = scores_V.topk(sampling.top_k).values[-1]
         scores_V = scores_V.masked_fill(scores_V < least, -torch.inf)
     return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))
-
-
-def _end_of(tokenizer: Tokenizer) -> int | None:
-    try:
-        return tokenizer.end
-    except ValueError:
-        return None

@@ -204,6 +204,13 @@ class ModelKind(BaseModel):
             ValueError: they may not.
         """
 
+    def check_packing(self) -> None:
+        """Compare packed examples with single ones, if the model is to be checked by running it.
+
+        Raises:
+            ValueError: they differ.
+        """
+
     def facts(self) -> dict[str, str]:
         """Facts that must be equal on all hosts besides settings."""
         return {}

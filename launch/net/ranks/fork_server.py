@@ -31,6 +31,7 @@ _FORKED = "thinpipe.launch.net.ranks.forked"
 
 PRELOADED = (
     "thinpipe.launch.start",
+    "thinpipe.launch.data.load",
     "thinpipe.pipeline.wire.kernels.cpu.uniform",
     "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),

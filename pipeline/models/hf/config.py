@@ -52,8 +52,8 @@ class HuggingFaceConfig(TokenModel):
     "single_label_classification"). `dropout` replaces every dropout rate of the folder's config.
     With `tie_embeddings = "exact"` a tied head stays equal to the embedding when a cut separates
     them; "untied" lets the copies diverge. With `self_check` one step of the cut model is compared
-    with that of the whole one before training. `from_run` is the folder of a run whose weights this
-    one starts from.
+    with that of the whole one before training, and packed examples with single ones. `from_run` is
+    the folder of a run whose weights this one starts from.
     """
 
     tag: ClassVar = "folder"
@@ -251,7 +251,13 @@ class HuggingFaceConfig(TokenModel):
     def check_masks(self, tokens: int) -> None:
         from thinpipe.pipeline.models.hf.masks import check_masks
 
-        check_masks(self.transformers_config, tokens)
+        check_masks(self.transformers_config, tokens, tried=self.self_check)
+
+    def check_packing(self) -> None:
+        from thinpipe.pipeline.models.hf.self_check import check_packed
+
+        if self.self_check:
+            check_packed(self, seed=0)
 
     def facts(self) -> dict[str, str]:
         return {"folder": self.digest()}

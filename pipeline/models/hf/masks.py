@@ -3,7 +3,7 @@
 A family's forward makes a mask from padding and counts positions from 0. It passes on a mask of
 four dimensions as it is, and takes positions, so both are made here, as for our own model. A family
 is listed once `tests/pipeline/models/hf/test_masks.py` shows that an example in a pack gets the
-logits it has alone.
+logits it has alone; of any other the self-check tries that (`self_check.py`).
 
 Axes: B samples, T tokens, Q query tokens, K key tokens.
 """
@@ -36,8 +36,10 @@ def takes_types(model: Any) -> bool:
     return types > 1 and "token_type_ids" in inspect.signature(model.base_model.forward).parameters
 
 
-def check_masks(config: Any, tokens: int) -> None:
+def check_masks(config: Any, tokens: int, *, tried: bool = False) -> None:
     """Check that sequences of so many tokens may be packed and have prefixes.
+
+    `tried` says that the self-check is on, which tries families that are not listed.
 
     Raises:
         ValueError: the family (of this transformers config) cannot, or not in such long sequences.
@@ -47,6 +49,11 @@ def check_masks(config: Any, tokens: int) -> None:
         raise ValueError(
             f"model_type = {config.model_type!r}: {reason}, so packed examples and prefixes are "
             f"not supported; {_REMEDY}, or a model of {', '.join(_FAMILIES)}"
+        )
+    if config.model_type not in _FAMILIES and not tried:
+        raise ValueError(
+            f"model_type = {config.model_type!r}: it has not been tested with masks and positions "
+            f"of ours; set model.self_check = true, which tries it before training, or {_REMEDY}"
         )
     for setting, most in _limits(config).items():
         if tokens > most:
@@ -86,8 +93,6 @@ def _rejection(config: Any) -> str | None:
         return "it is an encoder, which reads one text at a time"
     if config.model_type == "gpt_neo":
         return "its blocks add causal and local masks of their own"
-    if config.model_type not in _FAMILIES:
-        return "it has not been tested with masks and positions of ours"
     if getattr(config, "use_bidirectional_attention", False):
         return "with use_bidirectional_attention it is no causal model"
     return None

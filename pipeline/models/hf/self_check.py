@@ -1,4 +1,4 @@
-"""One step of a cut model against the whole one, bit for bit.
+"""One step of a cut model against the whole one, bit for bit; packed examples against single ones.
 
 Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
@@ -14,6 +14,9 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
 
 _TOKENS = 16
+_CLOSE = 1e-3
+"""Of logits, in units of their spread; rounding gives 1e-6 to 1e-4, a wrong mask over 1e-2."""
+_UNPACKED = "use packing = false"
 
 
 def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
@@ -39,6 +42,37 @@ def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
             f"whole model's by {by:.2g} ({len(differing)} of {len(found)} tensors differ); do not "
             "train it cut, or say how it is cut with register_family"
         )
+
+
+@torch.no_grad()
+def check_packed(config: HuggingFaceConfig, *, seed: int) -> None:
+    """Compare the logits of two examples in one sequence with those of each alone.
+
+    Raises:
+        ValueError: they differ, or the family does not take masks and positions of ours.
+    """
+    kind = config.transformers_config.model_type
+    stage = build_stage(config, 0, config.layers, seed=seed, device="cpu").eval()
+    ids_BT = _batch(config)[0][:1]
+    first = ids_BT.shape[1] // 2 - 1
+    segments_BT = torch.ones_like(ids_BT)
+    segments_BT[:, first:] = 2
+    alone = Samples(torch.tensor([0]))
+    try:
+        packed_TV = stage(ids_BT, Samples(alone.ids_B, segments_BT > 0, segments_BT))[0]
+    except Exception as error:  # whatever a family does with a mask that it does not expect
+        raise ValueError(
+            f"{_packed(kind)} ({type(error).__name__}: {error}); {_UNPACKED}"
+        ) from None
+    parts = [stage(part, alone)[0] for part in (ids_BT[:, :first], ids_BT[:, first:])]
+    expected_TV = torch.cat(parts)
+    by = float((packed_TV - expected_TV).abs().max() / expected_TV.std())
+    if not by < _CLOSE:
+        raise ValueError(f"{_packed(kind)}: logits differ by {by:.2g} of their spread; {_UNPACKED}")
+
+
+def _packed(kind: str) -> str:
+    return f"model_type = {kind!r}: packed examples are not computed as they are alone"
 
 
 def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str, Tensor]:

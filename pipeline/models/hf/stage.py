@@ -19,12 +19,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
-from thinpipe.pipeline.models.hf.masks import (
-    check_masks,
-    mask_inputs,
-    needs_mask,
-    takes_types,
-)
+from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
 from thinpipe.pipeline.models.hf.weights import Sources
 from thinpipe.pipeline.wire.checksum import hex_digest
 
@@ -65,7 +60,7 @@ class HuggingFaceStage(nn.Module):
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
         if needs_mask(samples):
-            check_masks(self._config.transformers_config, x.shape[1])
+            self._config.check_masks(x.shape[1])
             attention = self.model.config._attn_implementation
             given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
         else:

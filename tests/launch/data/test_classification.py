@@ -1,9 +1,6 @@
 """Labelled texts and rows of every source, through `load`."""
 
-import importlib.util
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +81,20 @@ def test_the_digest_covers_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "changes", "message"),
     [
-        ("a\tmaybe\t\tx\n", {}, r"a.tsv:1: field 1 = 'maybe': not a whole number; name the labels"),
-        ("a\t2\t\tx\n", {}, r"a.tsv:1: field 1 = '2': model.classes = 2 allows labels 0 to 1"),
+        (
+            "a\tmaybe\t\tx\n",
+            {},
+            r"a.tsv, row 1: field 1 = 'maybe': not a whole number; name the labels",
+        ),
+        ("a\t2\t\tx\n", {}, r"a.tsv, row 1: field 1 = '2': model.classes = 2 allows labels 0 to 1"),
         ("a\t-1\t\tx\n", {}, r"field 1 = '-1': model.classes = 2"),
         ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"'1': not one of data.labels = \['n', 'y'\]"),
-        ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': blank"),
+        ("a\t1\t\t\n", {}, r"a.tsv, row 1: field 3 = '': blank"),
         ("", {}, r"data.path = '.*a.tsv': no rows; name a file"),
         ("a\t1\t\tx\n", {"eval_path": None}, r"fewer than 10 rows, .* set data.eval_path"),
         (COLA, {"eval_sequences": 41}, r"data.eval_sequences = 41: .* gives 40 .* at most 40"),
-        (COLA, {"format": "text"}, r"text has no fields \[3, 1\]; set data.format"),
-        (COLA, {"format": "jsonl"}, r"fields \[3, 1\]: JSONL has names, not numbers"),
+        (COLA, {"format": "text"}, r"text has no fields \[3, 1\]; remove them"),
+        (COLA, {"format": "jsonl"}, r"fields \[3, 1\]: jsonl has names, not numbers"),
     ],
 )
 def test_rows_and_settings_that_do_not_fit_are_named(
@@ -116,13 +117,18 @@ def test_rows_and_settings_that_do_not_fit_are_named(
             r"text_field = 't': only prompts and responses are read; remove it",
         ),
         ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
+        ({"loss_on": "last"}, r"loss_on = 'last': this belongs to instruction data; set"),
         (
-            {"packing": False},
-            r"packing = False: this belongs to instruction data; set",
+            {"path": "a", "text_field": "t", "label_field": "l", "packing": True},
+            r"packing = True: labelled texts stand alone; remove it",
         ),
+        (
+            {"messages_field": "m", "prompt_field": "q", "response_field": "a"},
+            r"prompt_field = 'q': only conversations are read; remove it",
+        ),
+        ({"messages_field": "m", "document_marks": "end"}, r"document_marks = 'end': only conv"),
         ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
         ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
-        ({"dataset": "hf:a/b", "eval_path": "c"}, r"has its own evaluation split and format"),
         ({"path": "a", "text_field": "t", "label_field": 1}, r"\['t', 1\]: some are names and"),
         (
             {"path": "a", "text_field": "t", "label_field": "l", "max_bytes": 9},
@@ -141,18 +147,45 @@ def test_settings_that_contradict_each_other_are_refused(
 def test_values_that_are_not_text_are_never_trained_on(tmp_path: Path, value: Any) -> None:
     """Whatever the kind of samples: Python's spelling of them would be learnt, in silence."""
     good = {"a": "text", "b": "other", "label": 0}
-    for settings, fields in (
-        ({"text_field": "a"}, "a"),
-        ({"text_field": "a", "pair_field": "b", "label_field": "label"}, "ab"),
-        ({"prompt_field": "a", "response_field": "b"}, "ab"),
-    ):
-        for field in fields:
+    kinds = (
+        {"text_field": "a", "pair_field": "b", "label_field": "label"},
+        {"prompt_field": "a", "response_field": "b"},
+    )
+    for settings in kinds:
+        for field in "ab":
             rows = [json.dumps(good)] * 30 + [json.dumps({**good, field: value})]
             path = _write(tmp_path, "a.jsonl", "\n".join(rows) + "\n")
-            config = DataConfig(path=path, eval_path=path, sequence_length=4, **settings)
-            message = rf"a.jsonl:31: field '{field}' = .*: {type(value).__name__}, not text"
-            with pytest.raises(ValueError, match=message):
-                load(config)
+            config = DataConfig(
+                path=path, eval_path=path, sequence_length=16, train_sequences="all",
+                eval_sequences="all", packing=None if "label_field" in settings else False,
+                **settings,
+            )  # fmt: skip
+            kind = type(value).__name__
+            if "label_field" in settings:
+                with pytest.raises(ValueError, match=rf"31: field '{field}' = .*: {kind}, not te"):
+                    load(config)
+                continue
+            training, _ = load(config)
+            assert len(training) == 30
+            reason = f"1 row is left out: field '{field}' is {kind}, not text ({path}:31)"
+            assert training.notes[0] == f"note: data.path = {path!r}: {reason}"
+
+
+@pytest.mark.parametrize("value", [["a", "list"], 3, None, True, {"a": "b"}])
+def test_rows_without_text_are_left_out_of_running_text_and_named(
+    tmp_path: Path, value: Any
+) -> None:
+    rows = [json.dumps({"a": "text"})] * 30
+    more = [*rows[:9], json.dumps({"a": value}), *rows[9:]]
+    both = [_write(tmp_path, "a.jsonl", "\n".join(rows))]
+    both.append(_write(tmp_path, "b.jsonl", "\n".join(more)))
+    choices: dict[str, Any] = {"text_field": "a", "train_sequences": "all", "sequence_length": 4}
+    good, bad = (load(DataConfig(path=p, eval_path=p, eval_sequences=1, **choices)) for p in both)
+    everything = [part.batch(range(len(part))).inputs_BT.tolist() for part in (good[0], bad[0])]
+    assert everything[0] == everything[1]
+    (note,) = bad[0].notes
+    kind = "is null" if value is None else f"is {type(value).__name__}, not text"
+    assert f"1 row is left out: field 'a' {kind} ({both[1]}:10)" in note
 
 
 def test_labels_are_text_whole_numbers_or_what_json_spells(tmp_path: Path) -> None:
@@ -235,42 +268,22 @@ def test_a_tokenizer_makes_running_text_shorter(tmp_path: Path) -> None:
         load(DataConfig(tokenizer=str(tmp_path), **(choices | {"eval_sequences": 999})))
 
 
-def _offer(monkeypatch: pytest.MonkeyPatch, splits: dict[str, dict[str, list[Any]]]) -> None:
-    """Data sets made here; with the package, they are real ones."""
-    if importlib.util.find_spec("datasets") is not None:
-        import datasets
-
-        real = datasets.DatasetDict({n: datasets.Dataset.from_dict(c) for n, c in splits.items()})
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_: real)
-        return
-
-    class Split(dict[str, list[Any]]):
-        @property
-        def column_names(self) -> list[str]:
-            return list(self)
-
-    package = types.ModuleType("datasets")
-    made = {name: Split(columns) for name, columns in splits.items()}
-    vars(package)["load_dataset"] = lambda *_: made
-    monkeypatch.setitem(sys.modules, "datasets", package)
-
-
-def test_qnli_is_read_as_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def columns(*labels: int) -> dict[str, list[Any]]:
-        count = len(labels)
-        return {"question": ["Q?"] * count, "sentence": ["S."] * count, "label": list(labels)}
-
-    _offer(monkeypatch, {"train": columns(0, 1), "validation": columns(1), "test": columns(-1)})
+def test_pairs_of_a_data_set_are_read(tmp_path: Path) -> None:
+    """A folder stands for one of the hub: the package reads both alike."""
+    labels = {"train": (0, 1), "validation": (1,), "test": (-1,)}
+    for split, numbers in labels.items():
+        rows = [{"question": "Q?", "sentence": "S.", "label": number} for number in numbers]
+        _write(tmp_path, f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     names: dict[str, Any] = {
         "text_field": "question",
         "pair_field": "sentence",
         "label_field": "label",
     }
     choices: dict[str, Any] = {"train_sequences": "all", "eval_sequences": "all"}
-    config = DataConfig(dataset="hf:nyu-mll/glue/qnli", **names, **choices)
+    config = DataConfig(path=f"hf:{tmp_path}", **names, **choices)
     training, held_out = load(config)
     assert _texts(training) == [("Q?\0S.", 0), ("Q?\0S.", 1)]
     assert _texts(held_out) == [("Q?\0S.", 1)]
     wrong = config.model_copy(update={"label_field": "answer"})
-    with pytest.raises(ValueError, match=r"no column 'answer' in a split 'train' \(it has \['ques"):
+    with pytest.raises(ValueError, match=r"no field 'answer' among \['ques"):
         load(wrong)

@@ -1,10 +1,7 @@
-import importlib.util
 import itertools
 import os
-import sys
 import sysconfig
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,8 @@ from torch import Tensor
 
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import files, load
+from thinpipe.launch.data.reading.text import is_utf8
 from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
-from thinpipe.launch.data.text import is_utf8
 
 
 def _set(n: int = 5, length: int = 3) -> SequenceSet:
@@ -259,10 +256,10 @@ def test_addresses_are_no_paths() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"path": "a", "dataset": "hf:b/c"}, r"path = 'a', dataset = 'hf:b/c': .* remove one"),
-        ({"dataset": "wikitext"}, r"dataset = 'wikitext': not of the form hf:NAME/CONFIG"),
-        ({"dataset": "hf:wikitext"}, r"write for example hf:wikitext/wikitext-2-raw-v1"),
-        ({"dataset": "hf:a//b"}, r"not of the form"),
+        (
+            {"path": "a", "sources": [{"path": "b", "weight": 1}]},
+            r"path = 'a', sources = .*: two sources of text; remove one",
+        ),
         ({"sequence_length": 0}, r"sequence_length\n.*greater than or equal to 1"),
         ({"pth": "a"}, r"pth\n.*not permitted"),
     ],
@@ -270,68 +267,6 @@ def test_addresses_are_no_paths() -> None:
 def test_wrong_settings_are_named(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(**choices)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is here")
-def test_missing_datasets_package_is_named() -> None:
-    with pytest.raises(
-        ImportError, match=r"data.dataset = 'hf:.*-m pip install 'thinpipe\[datasets\]'`"
-    ):
-        load(DataConfig(dataset="hf:wikitext/wikitext-2-raw-v1"))
-
-
-class _Split(dict[str, list[str]]):
-    @property
-    def column_names(self) -> list[str]:
-        return list(self)
-
-
-def _offer(monkeypatch: pytest.MonkeyPatch, **splits: _Split) -> list[tuple[str, str]]:
-    """Stand in for the optional package, whose real data sets need the network."""
-    asked: list[tuple[str, str]] = []
-
-    def load_dataset(name: str, subset: str) -> dict[str, _Split]:
-        asked.append((name, subset))
-        return splits
-
-    package = types.ModuleType("datasets")
-    vars(package)["load_dataset"] = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    return asked
-
-
-def _rows(first: int, lines: int) -> _Split:
-    return _Split(text=[f"{number:07d}" for number in range(first, first + lines)])
-
-
-@pytest.mark.parametrize("held_out", ["validation", "test"])
-def test_dataset_brings_its_own_held_out_text(
-    monkeypatch: pytest.MonkeyPatch, held_out: str
-) -> None:
-    asked = _offer(monkeypatch, train=_rows(0, 20), **{held_out: _rows(20, 10)})
-    config = DataConfig(
-        dataset="hf:owner/name/raw", sequence_length=16, train_sequences="all", eval_sequences=4
-    )
-    training, evaluation = load(config)
-    assert asked == [("owner/name", "raw")]
-    assert _lines(training) == set(_numbered(0, 18).splitlines(keepends=True))
-    assert _lines(evaluation) == set(_numbered(20, 8).splitlines(keepends=True))
-
-
-def test_dataset_without_held_out_text_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    _offer(monkeypatch, train=_rows(0, 100))
-    config = DataConfig(
-        dataset="hf:name/raw", sequence_length=16, train_sequences="all", eval_sequences=2
-    )
-    training, evaluation = load(config)
-    assert len(training) == 44
-    assert min(_lines(evaluation)) >= b"0000090"
-
-
-def test_dataset_without_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _offer(monkeypatch, train=_Split(label=["a"]))
-    with pytest.raises(ValueError, match=r"'hf:name/raw': no column 'text' in a split 'train'"):
-        load(DataConfig(dataset="hf:name/raw"))
 
 
 def test_files_are_those_of_texts_and_tokenizer(tmp_path: Path) -> None:
@@ -352,4 +287,4 @@ def test_files_are_those_of_texts_and_tokenizer(tmp_path: Path) -> None:
     assert names == ["a.jsonl", "b.jsonl", "held.jsonl", "tokenizer.json"]
     one = DataConfig(path=str(tmp_path / "a.jsonl"))
     assert files(one) == [tmp_path / "a.jsonl"]
-    assert files(DataConfig(dataset="hf:wikitext/wikitext-2-raw-v1")) == []
+    assert files(DataConfig(path="hf:Salesforce/wikitext:wikitext-2-raw-v1")) == []

@@ -27,7 +27,7 @@ def test_vocabulary_with_merges_round_trips(tmp_path: Path) -> None:
     whole = tokenizers.ByteLevelBPETokenizer(
         str(tmp_path / "t/vocab.json"), str(tmp_path / "t/merges.txt")
     )
-    ids = tokenizer.stream(TEXT.encode()).tolist()
+    ids = tokenizer.encode(TEXT)
     assert ids == tokenizer.encode(TEXT) == whole.encode(TEXT).ids
     assert whole.decode(ids) == TEXT
     assert len(ids) < len(TEXT)
@@ -59,15 +59,6 @@ def test_no_end_is_an_error(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(_trained(tmp_path / "t", specials=[])))
     with pytest.raises(ValueError, match=r"no end-of-sequence token; name one as eos_token"):
         _ = tokenizer.end
-
-
-def test_characters_cut_at_the_ends_are_left_out(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(_trained(tmp_path / "t", specials=[])))
-    text = "日low本".encode()
-    for first, last, kept in ((1, None, "low本"), (2, -1, "low"), (0, -2, "日low"), (3, -3, "low")):
-        assert tokenizer.stream(text[first:last]).tolist() == tokenizer.encode(kept)
-    with pytest.raises(ValueError, match="not UTF-8"):
-        tokenizer.stream(b"low \xff low low")
 
 
 def test_bytes_need_nothing() -> None:

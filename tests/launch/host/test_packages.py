@@ -131,12 +131,6 @@ def test_examples_without_a_download(tmp_path: Path, example: str, arguments: li
     ("package", "overrides", "message"),
     [
         (
-            "datasets",
-            ["data.path=", "data.dataset=hf:a/b"],
-            "error: rank 0: data.dataset = 'hf:a/b': the package 'datasets' (extra 'datasets') is "
-            f"not installed; run {install('thinpipe[datasets]')}, or set data.path to local text",
-        ),
-        (
             "peft",
             [],
             f"rank 0: the package 'peft' (extra 'hf') is not installed; run {HF}",

@@ -207,8 +207,34 @@ def test_what_is_checked_before_a_run() -> None:
     other = settings("llama")
     other.model_type = "cohere"
     with pytest.raises(
-        ValueError, match=r"'cohere': it has not been tested .* or a model of gemma"
+        ValueError, match=r"'cohere': it has not been tested .* set model.self_check = true, wh"
     ):
         check_masks(other, 11)
+    check_masks(other, 11, tried=True)
     with pytest.raises(ValueError, match=r"attn_implementation = 'flash_attention_2'.*\"sdpa\""):
         mask_inputs(_samples(), 11, attention="flash_attention_2", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["falcon", "mixtral", "mpt", "gptj"])
+def test_the_self_check_passes_families_that_pack(name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    config = HuggingFaceConfig(**section(name, tmp_path, self_check=True))
+    config.check_masks(11)
+    config.check_packing()
+    if name != "gptj":  # which is listed
+        with pytest.raises(ValueError, match=r"set model.self_check = true, which tries it"):
+            HuggingFaceConfig(**section(name, tmp_path)).check_masks(11)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3-next", r"'qwen3_next': packed .* alone: logits differ by .*; use packing = false"),
+        ("bloom", r"'bloom': packed .* alone \(ValueError: .*\); use packing = false"),
+    ],
+)
+def test_the_self_check_names_families_that_do_not(name: str, message: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    config = HuggingFaceConfig(**section(name, tmp_path, self_check=True))
+    with pytest.raises(ValueError, match=message):
+        config.check_packing()

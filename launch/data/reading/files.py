@@ -1,15 +1,11 @@
-"""Running text from files: which files, in which order, and which part is held out."""
+"""Which files a path means, in an order that is the same on every machine."""
 
-import codecs
 import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 
-_PART = 1 << 20
-HELD_OUT = 10  # one in this many files, or the last of this many equal parts of the text
 # Tests, installed packages, and generated modules, which differ between machines with one Python.
 _STDLIB_SKIPPED = re.compile(
     r"(tests?|idle_test|site-packages|dist-packages|__pycache__|config-.*)$|_sysconfigdata"
@@ -17,7 +13,7 @@ _STDLIB_SKIPPED = re.compile(
 
 
 def find_files(path: str | None, setting: str) -> list[Path]:
-    """Regular files of a `data.path` or the like, in an order that is the same on every machine.
+    """Regular files of a `data.path` or the like, sorted.
 
     Without a path, those of Python's standard library.
 
@@ -66,56 +62,3 @@ def _stdlib_files(root: Path) -> list[Path]:
 
 def _hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
-
-
-def take(documents: Iterable[bytes], limit: int | None) -> list[bytes]:
-    """Take documents in order until `limit` bytes, the last one cut short."""
-    if limit is None:
-        return list(documents)
-    kept: list[bytes] = []
-    for document in documents:
-        kept.append(document[:limit])
-        limit -= len(kept[-1])
-        if limit == 0:
-            break
-    return kept
-
-
-def split(documents: list[bytes]) -> tuple[bytes, bytes]:
-    """Divide into training and held-out text, independent of how many sequences are taken.
-
-    Held out is every tenth document, spread over the whole text; or, when these are not close to
-    a tenth of the bytes, the last tenth of the joined text.
-    """
-    total = sum(map(len, documents))
-    held_out = b"".join(documents[HELD_OUT - 1 :: HELD_OUT])
-    if total / (2 * HELD_OUT) <= len(held_out) <= 2 * total / HELD_OUT:
-        rest = [text for i, text in enumerate(documents) if i % HELD_OUT != HELD_OUT - 1]
-        return b"".join(rest), held_out
-    text = b"".join(documents)
-    end = len(text) - len(text) // HELD_OUT
-    return text[:end], text[end:]
-
-
-def first_character(text: bytes) -> int:
-    """Where the first whole character of UTF-8 begins."""
-    return next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
-
-
-def is_utf8(text: bytes) -> bool:
-    """Whether a text is UTF-8, apart from a character that was cut at either end.
-
-    It is decoded in parts: as one string it may take four times its bytes.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for place in range(first_character(text), len(text), _PART):
-            decoder.decode(text[place : place + _PART])
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def line(text: str) -> bytes:
-    """Return a text as one line."""
-    return (text if text.endswith("\n") else text + "\n").encode()

@@ -1,0 +1,238 @@
+"""Which tokens of a conversation the assistant wrote, and so has to learn.
+
+A template with `{% generation %}` marks says so itself. For any other, two renderings are compared
+with the whole one, for every conversation. The text up to an answer, as `generate` would be
+given it, must be how the whole begins; and with a marker in place of each answer, the rest must be
+the same. Where neither holds, or they contradict each other, the row is rejected.
+
+An answer ends with the template's end mark, which is learnt; what follows it is not.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from thinpipe.launch.data.chat.messages import ASSISTANT, Message
+from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
+from thinpipe.launch.data.tokenizer import Tokenizer, begun
+
+Place = tuple[int, int]
+Places = list[Place]
+
+
+class UnclearError(ValueError):
+    """It cannot be told which tokens are answers; the message says why, not of which row."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation in tokens; each answer is a range of them, in the order of `messages`."""
+
+    tokens: list[int]
+    answers: Places
+    messages: list[int]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer in characters, from `start` on; `content` is the message's own text, if known."""
+
+    message: int
+    start: int
+    content: tuple[int, int] | None
+
+
+class _Text:
+    """A written-out conversation, and its tokens with their places."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        self.text, self._tokenizer = text, tokenizer
+        self.tokens, self.places = tokenizer.spans(text)
+        pairs = zip(self.tokens, self.places, strict=True)
+        self._ends = [place for token, place in pairs if token in ends]
+
+    def end_mark(self, first: int, last: int) -> Place | None:
+        """The place of the first end mark that begins in a range."""
+        at = bisect_left(self._ends, (first, 0))
+        found = self._ends[at] if at < len(self._ends) else None
+        return found if found is not None and found[0] < last else None
+
+    def cut(self, places: Sequence[int]) -> None:
+        """Insert the tokenizer's end mark at these places, which a template leaves without."""
+        tokens: list[int] = []
+        spans: list[Place] = []
+        bounds = [0, *places, len(self.text)]
+        for number, (first, last) in enumerate(pairwise(bounds)):
+            ids, own = self._tokenizer.spans(self.text[first:last], after=number > 0)
+            tokens += ids
+            spans += [(first + start, first + stop) for start, stop in own]
+            if number < len(places):
+                tokens.append(self._tokenizer.end)
+                spans.append((last, last))
+        self.tokens, self.places = tokens, spans
+
+    def range(self, start: int, stop: int) -> Place:
+        """The tokens of a piece of text; one that begins in the blanks before it belongs to it."""
+        first = bisect_left(self.places, (start, start + 1))
+        while first > 0 and self.places[first - 1][1] > start:
+            first -= 1
+        last = bisect_left(self.places, (stop, stop))
+        while last < len(self.places) and self.places[last] == (stop, stop):
+            last += 1  # an end mark that was inserted
+        if first >= last:
+            raise UnclearError("an answer has no token of its own")
+        if self.text[self.places[first][0] : start].strip():
+            raise UnclearError("a token holds the end of a prompt and the beginning of its answer")
+        return first, last
+
+
+def encode_chat(
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    *,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    ends: frozenset[int],
+) -> Encoded:
+    """The tokens of a conversation, with BOS if the tokenizer adds one; `ends` end an answer.
+
+    Raises:
+        TemplateError: the template does not take the messages.
+        UnclearError: its answers cannot be told apart.
+    """
+    spoken = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if template.marks_answers:
+        text, marked = template.marked(messages, tools)
+        if len(marked) != len(spoken):
+            raise UnclearError(
+                f"the template marks {len(marked)} answers of {len(spoken)} as generated"
+            )
+        whole, places = _Text(text, tokenizer, ends), marked
+    else:
+        text = template.render(messages, tools)
+        whole = _Text(text, tokenizer, ends)
+        places = _places(whole, messages, tools, template)
+    ranges = [whole.range(*place) for place in places]
+    tokens = begun(tokenizer, whole.tokens)
+    shift = len(tokens) - len(whole.tokens)
+    return Encoded(tokens, [(first + shift, last + shift) for first, last in ranges], spoken)
+
+
+def _places(
+    whole: _Text,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    template: ChatTemplate,
+) -> Places:
+    """Where the answers are, with their end marks, which are inserted if there are none."""
+    answers = _find(whole.text, messages, tools, template)
+    following = [*(answer.start for answer in answers[1:]), len(whole.text)]
+    found: Places = []
+    missing = []
+    for answer, limit in zip(answers, following, strict=True):
+        first, after = answer.content or (answer.start, answer.start)
+        if answer.content and whole.end_mark(first, after):
+            raise UnclearError("an answer holds an end mark before its end")
+        mark = whole.end_mark(after, limit)
+        if mark is not None and not (answer.content and whole.text[after : mark[0]].strip()):
+            found.append((answer.start, mark[1]))
+            continue
+        stop = (
+            after if answer.content else _whole_stop(whole.text, answer, messages, tools, template)
+        )
+        missing.append(stop)
+        found.append((answer.start, stop))
+    if missing:
+        whole.cut(missing)
+    return found
+
+
+def _whole_stop(
+    text: str,
+    answer: _Answer,
+    messages: Sequence[Message],
+    tools: list[Any] | None,
+    template: ChatTemplate,
+) -> int:
+    """Where a message ends that is a call of tools, in a template without end marks."""
+    upto = template.render(messages[: answer.message + 1], tools)
+    if not text.startswith(upto):
+        raise UnclearError("it cannot be told where the template ends an answer")
+    return len(upto)
+
+
+def _find(
+    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
+) -> list[_Answer]:
+    contents = _contents(text, messages, tools, template)
+    found: list[_Answer] = []
+    at = 0
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        content = contents.get(number)
+        limit = content[0] if content else len(text)
+        start = _prompt_length(text, messages[:number], tools, template)
+        if start is None or not at <= start <= limit:
+            if content is None:
+                raise UnclearError("it cannot be told where the template begins an answer")
+            start = content[0]
+        found.append(_Answer(number, start, content))
+        at = content[1] if content else start
+    return found
+
+
+def _prompt_length(
+    text: str, before: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
+) -> int | None:
+    """Length of what `generate` is given to write this answer, if the text begins with that."""
+    try:
+        prompt = template.render(before, tools, prompt=True) if before else ""
+    except TemplateError:
+        return None
+    return len(prompt) if prompt and text.startswith(prompt) else None
+
+
+def _contents(
+    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
+) -> dict[int, Place]:
+    """Where the texts of the assistant's messages are; none if the template changes them."""
+    own = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == ASSISTANT and message["content"].strip()
+    ]
+    marks = {number: f"thinpipe{number}marks" for number in own}
+    if any(mark in text for mark in marks.values()):
+        return {}
+    replaced = [
+        {**message, "content": marks[number]} if number in marks else message
+        for number, message in enumerate(messages)
+    ]
+    try:
+        rest = template.render(replaced, tools)
+    except TemplateError:
+        return {}
+    found: dict[int, Place] = {}
+    at = 0
+    for number in own:
+        before, mark, rest = rest.partition(marks[number])
+        if not mark or not text.startswith(before, at):
+            return {}
+        at += len(before)
+        next_mark = next((marks[other] for other in own if other > number), None)
+        between = rest if next_mark is None else rest.partition(next_mark)[0]
+        written = _written(text, at, messages[number]["content"], between)
+        if written is None:
+            return {}
+        found[number] = (at, at + len(written))
+        at += len(written)
+    return found if text[at:] == rest else {}
+
+
+def _written(text: str, at: int, content: str, after: str) -> str | None:
+    """How a template wrote a content, of which it may strip blanks."""
+    ways = (content, content.strip(), content.lstrip(), content.rstrip(), content.strip("\n"))
+    return next((way for way in ways if text.startswith(way + after, at)), None)

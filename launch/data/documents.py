@@ -1,0 +1,139 @@
+"""What rows become before they are training sequences: documents of tokens.
+
+An encoder turns rows into documents. These are written once into a token file
+(`launch/data/token_file.py`) and packed from there (`launch/data/packing.py`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from thinpipe.launch.data.rows import Row
+
+Tokens = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids (int32 [n]), and which of them are learnt as targets (bool [n]; None: all).
+
+    `remark` says what was done to the row to make it one, such as cutting it.
+    """
+
+    tokens: Tokens
+    counts: Flags | None = None
+    remark: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row that is not trained on: where it is, and a reason that rows alike share."""
+
+    where: str
+    reason: str
+
+
+class Encoder(Protocol):
+    """Turns rows into documents; the same rows always give the same tokens."""
+
+    @property
+    def key(self) -> str:
+        """A digest of all that decides the tokens: tokenizer files, template, settings."""
+
+    @property
+    def ids(self) -> int:
+        """One more than the highest token id; files use one, two or four bytes a token for it."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether documents say which of their tokens are learnt."""
+
+    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
+        """A document, or why there is none, for each row, in their order."""
+
+
+class Documents(Protocol):
+    """Documents by number, such as those of a token file or a choice of them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> npt.NDArray[Any]:
+        """Tokens of each document, int64 [documents]."""
+
+    def document(self, number: int) -> Document:
+        """Read one from disk."""
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        """Read some of its tokens, which begin at `start`."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex): equal if the numbers mean the same tokens."""
+
+
+class Chosen:
+    """Some of the documents of others, renumbered."""
+
+    def __init__(self, documents: Documents, numbers: npt.NDArray[Any]) -> None:
+        self._documents, self._numbers = documents, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[Any]:
+        return np.asarray(self._documents.lengths[self._numbers])
+
+    def document(self, number: int) -> Document:
+        return self._documents.document(int(self._numbers[number]))
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        return self._documents.part(int(self._numbers[number]), start, stop)
+
+    @cached_property
+    def digest(self) -> str:
+        digest = hashlib.sha256(self._documents.digest.encode())
+        digest.update(np.ascontiguousarray(self._numbers, np.int64).tobytes())
+        return digest.hexdigest()
+
+
+class Joined:
+    """The documents of several, one after the other."""
+
+    def __init__(self, parts: Sequence[Documents]) -> None:
+        self._parts = parts
+        self._stops = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[Any]:
+        return np.concatenate([part.lengths for part in self._parts])
+
+    def document(self, number: int) -> Document:
+        owner, own = self._place(number)
+        return owner.document(own)
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        owner, own = self._place(number)
+        return owner.part(own, start, stop)
+
+    @cached_property
+    def digest(self) -> str:
+        parts = " ".join(part.digest for part in self._parts)
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def _place(self, number: int) -> tuple[Documents, int]:
+        at = int(np.searchsorted(self._stops, number, side="right"))
+        return self._parts[at], number - (int(self._stops[at - 1]) if at else 0)

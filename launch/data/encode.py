@@ -1,0 +1,102 @@
+"""Which encoder turns a run's rows into documents, and which marks stand between texts."""
+
+import hashlib
+import json
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, PromptEncoder
+from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of
+from thinpipe.launch.data.chat.template import load_template, template_text
+from thinpipe.launch.data.columns import Field, RowFields
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.documents import Encoder
+from thinpipe.launch.data.rows import Row
+from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
+from thinpipe.launch.data.tokenizer_files import digest_of_folder
+
+_VERSION = 1
+"""Raised when the same rows and settings give other tokens."""
+Marks = Literal["tokenizer", "end", "none"]
+
+
+def document_marks(tokenizer: Tokenizer, marks: Marks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens before and after a document.
+
+    A byte tokenizer has none of its own, and one without an end mark writes none.
+
+    Raises:
+        ValueError: an end mark is asked for and the vocabulary has none.
+    """
+    if marks == "none" or (marks == "tokenizer" and not isinstance(tokenizer, FolderTokenizer)):
+        return (), ()
+    if marks == "end":
+        return (), (tokenizer.end,)
+    return tokenizer.begin, tokenizer.ends[:1]
+
+
+def describe_marks(tokenizer: Tokenizer, marks: Marks) -> str:
+    """What stands between documents, in words."""
+    begin, finish = document_marks(tokenizer, marks)
+    if not begin and not finish:
+        return "documents follow each other without marks"
+    shown = [repr(tokenizer.decode([i], special=True)) for i in (*finish, *begin)]
+    return f"{' and '.join(shown)} between documents"
+
+
+def encoder_for(config: DataConfig, tokenizer: Tokenizer) -> Encoder:
+    """The encoder of a run's prompts or conversations.
+
+    Raises:
+        ValueError: a file of the settings is missing, or an end mark.
+        ImportError: an optional package is needed and not installed.
+    """
+    key = _key(config, tokenizer)
+    limits = Limits(config.sequence_length + 1, config.loss_on)
+    _ = tokenizer.end  # else every row would be told that there is none
+    if config.messages_field is None and config.chat_template is None:
+        return PromptEncoder(tokenizer, partial(_pair, config), limits, key=key)
+    field = config.messages_field
+    read = partial(_question, config) if field is None else partial(messages_of, field=field)
+    template = partial(load_template, config.chat_template, tokenizer)
+    return ChatEncoder(tokenizer, template, read, limits, key=key)
+
+
+def _pair(fields: RowFields, row: Row) -> tuple[str, str]:
+    """Prompt and response of a row; several prompt fields are joined by blank lines."""
+    assert fields.response_field is not None, "checked with the config"
+    first, *others = fields.prompt_fields
+    parts = [row.text(first), *(_optional(row, field) for field in others)]
+    return "\n\n".join(part for part in parts if part.strip()), row.text(fields.response_field)
+
+
+def _optional(row: Row, field: Field) -> str:
+    return row.text(field, blank=True) if row.fields.get(field) is not None else ""
+
+
+def _question(fields: RowFields, row: Row) -> list[Message]:
+    prompt, response = _pair(fields, row)
+    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
+
+
+def _key(config: DataConfig, tokenizer: Tokenizer) -> str:
+    names = ("prompt_field", "response_field", "messages_field", "loss_on")
+    folder = tokenizer.folder if isinstance(tokenizer, FolderTokenizer) else None
+    parts: dict[str, Any] = {
+        "version": _VERSION,
+        "tokenizer": BYTES if folder is None else digest_of_folder(folder),
+        "packages": [_installed(name) for name in ("tokenizers", "transformers")],
+        "fields": {name: getattr(config, name) for name in names},
+        "room": config.sequence_length,
+    }
+    if config.chat_template or config.messages_field is not None:
+        parts["template"] = template_text(config.chat_template)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,265 @@
+"""Documents to sequences of one length: several in each, or one.
+
+Best fit, longest first: each document goes where the least room is left that holds it (Ding et al.,
+"Fewer Truncations Improve Language Modeling", 2024). It is drawn once, from the seed: documents of
+one length, and the sequences, are in an order of their own. So a sample id stands for the same
+tokens in every epoch, on every rank and after a resume, which AQ-SGD's caches need. The same holds
+for mixtures.
+
+Axes: B samples, T tokens.
+"""
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from thinpipe.launch.data.documents import Document, Documents
+from thinpipe.launch.data.sample_set import Ids, checked_ids
+from thinpipe.launch.data.sampler import shuffled
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.loss import IGNORED_TARGET
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How documents become sequences: `length` inputs, `packs` several, `prefix` bidirectional."""
+
+    length: int
+    packs: bool
+    prefix: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Parts of documents: of piece i, tokens `start[i]` to `stop[i] - 1` of `document[i]`."""
+
+    document: npt.NDArray[Any]
+    start: npt.NDArray[Any]
+    stop: npt.NDArray[Any]
+
+    @property
+    def inputs(self) -> npt.NDArray[Any]:
+        """What each takes up in a sequence: its last token is a target only."""
+        return np.asarray(self.stop - self.start - 1)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequence s holds the pieces `order[starts[s] : starts[s + 1]]`."""
+
+    order: npt.NDArray[Any]
+    starts: npt.NDArray[Any]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def select(self, sequences: _Ints) -> "Packing":
+        """Some of the sequences, renumbered."""
+        parts = [self.order[self.starts[s] : self.starts[s + 1]] for s in sequences]
+        sizes = [len(part) for part in parts]
+        order = np.concatenate(parts) if parts else self.order[:0]
+        return Packing(order, np.cumsum([0, *sizes]))
+
+
+class PackedSet:
+    """Samples that are read from documents when they are asked for."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        layout: Layout,
+        pieces: _Pieces,
+        packing: Packing,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """See `pack`, which makes them."""
+        self._documents, self._layout = documents, layout
+        self._pieces, self._packing = pieces, packing
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    def batch(self, ids: Ids) -> Batch:
+        ids_B = checked_ids(ids, len(self))
+        shape = (len(ids_B), self._layout.length)
+        inputs_BT = torch.zeros(shape, dtype=torch.int64)
+        targets_BT = torch.full(shape, IGNORED_TARGET, dtype=torch.int64)
+        segments_BT = torch.zeros(shape, dtype=torch.int32)
+        prefix_BT = torch.zeros(shape, dtype=torch.bool)
+        for row, sample in enumerate(ids_B.tolist()):
+            start = 0
+            for segment, document in enumerate(self._read(sample), start=1):
+                stop = start + len(document) - 1
+                tokens = torch.from_numpy(document.tokens.astype(np.int64))
+                inputs_BT[row, start:stop] = tokens[:-1]
+                counts = _counts(document)[1:]
+                targets_BT[row, start:stop] = torch.where(counts, tokens[1:], IGNORED_TARGET)
+                segments_BT[row, start:stop] = segment
+                first = int(counts.int().argmax()) + 1 if counts.any() else len(counts)
+                prefix_BT[row, start : start + first] = True
+                start = stop
+        return Batch(
+            inputs_BT,
+            targets_BT,
+            ids_B,
+            mask_BT=segments_BT > 0,
+            segments_BT=segments_BT if self._layout.packs else None,
+            prefix_BT=prefix_BT if self._layout.prefix else None,
+        )
+
+    def select(self, indices: Tensor) -> "PackedSet":
+        """Some of the samples, renumbered from 0."""
+        chosen = self._packing.select(indices.numpy())
+        return PackedSet(self._documents, self._layout, self._pieces, chosen, self.notes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the documents and of where they are, not of every batch that they make."""
+        layout = replace(self._layout, seed=0)
+        digest = hashlib.sha256(f"{self._documents.digest} {layout}".encode())
+        pieces = self._pieces
+        for array in (pieces.document, pieces.start, pieces.stop):
+            digest.update(np.ascontiguousarray(array[self._packing.order], np.int64).tobytes())
+        digest.update(np.ascontiguousarray(self._packing.starts, np.int64).tobytes())
+        return digest.hexdigest()
+
+    def _read(self, sample: int) -> list[Document]:
+        packing, pieces = self._packing, self._pieces
+        own = packing.order[packing.starts[sample] : packing.starts[sample + 1]]
+        places = zip(pieces.document[own], pieces.start[own], pieces.stop[own], strict=True)
+        return [self._documents.part(int(n), int(start), int(stop)) for n, start, stop in places]
+
+
+def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> PackedSet:
+    """Sequences of documents; ones that are longer are divided, each part a document of its own.
+
+    Parts share a token, so that each token but the first is predicted once.
+    """
+    pieces = _pieces(documents.lengths, layout.length)
+    sizes = pieces.inputs
+    if not layout.packs:
+        order = np.arange(len(sizes))
+        return PackedSet(
+            documents, layout, pieces, Packing(order, np.arange(len(sizes) + 1)), notes
+        )
+    packing = best_fit(sizes, layout.length, layout.seed)
+    if len(packing):
+        filled = sizes.sum() / (len(packing) * layout.length)
+        notes = (
+            *notes,
+            f"note: packing: {len(sizes)} examples in {len(packing)} sequences of "
+            f"{layout.length}, {100 * filled:.1f} % filled",
+        )
+    return PackedSet(documents, layout, pieces, packing, notes)
+
+
+def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
+    """Put pieces of these sizes (1 to `capacity`) into sequences, best fit and longest first.
+
+    Pieces of one size are placed together, so the time is that of the distinct sizes.
+    """
+    drawn = shuffled(len(sizes), seed, "pack").numpy()
+    drawn = drawn[np.argsort(-sizes[drawn], kind="stable")]
+    sequence = np.empty(len(sizes), dtype=np.int64)
+    bins = _Bins(capacity)
+    _, firsts = np.unique(-sizes[drawn], return_index=True)
+    for first, stop in zip(firsts, [*firsts[1:], len(drawn)], strict=True):
+        bins.place(drawn[first:stop], int(sizes[drawn[first]]), sequence)
+    renamed = shuffled(bins.count, seed, "sequences").numpy()
+    sequence = renamed[sequence[drawn]] if bins.count else sequence
+    order = drawn[np.argsort(sequence, kind="stable")]
+    counts = np.bincount(sequence, minlength=bins.count)
+    return Packing(order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64))
+
+
+def mix(
+    sizes: Sequence[int], weights: Sequence[float] | None, seed: int
+) -> list[npt.NDArray[np.int64]]:
+    """Which examples of each source are taken: as many as its weight demands, and none twice.
+
+    The source that is the shortest for its weight is used up; without weights all are.
+    """
+    if weights is None:
+        return [np.arange(size) for size in sizes]
+    most = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    found = []
+    for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        count = min(size, max(1, round(most * weight)))
+        found.append(np.sort(shuffled(size, seed, f"mix/{number}").numpy()[:count]))
+    return found
+
+
+class _Bins:
+    """Sequences by the room that is left in them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.count, self._capacity = 0, capacity
+        self._rooms: list[int] = []
+        self._open: dict[int, list[_Ints]] = {}
+
+    def place(self, pieces: _Ints, size: int, sequence: _Ints) -> None:
+        """Write into `sequence` where the pieces go, all of one size."""
+        done = 0
+        while done < len(pieces):
+            left = len(pieces) - done
+            room, found = self._least(size, left)
+            each = room // size  # once a sequence is begun, no other has less room
+            full = min(len(found), left // each)
+            sequence[pieces[done : done + full * each]] = np.repeat(found[:full], each)
+            self._keep(room - each * size, found[:full])
+            done += full * each
+            rest = found[full:]
+            if 0 < len(pieces) - done < each and len(rest):
+                last = len(pieces) - done
+                sequence[pieces[done:]] = rest[0]
+                self._keep(room - last * size, rest[:1])
+                done, rest = len(pieces), rest[1:]
+            self._keep(room, rest)
+
+    def _least(self, size: int, pieces: int) -> tuple[int, _Ints]:
+        """The least room that holds a piece, and sequences that have it, else new ones."""
+        at = bisect_left(self._rooms, size)
+        if at == len(self._rooms):
+            needed = -(-pieces // (self._capacity // size))
+            self.count += needed
+            return self._capacity, np.arange(self.count - needed, self.count)
+        room = self._rooms[at]
+        found = self._open[room].pop(0)
+        if not self._open[room]:
+            del self._open[room], self._rooms[at]
+        return room, found
+
+    def _keep(self, room: int, sequences: _Ints) -> None:
+        if room == 0 or not len(sequences):
+            return
+        if room not in self._open:
+            self._open[room] = []
+            insort(self._rooms, room)
+        self._open[room].append(sequences)
+
+
+def _pieces(lengths: npt.NDArray[Any], length: int) -> _Pieces:
+    """Documents cut into parts of `length` inputs; what has no input and target is left out."""
+    parts = np.maximum(0, -(-(lengths - 1) // length))
+    document = np.repeat(np.arange(len(lengths)), parts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = number * length
+    return _Pieces(document, start, np.minimum(start + length + 1, lengths[document]))
+
+
+def _counts(document: Document) -> Tensor:
+    if document.counts is None:
+        return torch.ones(len(document), dtype=torch.bool)
+    return torch.from_numpy(document.counts)

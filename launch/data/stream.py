@@ -1,0 +1,271 @@
+"""Samples of a stream: read in one pass, in order, without knowing how much is still to come.
+
+A stream is read in blocks of rows. A block is shuffled, made into samples, and given out; then the
+next one is read. Sample n is the same on every rank and belongs to replica n modulo replicas, so
+none is trained on twice. What is left of a block's running text begins the next one.
+
+What is saved is where the current block begins. After a resume that block is made once more, and
+those of its samples that were done are passed over.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.data.sample_set import Ids, SampleSet
+from thinpipe.launch.data.sampler import EpochSampler, shuffled
+from thinpipe.launch.data.tokens.store import says
+from thinpipe.pipeline.batch import Batch
+
+_log = logging.getLogger(__name__)
+_COMPARED = 8
+"""Samples of which peers compare a digest: the rest of a stream is not known yet."""
+
+Carry = Tensor
+"""Token ids that were too few for a sample (int32, 1-d)."""
+Make = Callable[[Sequence[Any], Carry, int], tuple[SampleSet | None, Carry]]
+"""Samples of a block (items, carry, number of the block), and what is left; None if too few."""
+
+
+class Items:
+    """What an iterable gives, from a place that can be returned to.
+
+    One with `state_dict` and `load_state_dict`, as those of the package datasets, returns by
+    itself; of others, what was read before is read again.
+    """
+
+    def __init__(self, source: Callable[[], Iterable[Any]]) -> None:
+        """`source` gives the iterable from its beginning."""
+        self._source, self._taken = source, 0
+        self._iterable: Any = ()
+        self._iterator: Iterator[Any] = iter(())
+        self.go_to({"taken": 0})
+
+    def take(self, count: int) -> list[Any]:
+        """The next items; fewer only at the end."""
+        found = list(itertools.islice(self._iterator, count))
+        self._taken += len(found)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, for `go_to` (JSON)."""
+        own = self._iterable.state_dict() if self._returns and self._taken else None
+        return {"taken": self._taken, "own": own}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._iterable, own = self._source(), state.get("own")
+        if own is not None:
+            self._iterable.load_state_dict(own)
+        self._taken, self._iterator = state["taken"], iter(self._iterable)
+        if own is None:
+            for _ in itertools.islice(self._iterator, self._taken):
+                pass
+
+    @property
+    def _returns(self) -> bool:
+        return all(hasattr(self._iterable, name) for name in ("state_dict", "load_state_dict"))
+
+
+class StreamSet:
+    """The samples of a stream, `total` of them; each is given once, in ascending order."""
+
+    def __init__(
+        self,
+        items: Items,
+        make: Make,
+        *,
+        what: str,
+        block: int,
+        seed: int,
+        total: int,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Samples begin with the next of the items; `block` of them are shuffled together."""
+        self._items, self._make, self._what = items, make, what
+        self._size, self._seed, self._total = block, seed, total
+        self.notes = tuple(notes)
+        self._start = {
+            "first": 0,
+            "number": 0,
+            "items": json.dumps(items.state()),
+            "carry": torch.zeros(0, dtype=torch.int32),
+        }
+        self.load_state_dict(self._start)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def batch(self, ids: Ids) -> Batch:
+        """Samples, in the order of `ids`, which ascends; going back reads from the beginning.
+
+        Raises:
+            ValueError: the stream ends before them.
+        """
+        ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
+        parts = []
+        for sample in ids_B.tolist():
+            if sample < self._state["first"]:
+                self.load_state_dict(self._start)
+            while self._samples is None or sample >= self._state["first"] + len(self._samples):
+                self._next(sample)
+            parts.append(self._samples.batch([sample - self._state["first"]]))
+        return _joined(parts, ids_B)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the first samples: the rest is not known."""
+        digest = hashlib.sha256(f"{self._size} {self._seed} {self._total}".encode())
+        part = self.batch(range(min(_COMPARED, self._total)))
+        for field in fields(part):
+            column = getattr(part, field.name)
+            if column is not None:
+                digest.update(column.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the current block begins."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the block that began there."""
+        self._state = dict(state)
+        self._items.go_to(json.loads(state["items"]))
+        self._read()
+
+    def _next(self, wanted: int) -> None:
+        """Go on to the next block."""
+        if self._over:
+            have = self._state["first"] + (0 if self._samples is None else len(self._samples))
+            raise ValueError(
+                f"{self._what}: the stream ended after {have} samples, and sample {wanted + 1} is "
+                "needed; lower train.max_steps, or train.batch_size"
+            )
+        self._state = {
+            "first": self._state["first"] + (0 if self._samples is None else len(self._samples)),
+            "number": self._state["number"] + 1,
+            "items": json.dumps(self._items.state()),
+            "carry": self._left,
+        }
+        self._read()
+
+    def _read(self) -> None:
+        number = int(self._state["number"])
+        items = self._items.take(self._size)
+        self._over = len(items) < self._size
+        order = shuffled(len(items), self._seed, f"block {number}").tolist()
+        chosen = [items[place] for place in order]
+        self._samples, self._left = self._make(chosen, self._state["carry"], number)
+
+
+class StreamSampler:
+    """As EpochSampler, for samples that come in one order: a single epoch of `steps`."""
+
+    dropped = 0
+
+    def __init__(self, steps: int, *, batch_size: int, replicas: int, replica: int) -> None:
+        self.steps_per_epoch = steps
+        self._batch, self._replicas, self._replica = batch_size, replicas, replica
+
+    def all_ids(self) -> Tensor:
+        """None: no activation of a stream is cached, and its samples may be without end."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def ids(self, step: int) -> Tensor:
+        """This replica's samples of a step."""
+        first = step * self._batch
+        return torch.arange(first + self._replica, first + self._batch, self._replicas)
+
+
+def sampler_for(
+    samples: SampleSet, *, batch_size: int, replicas: int, replica: int, seed: int, shuffle: bool
+) -> EpochSampler | StreamSampler:
+    """What chooses the samples of every step."""
+    if isinstance(samples, StreamSet):
+        steps = len(samples) // batch_size
+        return StreamSampler(steps, batch_size=batch_size, replicas=replicas, replica=replica)
+    return EpochSampler(
+        len(samples),
+        batch_size=batch_size,
+        replicas=replicas,
+        replica=replica,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+def position(samples: SampleSet) -> StreamSet | None:
+    """What has to be saved of samples to go on with them; None if a step's number says it."""
+    return samples if isinstance(samples, StreamSet) else None
+
+
+class FirstSamples:
+    """The first of others, to evaluate on."""
+
+    def __init__(self, samples: SampleSet, count: int) -> None:
+        self._samples, self._count, self.notes = samples, count, samples.notes
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: Ids) -> Batch:
+        return self._samples.batch(ids)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
+
+
+def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSamples:
+    """Read a stream until there are so many samples; what was read is not trained on.
+
+    Raises:
+        ValueError: it ends before.
+    """
+    read: list[Any] = []
+    while True:
+        wanted = max(64, len(read))
+        found = items.take(wanted)
+        read += found
+        samples, _ = make(read, torch.zeros(0, dtype=torch.int32), -1)
+        have = 0 if samples is None else len(samples)
+        if samples is not None and have >= count:
+            return FirstSamples(samples, count)
+        if len(found) < wanted:
+            raise ValueError(
+                f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "
+                "or name other data in data.eval_path"
+            )
+
+
+class Tally:
+    """Says what is left out of a stream: the first row of each reason, and each tenfold of them."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._counts = what, dict[str, int]()
+
+    def add(self, where: str, reason: str) -> None:
+        count = self._counts[reason] = self._counts.get(reason, 0) + 1
+        if says() and str(count).strip("0") == "1":
+            rows = "1 row is" if count == 1 else f"{count} rows are"
+            _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
+
+
+def _joined(parts: Sequence[Batch], ids_B: Tensor) -> Batch:
+    columns: dict[str, Any] = {"ids_B": ids_B}
+    for field in fields(Batch):
+        found = [getattr(part, field.name) for part in parts]
+        if field.name != "ids_B":
+            columns[field.name] = None if found[0] is None else torch.cat(found)
+    return Batch(**columns)

@@ -1,0 +1,192 @@
+"""The samples of a run that reads its data as a stream."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from thinpipe.launch.data.classification import Labelling, labelled_set
+from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.documents import Document, Encoder, Rejected
+from thinpipe.launch.data.encode import document_marks, encoder_for
+from thinpipe.launch.data.own import OwnSet, made
+from thinpipe.launch.data.packing import Layout, pack
+from thinpipe.launch.data.reading.saved import HUB, stream_hub
+from thinpipe.launch.data.reading.source import open_source, stream_rows
+from thinpipe.launch.data.rows import Row, RowError
+from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
+from thinpipe.launch.data.stream import Carry, Items, Make, StreamSet, Tally, take_held_out
+from thinpipe.launch.data.tokenizer import Tokenizer
+from thinpipe.launch.data.tokens.running import Marks
+
+Read = Callable[[Sequence[Row]], list[Document]]
+"""The documents of rows; others are counted and named."""
+
+
+def load_stream(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    held_out: SampleSet | None,
+    *,
+    seed: int,
+    labelling: Labelling | None,
+    total: int,
+) -> tuple[StreamSet, SampleSet]:
+    """Samples to train on, `total` of them, and the first of the stream to evaluate on.
+
+    `held_out` are those of `data.eval_path`; `tokenizer` is None for samples of your own.
+
+    Raises:
+        ValueError: the stream cannot be read, or ends too early.
+    """
+    assert config.stream_block is not None, "asked of streams alone"
+    make: Make
+    if config.factory is not None:
+        dataset = made(config.factory, "data.factory")
+        items, make = Items(lambda: dataset), partial(_own, config.source)
+    else:
+        assert tokenizer is not None, "loaded with the settings"
+        items, make = Items(_rows_of(config)), _make_of(config, tokenizer, seed, labelling)
+    if held_out is None:
+        count = config.eval_sequences
+        assert count != "all", "checked with the settings"
+        held_out = take_held_out(items, make, count, config.source)
+    stream = StreamSet(
+        items, make, what=config.source, block=config.stream_block, seed=seed, total=total
+    )
+    return stream, held_out
+
+
+def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
+    if config.path is not None and config.path.startswith(HUB):
+        return partial(stream_hub, config.path, config.fields)
+    kind = None if config.format == "auto" else config.format
+    optional = config.optional_fields
+    source = open_source(
+        config.path, "data.path", kind=kind, fields=config.fields, optional=optional
+    )
+    if source.is_text:
+        raise ValueError(
+            f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
+        )
+    return partial(stream_rows, source, config.fields)
+
+
+def _make_of(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling | None
+) -> Make:
+    if config.kind == "labelled":
+        length = config.sequence_length
+        return partial(
+            _labelled, config, tokenizer, length=length, labelling=labelling or Labelling()
+        )
+    tally, length = Tally(config.source), config.sequence_length
+    layout = Layout(length, config.packs, config.objective == "prefix", seed)
+    if config.kind == "instructions":
+        return partial(_packed, partial(_encoded, encoder_for(config, tokenizer), tally), layout)
+    marks = Marks(*document_marks(tokenizer, config.document_marks))
+    lines = not config.packs and marks == Marks()
+    field: Field = "text" if config.text_field is None else config.text_field
+    read = partial(_texts, tokenizer, field, marks, tally, lines=lines)
+    return partial(_packed, read, layout) if config.packs else partial(_running, read, length)
+
+
+def _encoded(encoder: Encoder, tally: Tally, rows: Sequence[Row]) -> list[Document]:
+    found = []
+    for one in encoder.encode(rows):
+        if isinstance(one, Rejected):
+            tally.add(one.where, one.reason)
+        else:
+            found.append(one)
+    return found
+
+
+def _texts(
+    tokenizer: Tokenizer,
+    field: Field,
+    marks: Marks,
+    tally: Tally,
+    rows: Sequence[Row],
+    *,
+    lines: bool,
+) -> list[Document]:
+    """Documents of text; with `lines` they follow each other as lines."""
+    found = []
+    for row in rows:
+        try:
+            text = row.text(field, blank=lines)
+        except RowError as error:
+            tally.add(row.where, error.reason)
+            continue
+        if lines and not text.endswith("\n"):
+            text += "\n"
+        ids = np.array(tokenizer.encode(text), dtype=np.int32)
+        found.append(Document(marks.put(ids, first=True, last=True)))
+    return found
+
+
+def _running(
+    read: Read, length: int, rows: Sequence[Row], carry: Carry, number: int
+) -> tuple[SampleSet | None, Carry]:
+    """Windows over the documents, one after the other; the rest begins the next block."""
+    tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in read(rows))])
+    count = (len(tokens) - 1) // length if len(tokens) else 0
+    left = tokens[count * length :].clone()
+    return (SequenceSet(tokens.unfold(0, length + 1, length)) if count else None), left
+
+
+def _packed(
+    read: Read, layout: Layout, rows: Sequence[Row], carry: Carry, number: int
+) -> tuple[SampleSet | None, Carry]:
+    """The documents of a block, packed among themselves."""
+    found = pack(Listed(read(rows)), layout)
+    return (found if len(found) else None), carry
+
+
+def _labelled(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    carry: Carry,
+    number: int,
+    *,
+    length: int,
+    labelling: Labelling,
+) -> tuple[SampleSet | None, Carry]:
+    if not rows:
+        return None, carry
+    return labelled_set(rows, config, tokenizer, length=length, labelling=labelling), carry
+
+
+def _own(
+    name: str, items: Sequence[Any], carry: Carry, number: int
+) -> tuple[SampleSet | None, Carry]:
+    return (OwnSet(items, name) if items else None), carry
+
+
+class Listed:
+    """Documents in memory: those of a block."""
+
+    digest = ""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @property
+    def lengths(self) -> npt.NDArray[Any]:
+        return np.array([len(document) for document in self._documents], dtype=np.int64)
+
+    def document(self, number: int) -> Document:
+        return self._documents[number]
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        whole = self._documents[number]
+        counts = None if whole.counts is None else whole.counts[start:stop]
+        return Document(whole.tokens[start:stop], counts)

@@ -1,0 +1,267 @@
+"""Documents as token ids on disk: written once, piece by piece, and memory-mapped by every rank.
+
+A folder holds flat arrays: `tokens` (uint8, uint16 or int32, as the ids need), `stops` and `rows`
+(int64, of each document: the token after its last, and the row that it came from) and, where some
+tokens are not learnt, `counts` (bool). `manifest.json` comes last. It has their sizes and digests,
+so a folder without it is unfinished, and one that does not fit it is damaged.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_128
+
+from thinpipe.launch.data.documents import Document, Rejected
+from thinpipe.launch.host import disk
+
+_MANIFEST = "manifest.json"
+_PROGRESS = "progress.json"
+_VERSION = 1
+_PART_NBYTES = 4 << 20
+_MAPPED_NBYTES = 64 << 20
+"""Of read pages, before they are given back: they would count as this process's memory."""
+_NAMED = 3
+"""Rejected rows named for each reason."""
+
+
+class DamagedError(ValueError):
+    """A token file is not what was written; it has to be made again."""
+
+
+def token_type(ids: int) -> np.dtype[Any]:
+    """The smallest type that holds token ids below `ids`."""
+    fitting = next((t for t in (np.uint8, np.uint16) if ids <= np.iinfo(t).max + 1), np.int32)
+    return np.dtype(fitting)
+
+
+class TokenFile:
+    """The documents of a folder, mapped; see `Documents` for what callers use."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Use `open`, which checks them."""
+        self.folder, self._manifest = folder, manifest
+        self.digest: str = manifest["digest"]
+        self.rejected: Mapping[str, tuple[int, tuple[str, ...]]] = {
+            reason: (count, tuple(named)) for reason, (count, named) in manifest["rejected"].items()
+        }
+        """By reason: how many rows, and where the first of them are."""
+        self.remarks: Mapping[str, int] = manifest["remarks"]
+        """What was done to rows to make documents of them, and to how many."""
+        self.facts: Mapping[str, Any] = manifest["facts"]
+        self._tokens = _Mapped(folder / "tokens", np.dtype(manifest["type"]))
+        self._counts = _Mapped(folder / "counts", np.dtype(bool)) if manifest["counted"] else None
+        self._stops = _Mapped(folder / "stops", np.dtype(np.int64)).array
+        self.rows: npt.NDArray[np.int64] = _Mapped(folder / "rows", np.dtype(np.int64)).array
+        """The row of the source that each document came from, ascending."""
+
+    @classmethod
+    def open(cls, folder: Path) -> "TokenFile":
+        """Map a finished folder, after a look at every byte of it.
+
+        Raises:
+            FileNotFoundError: it is not there, or not finished.
+            DamagedError: it is not what was written.
+        """
+        try:
+            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            if manifest["version"] != _VERSION:
+                raise DamagedError(f"{folder}: of version {manifest['version']}")
+            for name, (nbytes, digest) in manifest["files"].items():
+                if (folder / name).stat().st_size != nbytes or _digest(folder / name) != digest:
+                    raise DamagedError(f"{folder / name}: not what was written")
+            return cls(folder, manifest)
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document."""
+        return np.diff(self._stops, prepend=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(nbytes for nbytes, _ in self._manifest["files"].values())
+
+    @property
+    def size(self) -> int:
+        """Tokens of all documents."""
+        return len(self._tokens.array)
+
+    def document(self, number: int) -> Document:
+        """Read one.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"document {number} of {len(self)}")
+        start = 0 if number == 0 else int(self._stops[number - 1])
+        return self.span(start, int(self._stops[number]))
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        """Read some of a document's tokens."""
+        first = 0 if number == 0 else int(self._stops[number - 1])
+        return self.span(first + start, first + stop)
+
+    def span(self, start: int, stop: int) -> Document:
+        """Read tokens by their place in the file, across documents."""
+        tokens = self._tokens.read(start, stop).astype(np.int32)
+        return Document(tokens, None if self._counts is None else self._counts.read(start, stop))
+
+
+class TokenWriter:
+    """Writes a folder, document by document; what was flushed survives an interruption."""
+
+    def __init__(self, folder: Path, *, ids: int, counted: bool) -> None:
+        """Go on with what the folder holds; `done` says how far that is."""
+        self.folder, self._type, self._counted = folder, token_type(ids), counted
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("tokens", "stops", "rows", *(["counts"] if counted else []))
+        saved = _progress(folder)
+        self.done: Any = saved["done"]
+        """What the last `flush` was given; None at the start."""
+        self.rejected: dict[str, list[Any]] = saved["rejected"]
+        self.remarks: dict[str, int] = saved["remarks"]
+        self._files = {
+            name: _reopened(folder / name, saved["sizes"].get(name, 0)) for name in names
+        }
+
+    def add(self, document: Document, row: int) -> None:
+        """Append a document that was made of the source's row `row`."""
+        self.extend(document)
+        if document.remark is not None:
+            self.remarks[document.remark] = self.remarks.get(document.remark, 0) + 1
+        stop = self._files["tokens"].tell() // self._type.itemsize
+        self._files["stops"].write(np.int64(stop).tobytes())
+        self._files["rows"].write(np.int64(row).tobytes())
+
+    def extend(self, part: Document) -> None:
+        """Append a part of a document that is too long for one piece; `add` takes its last."""
+        if (part.counts is not None) != self._counted:
+            raise ValueError("an encoder's documents all say what counts, or none does")
+        self._files["tokens"].write(part.tokens.astype(self._type).tobytes())
+        if part.counts is not None:
+            self._files["counts"].write(part.counts.astype(bool).tobytes())
+
+    def reject(self, rejected: Rejected) -> None:
+        """Count a row that gives no document."""
+        found = self.rejected.setdefault(rejected.reason, [0, []])
+        found[0] += 1
+        if len(found[1]) < _NAMED:
+            found[1].append(rejected.where)
+
+    def flush(self, done: Any) -> None:
+        """Have all that was added on disk; `done` (JSON) says what it was made of."""
+        for file in self._files.values():
+            file.flush()
+            disk.flush(file.fileno())
+        sizes = {name: file.tell() for name, file in self._files.items()}
+        saved = {"done": done, "sizes": sizes, "rejected": self.rejected, "remarks": self.remarks}
+        _write_json(self.folder / _PROGRESS, saved)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Close the folder's files and write its manifest, with `facts` of the caller's own."""
+        for file in self._files.values():
+            file.flush()
+            disk.flush(file.fileno())
+            file.close()
+        paths = {name: self.folder / name for name in self._files}
+        files = {name: (path.stat().st_size, _digest(path)) for name, path in paths.items()}
+        _write_json(
+            self.folder / _MANIFEST,
+            {
+                "version": _VERSION,
+                "type": self._type.name,
+                "counted": self._counted,
+                "files": files,
+                "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
+                "rejected": self.rejected,
+                "remarks": self.remarks,
+                "facts": facts,
+            },
+        )
+        (self.folder / _PROGRESS).unlink(missing_ok=True)
+        disk.flush_folder(self.folder)
+
+    def close(self) -> None:
+        """Close the files without finishing; what was flushed stays."""
+        for file in self._files.values():
+            file.close()
+
+
+class _Mapped:
+    """A mapped array, whose pages are given back to the system now and then."""
+
+    def __init__(self, path: Path, kind: np.dtype[Any]) -> None:
+        self._map: mmap.mmap | None = None
+        self._read = 0
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.array: npt.NDArray[Any] = np.frombuffer(self._map or b"", dtype=kind)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """A copy of a part."""
+        part = self.array[start:stop].copy()
+        self._read += part.nbytes + mmap.PAGESIZE
+        if self._map is not None and self._read > _MAPPED_NBYTES:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._read = 0
+        return part
+
+
+def rejections(file: TokenFile) -> list[str]:
+    """What was not trained on as it is, a line for each reason."""
+    lines = []
+    for reason, (count, named) in file.rejected.items():
+        more = " and others" if count > len(named) else ""
+        rows = "row is" if count == 1 else "rows are"
+        lines.append(f"{count} {rows} left out: {reason} ({', '.join(named)}{more})")
+    return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
+
+
+def _digest(path: Path) -> str:
+    digest = xxh3_128()  # against accidents, several times as fast as SHA-256
+    for part in _parts(path):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(_PART_NBYTES):
+            yield part
+
+
+def _progress(folder: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+        whole = all((folder / name).stat().st_size >= n for name, n in saved["sizes"].items())
+    except (OSError, ValueError, KeyError):
+        whole = False
+    return saved if whole else {"done": None, "sizes": {}, "rejected": {}, "remarks": {}}
+
+
+def _reopened(path: Path, nbytes: int) -> IO[bytes]:
+    file = path.open("ab")
+    file.truncate(nbytes)
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    disk.replace(partial, path)

@@ -1,0 +1,38 @@
+"""Where a user's cache lies: what can be made again from the user's files."""
+
+import os
+import tempfile
+from pathlib import Path
+
+CACHE = "THINPIPE_CACHE"
+"""Environment variable that names another place for it."""
+
+
+def cache_folder() -> Path:
+    """A folder of this user's own that can be written; the same for all processes of a host.
+
+    It is THINPIPE_CACHE if that is set, else the user's cache folder, else one for temporary files.
+
+    Raises:
+        OSError: none can be written.
+    """
+    if chosen := os.environ.get(CACHE):
+        folder = Path(chosen).expanduser().resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    temporary = (os.environ.get("TMPDIR") or "/tmp", "/dev/shm")  # not that of one launcher
+    names = [Path(place) / f"thinpipe-{os.getuid()}" for place in temporary]
+    places = [*[user / "thinpipe"] * user.is_absolute(), *names]
+    problem: OSError | None = None
+    for place in places:
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if place.stat().st_uid != os.getuid():
+                raise PermissionError(f"{place} belongs to somebody else")
+            with tempfile.TemporaryFile(dir=place):
+                return place
+        except OSError as error:
+            problem = problem or error
+    assert problem is not None, "there are places"
+    raise problem

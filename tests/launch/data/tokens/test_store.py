@@ -1,0 +1,198 @@
+"""What is made once on a host: by one process, found again, gone on with, made again if damaged."""
+
+import shutil
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import load
+from thinpipe.launch.data.token_file import TokenFile
+from thinpipe.launch.data.tokens import pieces, running, store
+from thinpipe.launch.data.tokens.pieces import Cutter
+from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
+from thinpipe.launch.host import cache
+
+TEXT = "".join(f"{number:06d} a line of text, and another one\n" for number in range(4000))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _read(folder: Path) -> str:
+    return (folder / "made").read_text(encoding="utf-8")
+
+
+def test_one_makes_what_several_want() -> None:
+    made, found = list[int](), list[str]()
+
+    def make(folder: Path) -> None:
+        made.append(1)
+        folder.mkdir()
+        time.sleep(0.2)
+        (folder / "made").write_text("content")
+
+    def want() -> None:
+        found.append(obtain("tests", key_of("x"), _read, make, what="data.path = 'x'"))
+
+    threads = [threading.Thread(target=want) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == ["content"] * 4
+    assert made == [1]
+
+
+def test_one_that_is_stopped_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "_SILENT_S", 0.2)
+    begun, over = threading.Event(), threading.Event()
+
+    def stuck(folder: Path) -> None:
+        begun.set()
+        over.wait(30)
+        folder.mkdir()
+        (folder / "made").write_text("late")
+
+    other = threading.Thread(target=obtain, args=("tests", "ab", _read, stuck), kwargs={"what": ""})
+    other.start()
+    begun.wait(30)
+    with pytest.raises(TimeoutError, match=r"path = 'x': another process has .*ab.lock and wrote"):
+        obtain("tests", "ab", _read, stuck, what="data.path = 'x'")
+    over.set()
+    other.join(30)
+    assert "data.path = 'x': waiting for another process" in caplog.text
+
+
+def test_wrong_data_leave_nothing_behind(own_cache: Path) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        obtain("tests", "ab", _read, make, what="x")
+    assert [path.suffix for path in (own_cache / "tests").iterdir()] == [".lock"]
+
+
+def test_what_nobody_opened_for_a_month_is_removed(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "made").write_text("content")
+
+    obtain("tests", "aa", _read, make, what="x")
+    obtain("tests", "bb", _read, make, what="x")
+    names = {path.name for path in (own_cache / "tests").iterdir() if path.is_dir()}
+    assert names == {"aa", "bb"}
+    monkeypatch.setattr(store, "_UNUSED_S", -60.0)
+    obtain("tests", "cc", _read, make, what="x")
+    names = {path.name for path in (own_cache / "tests").iterdir() if path.is_dir()}
+    assert names == {"cc"}
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.CACHE, str(tmp_path / "file"))
+    with pytest.raises(OSError, match=r"x: its cache .*file.* THINPIPE_CACHE=\.\.\."):
+        obtain("tests", "aa", _read, Path.mkdir, what="x")
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    room = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path / "tokens", room // 2, "data.path = 'x'")
+    with pytest.raises(OSError, match=r"data.path = 'x': takes about .* free; free disk space, or"):
+        check_room(tmp_path / "tokens", 2 * room, "data.path = 'x'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _folder(tmp_path: Path, **changes: Any) -> tuple[DataConfig, Path]:
+    (tmp_path / "text.txt").write_text(TEXT)
+    choices: dict[str, Any] = {
+        "path": str(tmp_path / "text.txt"),
+        "eval_path": str(tmp_path / "text.txt"),
+        "sequence_length": 16,
+        "train_sequences": "all",
+        "eval_sequences": "all",
+    }
+    return DataConfig(**(choices | changes)), tmp_path / "cache" / "tokens"
+
+
+def _made(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()]
+
+
+def _tokenizer(folder: Path) -> str:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    found.train_from_iterator([TEXT[:20_000]], trainer)
+    folder.mkdir()
+    found.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_an_interrupted_process_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = _folder(
+        tmp_path, tokenizer=_tokenizer(tmp_path / "tokenizer"), document_marks="none"
+    )
+    config = config.model_copy(update={"eval_path": None, "eval_sequences": 1})
+    monkeypatch.setattr(pieces, "_SIZE", 8192)
+    monkeypatch.setattr(running, "_BATCH_SIZE", 1)
+    monkeypatch.setattr(running, "_FLUSH_S", 0.0)
+    encode, calls, limit = Cutter.encode, Counter[str](), 10**6
+
+    def counted(self: Cutter, chosen: Any) -> Any:
+        calls["all"] += 1
+        if calls["all"] > limit:
+            raise KeyboardInterrupt
+        return encode(self, chosen)
+
+    monkeypatch.setattr(Cutter, "encode", counted)
+    whole, needed = load(config)[0].digest, calls["all"]
+    shutil.rmtree(tmp_path / "cache")
+    calls["all"], limit = 0, 3
+    with pytest.raises(KeyboardInterrupt):
+        load(config)
+    assert [path.suffix for path in _made(folder)] == [".partial"]
+    calls["all"], limit = 0, 10**6
+    assert load(config)[0].digest == whole
+    assert calls["all"] == needed - 3
+
+
+def test_damage_is_found_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, folder = _folder(tmp_path)
+    whole = load(config)[0].digest
+    (made,) = _made(folder)
+    content = bytearray((made / "tokens").read_bytes())
+    content[len(content) // 3] ^= 4
+    (made / "tokens").write_bytes(content)
+    assert load(config)[0].digest == whole
+    assert "tokens: not what was written; it is made again" in caplog.text
+    assert TokenFile.open(made).size == len(TEXT)
+
+
+def test_the_next_run_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, folder = _folder(tmp_path)
+    load(config)
+    before = [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("tokens"))]
+    load(config.model_copy(update={"sequence_length": 32}))
+    assert [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("tokens"))] == before
+    (tmp_path / "text.txt").write_text(TEXT.replace("another", "some other"))
+    load(config)
+    assert len(_made(folder)) == 2
