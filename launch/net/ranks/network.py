@@ -22,6 +22,7 @@ from thinpipe.launch.host.interfaces import (
     resolve,
     serve,
 )
+from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS, natural
@@ -123,6 +124,7 @@ def several_machines(
         own = _chosen_interface(address).address
         return _openly(endpoint, own, (address, port), config.own_name())
     _check_patience(config.patience_s, limit_s)
+    keys.contexts(config.find_key())  # before anybody is waited for
     coordinates = is_own_address(address)
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
@@ -198,7 +200,13 @@ def join_as_rank(
 
 def _chosen_interface(other: str) -> Interface:
     """The one that GLOO_SOCKET_IFNAME names, if another host can reach it."""
-    named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    wanted, all_here = os.environ.get("GLOO_SOCKET_IFNAME", ""), interfaces()
+    named = all_here.get(wanted)
+    if named is None and wanted:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME = {wanted}: no interface of this machine with an address; it has "
+            f"{', '.join(all_here)}: use one of them, or unset GLOO_SOCKET_IFNAME"
+        )
     if named is None or named.is_loopback:
         return interface_to(other)
     same = [own for own in named.addresses if family_of(own) == family_of(other)]
