@@ -3,6 +3,7 @@
 Every rule raises a ValueError that names setting, value and remedy.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
-from thinpipe.launch.config.errors import explain, first_misread, known_keys
+from thinpipe.launch.config.errors import explain, first_misread, known_keys, written_keys
 from thinpipe.pipeline.config import PipelineConfig
 
 
@@ -80,16 +81,27 @@ def check_stream(
         )
 
 
+def _belongs(key: str, method: str) -> str:
+    """Where a key of [gradcomp] was meant to be: in the table of a method, of the chosen first."""
+    having = [name for name in method_names() if key in written_keys(load_method(name).Config)]
+    if method in having:
+        return f"it belongs under [gradcomp.{method}]"
+    if having:
+        return f"method = {json.dumps(method)} has none; it is for {', '.join(having)}"
+    return known_keys(key, ["method", *method_names()])
+
+
 def check_gradcomp(table: Mapping[str, Any]) -> None:
     """There are such methods and options."""
     method = str(table.get("method", "allreduce"))
-    load_method(method)
+    if method not in method_names():
+        problem = f"gradcomp.method = {json.dumps(method)}: no such method"
+        raise ValueError(f"{problem}; {known_keys(method, method_names())}")
     for key, value in table.items():
         if key == "method":
             continue
         if key not in method_names():
-            known = ["method", *method_names()]
-            raise ValueError(f"gradcomp.{key}: unknown key; {known_keys(key, known)}")
+            raise ValueError(f"gradcomp.{key}: unknown key; {_belongs(key, method)}")
         try:
             options = parse_options(key, value)
         except ValidationError as error:

@@ -98,6 +98,9 @@ def check_environment() -> None:
         if value is not None and not value.isdecimal():
             raise ValueError(f"{name} = {value!r}: give a whole number, or unset {name}")
         numbers[name] = None if value is None else int(value)
+    port = numbers["MASTER_PORT"]
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT = {port}: use 1 to 65535, of a port that is free")
     rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
     if rank is not None and world is not None and rank >= world:
         raise ValueError(

@@ -16,7 +16,7 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import cache_notice
+from thinpipe.launch.host.device import host_notices
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces, resolve
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import usable_cores
@@ -53,8 +53,8 @@ def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
     config = ready.config
     name = config.network.own_name()
     results = [*_capacity(ready, name, shares), _devices(name)]
-    notice = cache_notice(config.pipeline.device)
-    return [*results, warning(name, notice.removeprefix("note: "), "")] if notice else results
+    notices = host_notices(config.pipeline.device)
+    return [*results, *(warning(name, note.removeprefix("note: "), "") for note in notices)]
 
 
 def describe_host(

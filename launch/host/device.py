@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from thinpipe.launch.host.packages import install
+from thinpipe.launch.host.scratch import tmpdir_notice
 from thinpipe.pipeline.precision import DeviceName
 
 
@@ -45,6 +46,23 @@ def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
         return [choose_device(name)] * per_rank
     first = per_rank * _local_rank()
     return [torch.device("cuda", first + index) for index in range(per_rank)]
+
+
+def host_notices(name: DeviceName) -> list[str]:
+    """What to know of this host, where it is not as its variables say, or keeps nothing."""
+    found = (_hidden_gpus(name), tmpdir_notice(), cache_notice(name))
+    return [notice for notice in found if notice]
+
+
+def _hidden_gpus(name: DeviceName) -> str | None:
+    """CUDA_VISIBLE_DEVICES names none that there is; empty and negative, it is meant to."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if name == "cpu" or gpu_count() or not shown.strip() or shown.strip().startswith("-"):
+        return None
+    return (
+        f"note: CUDA_VISIBLE_DEVICES = {shown}, and torch finds no such GPU on this host; correct "
+        'the variable, or set pipeline.device = "cpu"'
+    )
 
 
 def cache_notice(name: DeviceName) -> str | None:

@@ -43,6 +43,21 @@ def remove_scratch_folder() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def tmpdir_notice() -> str | None:
+    """What to know where temporary files do not go where TMPDIR says."""
+    wanted = os.environ.get("TMPDIR")
+    if not wanted or _takes_sockets(Path(wanted)):
+        return None
+    return (
+        f"note: TMPDIR = {wanted}: no folder that can be written, or its path has more than "
+        f"{_LONGEST} bytes, too long for sockets; temporary files go elsewhere"
+    )
+
+
+def _takes_sockets(place: Path) -> bool:
+    return len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK | os.X_OK)
+
+
 def _root() -> Path:
     """Where temporary files go; a path too long for the names of sockets in it is passed over.
 
@@ -55,7 +70,7 @@ def _root() -> Path:
     with contextlib.suppress(FileNotFoundError):
         places.insert(0, Path(tempfile.gettempdir()))
     for place in places:
-        if len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK):
+        if _takes_sockets(place):
             return place
     raise OSError(errno.EROFS, "no folder with a short path can be written")
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import cache_notice, device_type, gpu_count
+from thinpipe.launch.host.device import device_type, gpu_count, host_notices
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
@@ -201,12 +201,8 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
         disk.existing(path).stat().st_dev for path in (memory_folder(config), config.run.path)
     }
     check_space(config.run.path, found.parts, found.memories.disk if len(places) == 1 else 0)
-    kept = config.checkpoint.keep
-    notices = (
-        space_notice(config.run.path, kept, found.parts),
-        cache_notice(config.pipeline.device),
-    )
-    return [notice for notice in notices if notice]
+    space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
+    return [*filter(None, [space]), *host_notices(config.pipeline.device)]
 
 
 def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
@@ -221,8 +217,9 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
         f"{format_bytes(shutil.disk_usage(folder).free)} free"
     )
-    if notice := space_notice(config.run.path, config.checkpoint.keep, found.parts):
-        console.print(notice)
+    space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
+    for notice in (*filter(None, [space]), *host_notices(config.pipeline.device)):
+        console.print(notice, soft_wrap=True)
     if device_type(config.pipeline.device) == "cuda":
         most = max(models[config.mesh(rank).position].total for rank in ranks)
         console.print(f"model and activations on the GPU of a rank: up to {format_bytes(most)}")

@@ -58,6 +58,7 @@ def several_machines(
         own = _chosen_interface(address).address
         return openly(endpoint, own, (address, port), config.own_name())
     _check_patience(config.patience_s, limit_s)
+    keys.contexts(config.find_key())  # before anybody is waited for
     coordinates = is_own_address(address)
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
@@ -103,7 +104,13 @@ def _check_patience(patience_s: float, limit_s: float) -> None:
 
 def _chosen_interface(other: str) -> Interface:
     """The one that GLOO_SOCKET_IFNAME names, if another host can reach it."""
-    named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    wanted, all_here = os.environ.get("GLOO_SOCKET_IFNAME", ""), interfaces()
+    named = all_here.get(wanted)
+    if named is None and wanted:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME = {wanted}: no interface of this machine with an address; it has "
+            f"{', '.join(all_here)}: use one of them, or unset GLOO_SOCKET_IFNAME"
+        )
     if named is None or named.is_loopback:
         return interface_to(other)
     same = [own for own in named.addresses if family_of(own) == family_of(other)]

@@ -142,8 +142,7 @@ def test_a_killed_supervisor_is_named_last(long_run: subprocess.Popen[str]) -> N
     killed = f" on {socket.gethostname()}: killed by signal 9 (SIGKILL): if nobody did that, "
     assert dead.startswith("the supervisor of local rank ")
     assert killed in dead
-    assert sum(line.startswith("rank ") for line in said) == 2, output
-    assert "first failure" not in output
+    assert len({line.split(":")[0] for line in said if line.startswith("rank ")}) == 2, output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Three hundred mistakes: each is named with its remedy, with exit code 2 and no traceback."""
+"""Over three hundred mistakes: each is named with its remedy, with exit code 2 and no traceback."""
 
 import json
 import shlex

@@ -37,17 +37,16 @@ class Failures:
     def first(self, since_s: float, ended: Callable[[], bool]) -> str:
         """The first cause, or else the first failure, and whose it is.
 
-        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic). If
-        `ended()` says that this machine's launcher ends its ranks, the launcher knows more, and
-        says it when they are gone; then the text is empty.
+        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic); no longer
+        if `ended()` says that this machine's launcher ends its ranks: what it found killed it
+        reports when they are gone.
 
         Raises:
             RuntimeError: the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
-        while not self._found()[0] and time.monotonic() < since_s + _CAUSE_S:
-            if ended():
-                return ""
+        limit_s = since_s + _CAUSE_S
+        while not (self._found()[0] or ended()) and time.monotonic() < limit_s:
             time.sleep(0.05)
         return self.known() or "nothing was reported"
 
@@ -102,7 +101,7 @@ class Watch:
             self._failures.wait()
             self._noticed_s = time.monotonic()
             first = self._failures.first(self._noticed_s, self._ended)
-            account = f"ended because of another rank{first and ': '}{first}"
+            account = f"ended because of another rank: {first}"
         except RuntimeError:
             account = "the machine that holds the run's store is gone"
             time.sleep(_GRACE_S)

@@ -237,4 +237,4 @@ def _report(
         first = first_of_all()
     except RuntimeError:
         return "the run's store is gone as well, so what failed first is not known here"
-    return "" if first in ("", f"{who}: {own}") else f"first failure: {first}"
+    return "" if first == f"{who}: {own}" else f"first failure: {first}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinpipe.launch.host import device
-from thinpipe.launch.host.device import check_gpus, choose_device, choose_devices
+from thinpipe.launch.host.device import check_gpus, choose_device, choose_devices, host_notices
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -15,6 +15,19 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="torch finds no GPU on this host; install a CUDA build"):
         choose_device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("shown", "said"), [("7", True), ("0,1", True), ("", False), ("-1", False)]
+)
+def test_gpus_that_a_variable_names_and_torch_does_not_find_are_told(
+    shown: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    told = [f"note: CUDA_VISIBLE_DEVICES = {shown}, " in note for note in host_notices("auto")]
+    assert any(told) == said
+    assert not any("CUDA" in note for note in host_notices("cpu"))
 
 
 def test_gpus_are_assigned_to_ranks_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from thinpipe.launch.host.scratch import tmpdir_notice
+
 USE = """
 import sys, tempfile
 from multiprocessing.util import get_temp_dir
@@ -46,6 +48,20 @@ def test_nothing_stays_of_a_launcher_that_ends(short: Path) -> None:
         assert len([*folder.iterdir()]) == 3  # its lock, multiprocessing's folder, and another
         assert process.communicate() == ("", "")
     assert [*short.iterdir()] == []
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_told(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = short / ("d" * 60)
+    deep.mkdir()
+    for place, told in ((short, False), (deep, True), (short / "none", True)):
+        monkeypatch.setenv("TMPDIR", str(place))
+        notice = tmpdir_notice()
+        assert (notice is not None) == told
+        assert not notice or notice.startswith(f"note: TMPDIR = {place}: no folder that can be")
+    monkeypatch.delenv("TMPDIR")
+    assert tmpdir_notice() is None
 
 
 def test_what_a_killed_launcher_left_goes_with_the_next_one(short: Path) -> None:

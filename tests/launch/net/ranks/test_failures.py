@@ -38,14 +38,21 @@ def test_without_a_cause_the_first_report_counts() -> None:
     assert Failures(store, "c").first(0.0, lambda: False) == "b: connection broke"
 
 
-def test_a_rank_that_its_launcher_ends_leaves_the_cause_to_it() -> None:
+def test_a_rank_that_its_launcher_ends_does_not_wait_for_a_cause() -> None:
     """The launcher reports what it found killed only when all its ranks are gone."""
     store = dist.HashStore()
     Failures(store, "rank 1").report("connection broke", cause=False)
-    now_s = time.monotonic()
-    assert Failures(store, "rank 1").first(now_s, lambda: True) == ""
+    asked: list[bool] = []
+
+    def ended() -> bool:
+        asked.append(len(asked) > 1)
+        return asked[-1]
+
+    first = Failures(store, "rank 1").first(time.monotonic(), ended)
+    assert (first, asked) == ("rank 1: connection broke", [False, False, True])
     Failures(store, "the supervisor").report("killed", cause=True)
-    assert Failures(store, "rank 2").first(now_s, lambda: True) == "the supervisor: killed"
+    first = Failures(store, "rank 2").first(time.monotonic(), lambda: False)
+    assert first == "the supervisor: killed"
 
 
 WATCHED = """

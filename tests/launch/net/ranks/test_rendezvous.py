@@ -117,6 +117,13 @@ def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPa
         host._wait.over()
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    open_network = NetworkConfig(trusted=True)
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = eth77: .* it has lo"):
+        several_machines(open_network, "192.0.2.1:29500", 2, limit_s=60, log=str)
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     restarts: int, monkeypatch: pytest.MonkeyPatch
