@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
 from benchmarks.harness import Row
+from benchmarks.single_process import in_process
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
@@ -27,7 +28,6 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
