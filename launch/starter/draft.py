@@ -151,11 +151,7 @@ def _fields(row: Row, data: str) -> dict[str, Any]:
 
 
 def _fit(found: Draft, stages: int) -> None:
-    """Choose lengths, counts and cuts that the model and the data allow.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Choose lengths, counts and cuts that the model and the data allow."""
     small = {"batch_size": 1}
     if "factory" in found.data:
         config = _config(found, data={"eval_sequences": 1}, train=small)
