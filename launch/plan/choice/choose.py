@@ -226,7 +226,6 @@ def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Varia
                     "replicas": replicas,
                     "microbatches": times * config.pipeline.microbatches,
                     "ranks": None,
-                    "auto_cuts": False,
                     "placement": (),
                 }
                 shape = _with(config, change)
