@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_tiers --json out.jsonl
 
-Times whole training steps of a pipeline in one process (`launch/single_process.py`: every end of
+Times whole steps of a pipeline in one process (`benchmarks/single_process.py`: every end of
 every cut has its memory, as on ranks of their own) with memories in RAM and on disk, alternating,
 after an epoch that fills them. The losses of both must be equal. Hit rates are counted on real
 memories of small rows with the order of real epochs, and compared with least-recently-used on the
@@ -20,12 +20,12 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Records, command_line, format_table, quantiles
+from benchmarks.single_process import in_process
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.rows import plan_memory, row_nbytes
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.wire.cast import Cast
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base_sync import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.global_copy import FlatBucket
@@ -28,31 +29,19 @@ from thinpipe.pipeline.wire.cast import Cast
 _EXACT = Cast("fp32")
 
 
-class Averaging(Protocol):
+class Averaging(Kept, Protocol):
     """Settings that tell methods apart."""
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
         """Replicas are equal: before the first step."""
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-        """This replica's new parameters; runs on the communication thread.
-
-        What it would keep counts once `keep` is called.
-        """
-
-    def keep(self) -> None:
-        """The averages were taken over."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+        """This replica's new parameters; runs on the communication thread."""
 
 
-class Decentral:
+class Decentral(BaseSync):
     """A `ReplicaSync` around an averaging, every `interval` steps."""
 
-    replicas_equal = False
-    leaves = "gradients"
     loss_scope = "replica"
     overlaps = True
 
@@ -73,10 +62,6 @@ class Decentral:
         self._steps = self._exchanges = 0
         self._finished = False
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._peers.bytes_sent
-
     def due(self, step: int) -> bool:
         """No step waits for more than neighbours."""
         return False
@@ -95,9 +80,6 @@ class Decentral:
             self._averaging.keep()
             for bucket, average_N in zip(self._buckets, averages, strict=True):
                 bucket.local_N.copy_(average_N)
-
-    def after_step(self) -> None:
-        """Nothing is exchanged here: this is not called on replicas that skip the step."""
 
     def finish(self) -> None:
         """Replicas become equal: the mean of all."""

@@ -7,13 +7,13 @@ Axes: N values of a bucket.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base_sync import BaseSync, Kept
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.memories import Stateless
@@ -22,24 +22,14 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 
 
-class Reducer(Protocol):
+class Reducer(Kept, Protocol):
     """Settings that tell methods apart that exchange gradients."""
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Return the sum over the replicas; runs on the communication thread.
-
-        What it would keep of this step counts once `keep` is called.
-        """
-
-    def keep(self) -> None:
-        """The optimizer applied the sums."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+        """Return the sum over the replicas; runs on the communication thread."""
 
 
-class GradientSync:
+class GradientSync(BaseSync):
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
 
     A step that the engine skips because something is not finite leaves no trace in the reducer's
@@ -47,8 +37,6 @@ class GradientSync:
     """
 
     replicas_equal = True
-    leaves = "gradients"
-    loss_scope = "global"
     overlaps = False  # the gradients that come last have the time of none
 
     def __init__(
@@ -71,13 +59,6 @@ class GradientSync:
         self._buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
         self._readiness = Readiness(self._buckets, self._launch)
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._peers.bytes_sent
-
-    def due(self, step: int) -> bool:
-        return True
-
     def begin_step(self, step: int, passes: int) -> None:
         self._readiness.begin_step(passes)
 
@@ -88,12 +69,6 @@ class GradientSync:
 
     def after_step(self) -> None:
         self._reducer.keep()
-
-    def finish(self) -> None:
-        """Nothing is under way between steps."""
-
-    def global_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step, "reducer": self._reducer.state_dict()}

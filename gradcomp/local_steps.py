@@ -27,6 +27,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base_sync import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket
@@ -70,29 +71,20 @@ class LocalStepsConfig(TurnsConfig):
     mix: float = Field(0.0, ge=0, lt=1)
 
 
-class OuterStep(Protocol):
+class OuterStep(Kept, Protocol):
     """Settings that tell methods apart."""
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         """By how much the global model moves; runs on the communication thread.
 
-        `distance_N` is how far it is ahead of this replica. What it would keep counts once
-        `keep` is called: all updates of a fragment have arrived.
+        `distance_N` is how far it is ahead of this replica. `keep` is called when all updates of
+        a fragment have arrived.
         """
 
-    def keep(self) -> None:
-        """The updates will be applied."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class LocalSteps:
+class LocalSteps(BaseSync):
     """A `ReplicaSync` around an outer step."""
 
-    replicas_equal = False
-    leaves = "gradients"
     loss_scope = "replica"
 
     def __init__(
@@ -118,10 +110,6 @@ class LocalSteps:
         self._captured = False
         self._exchanges = 0
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._peers.bytes_sent
-
     def due(self, step: int) -> bool:
         turn, place = self._config.turn, step % self._config.turn
         return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
@@ -138,11 +126,6 @@ class LocalSteps:
             self._launch(fragment)
         if step % turn == self._config.overlap:
             self._join()
-
-    def before_step(self) -> None: ...
-
-    def after_step(self) -> None:
-        """Nothing is exchanged here: this is not called on replicas that skip the step."""
 
     def finish(self) -> None:
         """Exchange all fragments once more: replicas are equal to the global model then."""

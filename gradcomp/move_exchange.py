@@ -33,6 +33,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.agreement import Agreement
+from thinpipe.gradcomp.base_sync import BaseSync
 from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
@@ -99,12 +100,12 @@ _Update = tuple[list[Tensor], list[Tensor], Tensor]
 this server's."""
 
 
-class MoveExchange:
-    """A `ReplicaSync` that exchanges parameters instead of gradients."""
+class MoveExchange(BaseSync):
+    """A `ReplicaSync` that exchanges parameters instead of gradients.
 
-    replicas_equal = False
-    leaves = "gradients"
-    loss_scope = "global"
+    All steps wait, also those between exchanges: exchanges are numbered by steps, so a step counts
+    on all replicas or on none.
+    """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], peers: Peers, config: MoveConfig
@@ -131,18 +132,6 @@ class MoveExchange:
     def follow(self, beta2: float) -> None:
         """The optimizer is Adam, with this for its variance."""
         self._agreement.beta2 = beta2
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._peers.bytes_sent
-
-    def due(self, step: int) -> bool:
-        """All steps, also those between exchanges.
-
-        The loss is divided by the tokens of all replicas, gradients are clipped by the norm over
-        all, and a step counts on all replicas or on none: exchanges are numbered by steps.
-        """
-        return True
 
     def begin_step(self, step: int, passes: int) -> None:
         """The first step finds replicas equal: what they hold becomes the global model."""

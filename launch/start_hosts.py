@@ -115,11 +115,7 @@ def _show_launch(
 
 
 def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> NetworkConfig:
-    """The run's, if it can be read here.
-
-    Raises:
-        ConfigError: it would be refused on every machine.
-    """
+    """The run's, if it can be read here."""
     path = Path(start.run).expanduser()
     if not path.exists():
         what = "it was" if start.is_program else "the settings were"

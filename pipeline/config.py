@@ -1,10 +1,10 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
 from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.comm.message import Mode
 
 Bits = Annotated[int, Field(ge=1, le=8)]
+
+
+class StandInCuts(tuple[int, ...]):
+    """Cuts 1, 2, ... of `cuts = "auto"`, until they are decided: for what depends on their number
+    alone.
+    """
+
+
+def _keep_stand_ins(cuts: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
+    return cuts if isinstance(cuts, StandInCuts) else validate(cuts)
 
 
 class PipelineConfig(BaseModel):
@@ -43,7 +53,7 @@ class PipelineConfig(BaseModel):
     READ_AWAY: ClassVar = ("stages",)
     """Keys of a file that are no fields, as they are used up when it is read."""
 
-    cuts: tuple[int, ...] = ()
+    cuts: Annotated[tuple[int, ...], WrapValidator(_keep_stand_ins)] = ()
     schedule: ScheduleName = "Deep1F1B"
     depth: int = Field(DEPTH, ge=0)
     microbatches: int = Field(4, ge=1, le=4096)
@@ -55,16 +65,12 @@ class PipelineConfig(BaseModel):
     devices_per_rank: int = Field(1, ge=1)
     placement: tuple[tuple[str, ...], ...] = ()
     peer_timeout_s: float = Field(300.0, gt=0)
-    auto_cuts: Annotated[bool, Field(exclude=True)] = False
-    """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""
 
     @model_validator(mode="before")
     @classmethod
     def _stand_in_for_auto(cls, fields: Any) -> Any:
         if not isinstance(fields, Mapping):
             return fields
-        if "auto_cuts" in fields:
-            raise ValueError('auto_cuts: write cuts = "auto" and stages = N')
         given = {key: value for key, value in fields.items() if key != "stages"}
         stages, cuts = fields.get("stages"), given.get("cuts", ())
         if stages is not None and (type(stages) is not int or stages < 1):
@@ -74,7 +80,7 @@ class PipelineConfig(BaseModel):
         if cuts == "auto":
             if stages is None:
                 raise ValueError('cuts = "auto": how many stages? Add stages, as in stages = 4')
-            return {**given, "cuts": tuple(range(1, stages)), "auto_cuts": True}
+            return {**given, "cuts": StandInCuts(range(1, stages))}
         if stages is not None and isinstance(cuts, list | tuple) and stages != len(cuts) + 1:
             raise ValueError(
                 f"stages = {stages}, but cuts = {list(cuts)} makes {len(cuts) + 1}; leave out "
@@ -90,6 +96,11 @@ class PipelineConfig(BaseModel):
                 'or use schedule = "Deep1F1B"'
             )
         return self
+
+    @property
+    def auto_cuts(self) -> bool:
+        """Whether the cuts are still to be decided."""
+        return isinstance(self.cuts, StandInCuts)
 
     @property
     def stages(self) -> int:

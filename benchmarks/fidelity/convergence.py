@@ -8,7 +8,7 @@
 For every seed a byte-level decoder is pretrained, uncompressed, on the first nine tenths of the
 training text. From these weights every method fine-tunes a copy for some epochs on a fixed set of
 sequences from the last tenth (with `--labelled` on sentences, as a classifier), with every layer a
-stage of its own, all stages in one process (`launch/single_process.py`: boundaries, messages and
+stage of its own, all in one process (`benchmarks/single_process.py`: boundaries, messages and
 bytes are those of a run over a network). The seed sets the initial weights and the order of the
 data.
 """

@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
 from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
+from benchmarks.single_process import in_process
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
@@ -28,7 +29,6 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.loss import mean_loss
 from thinpipe.pipeline.metrics import Measures, named_metrics

@@ -27,6 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base_sync import BaseSync
 from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
@@ -63,12 +64,11 @@ class Config(BaseModel):
         return self
 
 
-class DeMo:
+class DeMo(BaseSync):
     """A `ReplicaSync` that leaves q where the optimizer looks for gradients."""
 
     replicas_equal = REPLICAS_EQUAL
     leaves = "updates"
-    loss_scope = "global"
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
@@ -89,13 +89,6 @@ class DeMo:
         self._unapplied: Tensor | None = None
         """The answer that a step was given, until that counts: momenta have lost it already."""
         self._step = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._peers.bytes_sent
-
-    def due(self, step: int) -> bool:
-        return True
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Look ahead at the rate of this optimizer."""

@@ -122,9 +122,6 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
     """Lock the folder, with this run as its owner, while the returned file is open.
 
     The system releases the lock when the process ends, for whatever reason.
-
-    Raises:
-        BlockingIOError: another run holds it.
     """
     path = folder / _LOCK
     file = path.open("a", encoding="utf-8")  # keeps another run's name while it holds the lock

@@ -114,11 +114,7 @@ def _open(network: HostNetwork, wait_s: float) -> TCPStore:
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:
-    """Wait until the port accepts connections.
-
-    Raises:
-        DoctorError: it does not; names the reason and the remedy.
-    """
+    """Wait until the port accepts connections."""
     reason = ""
 
     def connected() -> bool:

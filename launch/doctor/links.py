@@ -183,11 +183,7 @@ def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
 
 
 def _await_link(overlay: Overlay, target: int, port: int) -> None:
-    """Have an address here lead to a port of that host's, when the two are connected.
-
-    Raises:
-        TimeoutError: they are not.
-    """
+    """Have an address here lead to a port of that host's, when the two are connected."""
     client, name = overlay.client(), overlay.peer_list.hosts[target].name
     client.ask("forward", host=target, port=port, traffic="pipeline")
     limit_s = time.monotonic() + _CONNECT_S

@@ -62,9 +62,6 @@ def _root() -> Path:
     """Where temporary files go; a path too long for the names of sockets in it is passed over.
 
     /dev/shm is for containers in which all else is read-only.
-
-    Raises:
-        OSError: there is no place.
     """
     places = [_SHORT, _MEMORY]
     with contextlib.suppress(FileNotFoundError):

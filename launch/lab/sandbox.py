@@ -153,11 +153,7 @@ def _serve(
 
 
 def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
-    """Switch to the rates of `changed`; if some are rejected, back to those of `before`.
-
-    Raises:
-        ShapedError: names the rejected rates and those in force.
-    """
+    """Switch to the rates of `changed`; if some are rejected, back to those of `before`."""
     try:
         with IPRoute() as ip:
             requirements.check(requirements.needs(changed), ip)

@@ -199,11 +199,7 @@ def _needed(
     memory: Sequence[BlockRun],
     limits: Sequence[float] | None,
 ) -> list[int]:
-    """Bytes that each rank needs.
-
-    Raises:
-        ValueError: they exceed the limits, which are by stage.
-    """
+    """Bytes that each rank needs."""
     models = rank_memory(config, memory)
     needed = device_nbytes(config, sequences, models)
     for layer in [layer for model in models for layer in model.uncounted][:1]:
@@ -243,11 +239,7 @@ def _blocks(
 def _refuse_doubtful(
     path: Path, doubt: str | None, network: Path | None, links: Network | None
 ) -> None:
-    """Do not write what measurements do not support; `links` are those of the file `network`.
-
-    Raises:
-        ConfigError: blocks were measured on a busy machine, or links while they were closed.
-    """
+    """Do not write what measurements do not support; `links` are those of the file `network`."""
     nothing = f"--apply: nothing was written to {path}"
     if doubt is not None:
         raise ConfigError(

@@ -54,7 +54,7 @@ def replica_steps(
         for row in blocks
     )
     trained = sum(count * block.trained for block, count in memory)
-    alone = {"cuts": (), "ranks": None, "auto_cuts": False, "shards": 1, "schedule": "1F1B"}
+    alone = {"cuts": (), "ranks": None, "shards": 1, "schedule": "1F1B"}
     pipeline = config.pipeline.model_copy(update={**alone, "replicas": replicas})
     whole = config.model_copy(update={"pipeline": pipeline})
     links = network.payload()

@@ -49,12 +49,7 @@ def report(
 
 
 def _read(folder: Path) -> ReportedRun:
-    """The content of a run's folder.
-
-    Raises:
-        ConfigError: it is not a run's.
-        ValueError: no step is done yet, or a file is damaged.
-    """
+    """The content of a run's folder."""
     for name in ("config.toml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: holds no {name}; name the folder of a run")

@@ -133,11 +133,7 @@ def _look_at_data(found: Draft, data: str | None) -> None:
 
 
 def _fit(found: Draft, stages: int) -> None:
-    """Choose lengths, counts and cuts that the model and the data allow.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Choose lengths, counts and cuts that the model and the data allow."""
     small = {"batch_size": 1}
     if "factory" in found.data:
         config = _config(found, data={"eval_sequences": 1}, train=small)

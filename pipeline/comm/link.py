@@ -1,12 +1,8 @@
-"""The Link contract: one direction between two ranks; and links within one process."""
+"""The Link contract: one direction between two ranks."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from thinpipe.pipeline.comm.errors import TransportError
 
 
 class Link(Protocol):
@@ -35,36 +31,3 @@ class Link(Protocol):
 
     def send(self, slot: int, message: Tensor) -> None:
         """Send without waiting; the link keeps `message` alive, the caller must not change it."""
-
-
-@dataclass
-class LoopbackLink:
-    """Both ends in one process: for simulations and tests, where stages take turns."""
-
-    in_turns: ClassVar[bool] = True
-    _messages: dict[int, Tensor] = field(default_factory=dict)
-    _expected: dict[int, int] = field(default_factory=dict)
-
-    def begin_pass(self, number: int) -> None:
-        """Nothing is in flight between passes."""
-
-    def expect(self, slot: int, nbytes: int) -> None:
-        self._expected[slot] = nbytes
-
-    def take(self, slot: int) -> Tensor:
-        """Return the message, which must be there; a shorter one is zero-filled, as on gloo.
-
-        Raises:
-            TransportError: nothing was sent, or more than expected.
-        """
-        nbytes = self._expected.pop(slot)
-        message = self._messages.pop(slot, None)
-        if message is None or message.numel() > nbytes:
-            found = "nothing" if message is None else f"{message.numel()} bytes"
-            raise TransportError(
-                f"loopback: expected up to {nbytes} bytes of microbatch {slot}, got {found}"
-            )
-        return torch.cat([message, message.new_zeros(nbytes - message.numel())])
-
-    def send(self, slot: int, message: Tensor) -> None:
-        self._messages[slot] = message.clone()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.single_process import in_process
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
 from tests.training import RAW, config, share, start, weights
@@ -14,7 +15,6 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch
 

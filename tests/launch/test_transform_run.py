@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.training import config
 from thinpipe.launch.components import Built
@@ -16,7 +17,6 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.single_process import in_process
 
 STEPS, SAVED = 9, 5  # an epoch has 3 steps
 BOTH: Any = [{"forward": {"kind": "transform"}, "backward": {"kind": "transform"}}]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.ranks import Ranks
 from tests.training import (
     RAW,
@@ -20,7 +21,6 @@ from tests.training import (
     weights,
 )
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.batch import Batch
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.aqsgd.disk import DiskStore
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.transport import Scope
 from thinpipe.pipeline.step_stats import StepTotals

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.training import batch, config, weights
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
@@ -13,7 +14,6 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.aqsgd.store import RamStore
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.hadamard import Hadamard

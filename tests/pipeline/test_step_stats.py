@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.loss import IGNORED_TARGET
 

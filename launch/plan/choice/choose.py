@@ -154,11 +154,7 @@ def choose(
 
 
 def _fitting(variant: _Variant, cluster: Cluster, seed: int) -> tuple[float, _Variant, Settings]:
-    """Step, variant and settings: as it is, or with what needs less memory, if it has to.
-
-    Raises:
-        ValueError: it fits in no way.
-    """
+    """Step, variant and settings: as it is, or with what needs less memory, if it has to."""
     faithful = replace(variant.lean, exchange=len(variant.ladders.exchanges) - 1)
     frugal = variant.scheduled("1F1B")
     refused = "the replicas cannot exchange in this way"
@@ -230,7 +226,6 @@ def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Varia
                     "replicas": replicas,
                     "microbatches": times * config.pipeline.microbatches,
                     "ranks": None,
-                    "auto_cuts": False,
                     "placement": (),
                 }
                 shape = _with(config, change)

@@ -250,11 +250,7 @@ def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
 
 
 def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
-    """Reject stages for which there are not enough devices with the memory.
-
-    Raises:
-        ValueError: names the stage, what it needs and what there is.
-    """
+    """Reject stages for which there are not enough devices with the memory."""
     room_D = np.sort(cluster.memory_D)[::-1]
     for index, position in enumerate(np.argsort(need_P)[::-1]):
         needed = (index + 1) * replicas

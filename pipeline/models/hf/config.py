@@ -359,11 +359,7 @@ def _read(folder: Path) -> Any:
 
 
 def _check_router(config: Any) -> None:
-    """Reject a loss that the model asks for and the pipeline would not compute.
-
-    Raises:
-        ValueError: the routers' balancing loss is on.
-    """
+    """Reject a loss that the model asks for and the pipeline would not compute."""
     names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
     rates = {name: getattr(config, name, None) or 0.0 for name in names}
     asked = {name: rate for name, rate in rates.items() if rate > 0}

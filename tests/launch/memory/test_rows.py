@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.single_process import in_process
 from tests.commands import Command
 from tests.training import config
 from thinpipe.launch.cli import app
@@ -24,7 +25,6 @@ from thinpipe.launch.memory.rows import (
     row_nbytes,
     sample_capacity,
 )
-from thinpipe.launch.single_process import in_process
 
 PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.single_process import in_process
 from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
 from tests.training import config
 from thinpipe.launch.checkpoint import files as checkpoint
@@ -19,7 +20,6 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch, Samples
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.training import TOKENS, VOCAB, config
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -16,7 +17,6 @@ from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import (

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.single_process import LoopbackLink
 from tests.ranks import Ranks, run_ranks
 from tests.training import ZERO_BUBBLE, batch, config, start
 from tests.waiting import PATIENCE_S, until
@@ -27,7 +28,6 @@ from thinpipe.pipeline.comm.boundary import MessagePlan, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, OutgoingChannel, Pass
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.first_error import FirstError
-from thinpipe.pipeline.comm.link import LoopbackLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
 from thinpipe.pipeline.wire.cast import Cast

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.single_process import LoopbackLink
 from tests.ranks import Ranks, run_ranks
 from tests.waiting import until
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink
-from thinpipe.pipeline.comm.link import LoopbackLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.header import FORWARD, DesyncError

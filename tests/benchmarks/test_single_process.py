@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.ranks import Ranks
 from tests.training import RAW, batch, config, train_steps, weights
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.step_stats import StepTotals, WireTotal
 

@@ -7,15 +7,18 @@ dropout, whose random numbers depend on the process.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.launch.build import Wiring, build
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.comm.link import LoopbackLink
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.schedule import Action, LossFunction, forward_order
 from thinpipe.pipeline.stage import CompressedStage
@@ -45,6 +48,39 @@ def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
         yield build(config, transport, run_id=0, total_steps=total_steps, wiring=wiring)
     finally:
         dist.destroy_process_group()
+
+
+@dataclass
+class LoopbackLink:
+    """Both ends in one process: for simulations and tests, where stages take turns."""
+
+    in_turns: ClassVar[bool] = True
+    _messages: dict[int, Tensor] = field(default_factory=dict)
+    _expected: dict[int, int] = field(default_factory=dict)
+
+    def begin_pass(self, number: int) -> None:
+        """Nothing is in flight between passes."""
+
+    def expect(self, slot: int, nbytes: int) -> None:
+        self._expected[slot] = nbytes
+
+    def take(self, slot: int) -> Tensor:
+        """Return the message, which must be there; a shorter one is zero-filled, as on gloo.
+
+        Raises:
+            TransportError: nothing was sent, or more than expected.
+        """
+        nbytes = self._expected.pop(slot)
+        message = self._messages.pop(slot, None)
+        if message is None or message.numel() > nbytes:
+            found = "nothing" if message is None else f"{message.numel()} bytes"
+            raise TransportError(
+                f"loopback: expected up to {nbytes} bytes of microbatch {slot}, got {found}"
+            )
+        return torch.cat([message, message.new_zeros(nbytes - message.numel())])
+
+    def send(self, slot: int, message: Tensor) -> None:
+        self._messages[slot] = message.clone()
 
 
 class _LoopbackLinks:
