@@ -99,7 +99,8 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         nbytes = min(source.nbytes * longer, limit)
         field = "text" if config.text_field is None else config.text_field
         row = Row(str(form.path), {field: text})
-        return [row], min(1.0, len(text.encode()) / max(1, nbytes)), f"{len(source.forms)} files"
+        files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
+        return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
     rows, nbytes = list[Row](), 0
     for columns in all_columns(form):
         rows += rows_of(source.forms, columns, config.fields)
