@@ -106,7 +106,7 @@ def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: prefligh
     config, corpus = ready
     sequences, console = len(corpus.train), Console(highlight=False)
     if samples:
-        from thinpipe.launch.data.show import show_examples
+        from thinpipe.launch.data.chat.show import show_examples
         from thinpipe.launch.data.tokenizer import load_tokenizer
 
         if config.data.factory is not None:

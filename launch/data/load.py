@@ -14,9 +14,8 @@ from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
 from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
-from thinpipe.launch.data.mixture import mix
 from thinpipe.launch.data.own import OwnSet, load_own, made
-from thinpipe.launch.data.packing import Layout, PackedSet, pack
+from thinpipe.launch.data.packing import Layout, PackedSet, mix, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
 from thinpipe.launch.data.reading.source import Source, open_source

@@ -3,7 +3,8 @@
 Best fit, longest first: each document goes where the least room is left that holds it (Ding et al.,
 "Fewer Truncations Improve Language Modeling", 2024). It is drawn once, from the seed: documents of
 one length, and the sequences, are in an order of their own. So a sample id stands for the same
-tokens in every epoch, on every rank and after a resume, which AQ-SGD's caches need.
+tokens in every epoch, on every rank and after a resume, which AQ-SGD's caches need. The same holds
+for mixtures.
 
 Axes: B samples, T tokens.
 """
@@ -50,7 +51,7 @@ class _Pieces:
     @property
     def inputs(self) -> npt.NDArray[Any]:
         """What each takes up in a sequence: its last token is a target only."""
-        return self.stop - self.start - 1
+        return np.asarray(self.stop - self.start - 1)
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,23 @@ def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
     order = drawn[np.argsort(sequence, kind="stable")]
     counts = np.bincount(sequence, minlength=bins.count)
     return Packing(order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64))
+
+
+def mix(
+    sizes: Sequence[int], weights: Sequence[float] | None, seed: int
+) -> list[npt.NDArray[np.int64]]:
+    """Which examples of each source are taken: as many as its weight demands, and none twice.
+
+    The source that is the shortest for its weight is used up; without weights all are.
+    """
+    if weights is None:
+        return [np.arange(size) for size in sizes]
+    most = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    found = []
+    for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        count = min(size, max(1, round(most * weight)))
+        found.append(np.sort(shuffled(size, seed, f"mix/{number}").numpy()[:count]))
+    return found
 
 
 class _Bins:

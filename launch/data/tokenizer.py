@@ -101,10 +101,10 @@ class FolderTokenizer:
         self.vocab: int = max(known) + 1
         self.holes = tuple(number for number in range(self.vocab) if number not in known)
         self.ends = read_ends(folder, self.backend)
+        self.begin = self._begin()
         self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
 
-    @cached_property
-    def begin(self) -> tuple[int, ...]:
+    def _begin(self) -> tuple[int, ...]:
         alone, given = self.encode("a"), self.sample("a", None)
         places = range(len(given) - len(alone) + 1)
         first = next((at for at in places if given[at : at + len(alone)] == alone), 0)

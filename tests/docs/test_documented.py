@@ -36,6 +36,8 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
     "thinpipe run ": "tests/launch/run/test_program.py",
     "torchrun --nproc-per-node 4 mine.py": "tests/launch/run/test_program.py",
+    "thinpipe train chat.toml": "tests/launch/trained/test_chat.py",
+    "thinpipe plan chat.toml": "as for run.toml",
     "thinpipe plan run.toml --network net.json --place": "tests/launch/plan/choice",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",

@@ -100,7 +100,7 @@ def test_every_command_and_option_is_listed(pages: Path) -> None:
     for name in known:
         assert f"## {name}\n" in text
     assert "`thinpipe train RUN.TOML`" in text
-    assert "| `--show RANK` | Local rank that shows progress; -1: none. |" in text
+    assert "| `--show N` | Local rank that shows progress (-1: none)" in text
     assert "| `--resume` | Resume from the newest checkpoint" in text
     assert "## shaped set\n" in text
     assert "None" not in text  # every option says what it is for

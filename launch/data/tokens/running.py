@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -244,7 +244,14 @@ def _documents(parts: Iterator[bytes | None], *, joined: bool) -> Iterator[Itera
         return
     for part in parts:
         if part:  # else nothing is chosen of it
-            yield chain([part], takewhile(lambda one: one is not None, parts))
+            yield chain([part], _up_to_end(parts))
+
+
+def _up_to_end(parts: Iterator[bytes | None]) -> Iterator[bytes]:
+    for part in parts:
+        if part is None:
+            return
+        yield part
 
 
 def _without(parts: Iterator[bytes | None], skipped: int) -> Iterator[bytes | None]:

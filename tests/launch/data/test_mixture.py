@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinpipe.launch.data.mixture import mix
+from thinpipe.launch.data.packing import mix
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.floats(0.1, 10), st.integers(0, 99))

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.commands import Command
 from tests.huggingface import saved_model
+from tests.launch.data.chat.styles import STYLES, saved
 from tests.ports import free_port
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, load_config
@@ -86,10 +87,42 @@ def test_it_finds_out_how_long_and_how_many_samples_there_are(folder: Path) -> N
 def test_it_finds_out_the_fields_of_rows(folder: Path) -> None:
     config = written("--data", "rows.jsonl")
     assert (config.data.prompt_field, config.data.response_field) == ("instruction", "output")
+    assert config.data.chat_template == "plain"
     Path("rows.jsonl").write_text('{"body": "a"}\n')
     message = init("other.toml", "--data", "rows.jsonl", code=2)
-    assert "has the fields body, none of which is known as text" in message
+    assert "has the fields body, none of which is known as text or messages" in message
     assert not Path("other.toml").exists()
+
+
+def test_it_finds_conversations_and_writes_how_they_are_learnt(folder: Path) -> None:
+    said = [{"from": "human", "value": "A question."}, {"from": "gpt", "value": "An answer. " * 9}]
+    Path("talk.jsonl").write_text(f"{json.dumps({'id': 1, 'conversations': said})}\n" * 99)
+    config = written("--data", "talk.jsonl")
+    assert (config.data.messages_field, config.data.loss_on) == ("conversations", "assistant")
+    assert config.data.chat_template == "plain"
+    assert (config.data.sequence_length, getattr(config.model, "context", 0)) == (256, 256)
+    Path("new.toml").unlink()
+    rows = [{"instruction": "Add.", "input": f"{n} + 1", "output": str(n + 1)} for n in range(99)]
+    Path("alpaca.json").write_text(json.dumps(rows))
+    alpaca = written("--data", "alpaca.json").data
+    assert (alpaca.prompt_field, alpaca.response_field) == (("instruction", "input"), "output")
+    assert alpaca.chat_template == "plain"
+
+
+def test_the_template_of_a_models_tokenizer_is_used(folder: Path) -> None:
+    place = folder / "gpt2"
+    saved_model("gpt2", place, vocab_size=512, n_positions=128)
+    saved(STYLES["chatml"], place)
+    Path("talk.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        * 99
+    )
+    Path("pairs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 99)
+    for data in ("talk.jsonl", "pairs.jsonl"):
+        config = written("--data", data, "--model", str(place), "--stages", "2")
+        assert config.data.chat_template == "tokenizer"
+        assert config.data.tokenizer == str(place)
+        Path("new.toml").unlink()
 
 
 @pytest.mark.parametrize("weights", [True, False])
