@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -66,6 +66,7 @@ def load(
             settings; too few samples; the tokenizer has more tokens than the model.
         ImportError: an optional package is needed and not installed.
     """
+    labelling = labelling or Labelling()
     if config.stream_block is not None:
         return _load_stream(config, seed=seed, vocab=vocab, labelling=labelling, drawn=drawn)
     if config.factory is not None:
@@ -76,8 +77,7 @@ def load(
         return _load_text(config, tokenizer, seed)
     if config.kind == "instructions":
         return _load_examples(config, tokenizer, seed)
-    labels = labelling or Labelling()
-    sets = [_labelled(rows, config, tokenizer, labels) for rows in _labelled_rows(config)]
+    sets = [_labelled(rows, config, tokenizer, labelling) for rows in _labelled_rows(config)]
     return (
         _selected(sets[0], "train_sequences", config=config),
         _selected(sets[1], "eval_sequences", config=config),
@@ -99,7 +99,7 @@ def _load_stream(
     *,
     seed: int,
     vocab: int | None,
-    labelling: Labelling | None,
+    labelling: Labelling,
     drawn: int,
 ) -> tuple[SampleSet, SampleSet]:
     from thinpipe.launch.data.streaming import load_stream  # for those who ask for it
@@ -107,7 +107,7 @@ def _load_stream(
     tokenizer = None if config.factory else _tokenizer(config, vocab)
     held_out: SampleSet | None = None
     if config.eval_path is not None:
-        whole = {"path": config.eval_path, "stream_block": None}
+        whole: dict[str, Any] = {"path": config.eval_path, "stream_block": None}
         whole |= {"train_sequences": config.eval_sequences}
         held_out, _ = load(
             config.model_copy(update=whole), seed=seed, vocab=vocab, labelling=labelling

@@ -33,7 +33,7 @@ def load_stream(
     held_out: SampleSet | None,
     *,
     seed: int,
-    labelling: Labelling | None,
+    labelling: Labelling,
     total: int,
 ) -> tuple[StreamSet, SampleSet]:
     """Samples to train on, `total` of them, and the first of the stream to evaluate on.
@@ -50,7 +50,7 @@ def load_stream(
         items, make = Items(lambda: dataset), partial(_own, config.source)
     else:
         assert tokenizer is not None, "loaded with the settings"
-        items, make = Items(_rows_of(config)), _make_of(config, tokenizer, seed, labelling)
+        items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, labelling)
     if held_out is None:
         count = config.eval_sequences
         assert count != "all", "checked with the settings"
@@ -76,14 +76,11 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
     return partial(stream_rows, source, config.fields)
 
 
-def _make_of(
-    config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling | None
-) -> Make:
+def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
+    """How rows become samples, a block at a time."""
     if config.kind == "labelled":
         length = config.sequence_length
-        return partial(
-            _labelled, config, tokenizer, length=length, labelling=labelling or Labelling()
-        )
+        return partial(_labelled, config, tokenizer, length=length, labelling=labelling)
     tally, length = Tally(config.source), config.sequence_length
     layout = Layout(length, config.packs, config.objective == "prefix", seed)
     if config.kind == "instructions":

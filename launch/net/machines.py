@@ -18,6 +18,7 @@ from thinpipe.launch.host.interfaces import (
     resolve,
     serve,
 )
+from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
