@@ -277,23 +277,59 @@ def test_cuts_can_be_measured(folder: Path) -> None:
     assert 'pipeline.cuts = "auto": [' in done.stderr
 
 
-def test_a_programs_own_lr_scheduler_sets_the_rates_or_is_refused(folder: Path) -> None:
-    """Never put back in silence."""
+def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
+    folder: Path,
+) -> None:
     made = "torch.optim.AdamW(pipe.parameters(), 1e-2)"
     with_own = PROGRAM.format(replicas=1, exchange="allreduce").replace(
         f'run = tp.Run("runs/mine", pipe, {made})',
-        f'adam = {made}\nrun = tp.Run("runs/mine", pipe, adam)\n'
-        "halves = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)",
+        f"adam = {made}\ncosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 8)\n"
+        'run = tp.Run("runs/mine", pipe, adam, scheduler=cosine)',
     )
-    with_own = with_own.replace("step.loss)", "step.loss); halves.step()")
+    with_own = with_own.replace("step.loss)", "step.loss); cosine.step()")
     (folder / "mine.py").write_text(with_own)
+    run("run", "mine.py", code=1, environment={"STOP_AT": "1"})
     run("run", "mine.py")
-    rates = [record.lr for record in read_metrics(folder / "runs/mine/metrics.jsonl")]
-    assert rates == [1e-2 * 0.5**step for step in range(6)]
+    rates = [100 * record.lr for record in read_metrics(folder / "runs/mine/metrics.jsonl")]
+    assert rates == pytest.approx([1, 0.962, 0.854, 0.691, 0.5, 0.309], abs=5e-4)
+
+
+@pytest.mark.slow
+def test_a_scheduler_beside_a_schedule_or_unknown_to_the_run_is_refused(folder: Path) -> None:
+    made = "torch.optim.AdamW(pipe.parameters(), 1e-2)"
+    with_own = PROGRAM.format(replicas=1, exchange="allreduce").replace(
+        f'run = tp.Run("runs/mine", pipe, {made})',
+        f"adam = {made}\ncosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 8)\n"
+        'run = tp.Run("runs/mine", pipe, adam)',
+    )
+    (folder / "mine.py").write_text(with_own)
+    assert "does not know" in run("run", "mine.py", code=2).stderr
     twice = with_own.replace('mine", pipe, adam', 'two", pipe, adam, schedule=lambda step: 1.0')
     (folder / "mine.py").write_text(twice)
     told = run("run", "mine.py", code=2).stderr
     assert "one of them must set the rates: put it into Run(schedule=function" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('found = run.evaluate(Texts("eval.pt"))', "the call run.evaluate, and rank 1 goes on to"),
+        ('run.save_model("mine.safetensors")', "makes the call run.save_model, and rank 1"),
+    ],
+)
+def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(
+    folder: Path, call: str, told: str
+) -> None:
+    program = (folder / "mine.py").read_text(encoding="utf-8")
+    alone = program.replace(call, f'if os.environ["RANK"] == "0": found = {call.split("= ")[-1]}')
+    (folder / "mine.py").write_text(alone.replace("sorted(found)", "1"))
+    done = Command("run", "mine.py").done()
+    assert done.returncode
+    assert told in done.stderr
+    assert "none inside `if rank == 0`" in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+    assert "SIGABRT" not in done.stderr
 
 
 def test_what_is_no_program_is_refused(folder: Path) -> None:
