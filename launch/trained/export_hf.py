@@ -251,7 +251,7 @@ class _Export:
             numbers = {name: number for number, name in names.items()}
             changes |= {"id2label": names, "label2id": numbers}
             changes |= {"architectures": [type(self._whole).__name__]}
-            if self._model.problem != facts.get("problem_type", "single_label_classification"):
+            if self._model.problem != (facts.get("problem_type") or "single_label_classification"):
                 changes |= {"problem_type": self._model.problem}
         dtypes = {
             str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()
