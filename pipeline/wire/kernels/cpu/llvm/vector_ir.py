@@ -22,6 +22,7 @@ LANES = 64
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _NBYTES = {types.float32: 4, types.uint32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_ROUNDING = 1.5 * 2**23
 _AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
 _FORMATS = {
     types.float32: _F32,
@@ -301,7 +302,7 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
         bottom, top = (
             splat(b, b.sitofp(level, _F32)) for level in (b.neg(half_32), b.sub(half_32, I32(1)))
         )
-        factor, offset, scale = splat(b, inverse), splat(b, half_32), splat(b, step)
+        factor, scale, offset = splat(b, inverse), splat(b, step), splat(b, b.trunc(half, I8))
         kind, kept = vector(I32, LANES), _Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
@@ -316,14 +317,16 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
             scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
             if noise_op:
                 scaled = b.fmul(scaled, filled(65536.0, _F32))
-            level = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
-            if noise_op:
-                random = b.zext(noise_op.load(index), kind)
-                level = b.ashr(b.add(level, random), filled(16, I32))
-            code = b.trunc(b.add(level, offset), vector(I8, LANES))
+                fixed = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
+                word = b.ashr(b.add(fixed, b.zext(noise_op.load(index), kind)), filled(16, I32))
+                level = b.sitofp(word, vector(_F32, LANES))
+            else:  # at this size a float has no digits behind the point, and its low byte is q
+                shifted = b.fadd(scaled, filled(_ROUNDING, _F32))
+                word, level = b.bitcast(shifted, kind), b.fsub(shifted, filled(_ROUNDING, _F32))
+            code = b.add(b.trunc(word, vector(I8, LANES)), offset)
             store(b, code, code_op.at(index), mask)
             if fresh_op:
-                change = b.fmul(b.sitofp(level, vector(_F32, LANES)), scale)
+                change = b.fmul(level, scale)
                 value = _changed(b, m_op, old, change, (fresh_op,))
                 kept.store(value, index, mask)
 
