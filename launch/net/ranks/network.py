@@ -22,7 +22,6 @@ from thinpipe.launch.host.interfaces import (
     resolve,
     serve,
 )
-from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS, natural
@@ -124,7 +123,7 @@ def several_machines(
         own = _chosen_interface(address).address
         return _openly(endpoint, own, (address, port), config.own_name())
     _check_patience(config.patience_s, limit_s)
-    keys.contexts(config.find_key())  # before anybody is waited for
+    _check_key(config)
     coordinates = is_own_address(address)
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
@@ -158,6 +157,13 @@ def several_machines(
         raise
     own, order = overlay.address(overlay.name), [overlay.peer_list.index(overlay.name)]
     return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+
+
+def _check_key(config: NetworkConfig) -> None:
+    """Before anybody is waited for."""
+    from thinpipe.launch.net.overlay.keys import contexts  # ranks need none
+
+    contexts(config.find_key())
 
 
 def _check_patience(patience_s: float, limit_s: float) -> None:
