@@ -379,7 +379,8 @@ def _found(config: RunConfig) -> None:
                 "mine.py), and start that with `thinpipe run mine.py` (in a notebook: !thinpipe "
                 'run mine.py); thinpipe.load("runs/...") gives its model here'
             )
-        raise ConfigError(f"this run needs {config.world_size} processes; {start}")
+        count = config.world_size
+        raise ConfigError(f"this run needs {count} process{'es' * (count > 1)}; {start}")
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
