@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base_sync import BaseSync, Kept
+from thinpipe.gradcomp.base import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.global_copy import FlatBucket

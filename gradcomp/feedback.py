@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
-from thinpipe.gradcomp.memories import Staged
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 

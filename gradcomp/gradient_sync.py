@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base_sync import BaseSync, Kept
+from thinpipe.gradcomp.base import BaseSync, Kept, Stateless
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
-from thinpipe.gradcomp.memories import Stateless
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base_sync import BaseSync, Kept
+from thinpipe.gradcomp.base import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket

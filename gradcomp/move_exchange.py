@@ -33,7 +33,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.agreement import Agreement
-from thinpipe.gradcomp.base_sync import BaseSync
+from thinpipe.gradcomp.base import BaseSync
 from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered

@@ -42,6 +42,7 @@ _TABLE = {
     "launch": "start_hosts:launch_on_hosts",
     "report": "run.report:report",
     "plan": "plan.cli:plan",
+    "trace": "plan.trace:trace",
     "doctor": "doctor.cli:doctor",
     "shaped": "lab.cli:shaped",
 }
@@ -239,35 +240,6 @@ def _warm_up(doing: str, *, show: int) -> None:
     if tempfile.tempdir is None:  # else done already
         use_scratch_folder()
         fork_server.start()
-
-
-@app.command()
-def trace(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a finished run.")],
-    rate: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="Link rate of the predicted step, as in 100mbit."),
-    ] = None,
-    delay: Annotated[
-        str,
-        typer.Option(metavar="TIME", help="One-way link delay of the predicted step, as in 20ms."),
-    ] = "0ms",
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Output file; by default RUN_FOLDER/trace.json."),
-    ] = None,
-) -> None:
-    """Write one step of a run as a Perfetto trace, with the predicted step for comparison."""
-    from thinpipe.launch.host.links import parse_rate, parse_time
-    from thinpipe.launch.plan.trace import trace_run
-
-    try:
-        rate_bps = parse_rate(rate, "--rate") if rate else None
-        delay_s = parse_time(delay, "--delay")
-        report = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
-    except (ValueError, OSError) as error:
-        refuse(error)
-    print(report)
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Stateless
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.local_steps import LocalSteps, TurnsConfig
-from thinpipe.gradcomp.memories import Stateless
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 

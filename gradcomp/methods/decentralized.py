@@ -14,10 +14,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Stateless
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
-from thinpipe.gradcomp.memories import Stateless
 from thinpipe.gradcomp.options import ExchangeOptions, ReplicaCountError
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast

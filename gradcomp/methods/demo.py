@@ -27,7 +27,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base_sync import BaseSync
+from thinpipe.gradcomp.base import BaseSync
 from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes

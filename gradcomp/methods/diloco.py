@@ -17,9 +17,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.local_steps import LocalSteps, LocalStepsConfig
-from thinpipe.gradcomp.memories import Staged
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec

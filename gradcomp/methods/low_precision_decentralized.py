@@ -19,10 +19,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
-from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.methods.decentralized import neighbours
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers

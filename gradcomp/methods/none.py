@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from thinpipe.gradcomp.base_sync import BaseSync
-from thinpipe.gradcomp.memories import Stateless
+from thinpipe.gradcomp.base import BaseSync, Stateless
 from thinpipe.pipeline.comm.transport import Peers
 
 REPLICAS_EQUAL = False

@@ -19,11 +19,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
-from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast

@@ -24,11 +24,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
-from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync

@@ -1,4 +1,4 @@
-"""A measured step and its simulation as a trace for Perfetto or chrome://tracing.
+"""`thinpipe trace`: a measured step and its simulation, for Perfetto or chrome://tracing.
 
 Format: "Trace Event Format" of the Chromium project. Every rank is a process with a track for
 compute, one for waits and as many for codecs as run at once; a message is an async span from when
@@ -10,10 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.host.links import format_rate
+from thinpipe.launch.host.links import format_rate, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.plan.placement.events import SimulatedStep, TransferEvent, simulate
@@ -27,6 +30,31 @@ _COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}
 _SIMULATED = 1000
 _US = 1e6
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a finished run.")],
+    rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Link rate of the predicted step, as in 100mbit."),
+    ] = None,
+    delay: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="One-way link delay of the predicted step, as in 20ms."),
+    ] = "0ms",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Output file; by default RUN_FOLDER/trace.json."),
+    ] = None,
+) -> None:
+    """Write one step of a run as a Perfetto trace, with the predicted step for comparison."""
+    try:
+        rate_bps = parse_rate(rate, "--rate") if rate else None
+        delay_s = parse_time(delay, "--delay")
+        report = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    typer.echo(report)
 
 
 def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float) -> str:
