@@ -33,8 +33,10 @@ class Corpus:
         return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 
-def check_data(config: RunConfig) -> Corpus:
+def check_data(config: RunConfig, *, counted: bool = False) -> Corpus:
     """Load the data; the launcher does too, to report errors before it starts ranks.
+
+    For a run that is only `counted`, large data are estimated from how they begin.
 
     Raises:
         ValueError, OSError, ImportError: data are missing or too short.
@@ -45,9 +47,14 @@ def check_data(config: RunConfig) -> Corpus:
     vocab = None if isinstance(model, OwnModelConfig) else model.vocab
     drawn = (config.train.max_steps or 0) * config.train.batch_size
     classes = model.classes or 2
-    corpus = Corpus(
-        *load(config.data, seed=config.run.seed, vocab=vocab, classes=classes, drawn=drawn)
-    )
+    seed, data = config.run.seed, config.data
+    found = None
+    if counted:
+        from thinpipe.launch.data.estimate import estimate
+
+        found = estimate(data, seed=seed, classes=classes)
+    found = found or load(data, seed=seed, vocab=vocab, classes=classes, drawn=drawn)
+    corpus = Corpus(*found)
     check_batch_size(config, corpus.train)
     return corpus
 

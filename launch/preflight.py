@@ -69,7 +69,7 @@ def check(
     Raises:
         ValueError, OSError, ImportError: the run cannot start; what to change.
     """
-    ready = check_settings(config, shares, resume=resume)
+    ready = check_settings(config, shares, resume=resume, counted=show is not None)
     if show is None:
         choose_device(config.pipeline.device)
         check_gpus(config.pipeline.device, config.pipeline.devices_per_rank, len(shares[0]))
@@ -79,8 +79,12 @@ def check(
     return ready
 
 
-def check_settings(config: RunConfig, shares: Sequence[Share], *, resume: bool = False) -> Ready:
+def check_settings(
+    config: RunConfig, shares: Sequence[Share], *, resume: bool = False, counted: bool = False
+) -> Ready:
     """Check everything but what this machine has of devices, memory and disk.
+
+    Large data of a run that is only `counted` are not read as a whole.
 
     Raises:
         ValueError, OSError, ImportError: the run cannot start; what to change.
@@ -95,7 +99,7 @@ def check_settings(config: RunConfig, shares: Sequence[Share], *, resume: bool =
     check_start(config)
     if len(shares[0]) == config.world_size:  # others may have what this machine lacks
         _check_resume(config, resume=resume)
-    corpus = check_data(config)
+    corpus = check_data(config, counted=counted)
     return Ready(with_sizes(config), corpus)
 
 

@@ -127,13 +127,14 @@ class PipelineEngine:
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Let the ends of every cut agree on their activation caches, before the first step.
 
-        `ids_B` are all samples of this replica, `first_ids_B` those of the first step. Returns the
-        samples whose cached rows differed or were lost, and are dropped.
+        `ids_B` are all samples of this replica (none: a stream's are not known), `first_ids_B`
+        those of the first step. Returns the samples whose cached rows differed or were lost, and
+        are dropped.
 
         Raises:
             OSError: there is no room for the activation caches.
         """
-        self._own_ids_B = ids_B
+        self._own_ids_B = ids_B if len(ids_B) else None
         repaired = self._stats.consistency.begin(ids_B, first_ids_B)
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return repaired

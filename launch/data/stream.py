@@ -26,8 +26,6 @@ from thinpipe.launch.data.tokens.store import says
 from thinpipe.pipeline.batch import Batch
 
 _log = logging.getLogger(__name__)
-_COMPARED = 8
-"""Samples of which peers compare a digest: the rest of a stream is not known yet."""
 
 Carry = Tensor
 """Token ids that were too few for a sample (int32, 1-d)."""
@@ -122,9 +120,9 @@ class StreamSet:
 
     @cached_property
     def digest(self) -> str:
-        """Of the first samples: the rest is not known."""
-        digest = hashlib.sha256(f"{self._size} {self._seed} {self._total}".encode())
-        part = self.batch(range(min(_COMPARED, self._total)))
+        """Of the first sample: the others are not known, nor how many a run will take."""
+        digest = hashlib.sha256(f"{self._size} {self._seed}".encode())
+        part = self.batch([0])
         for field in fields(part):
             column = getattr(part, field.name)
             if column is not None:

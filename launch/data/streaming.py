@@ -50,7 +50,7 @@ def load_stream(
         items, make = Items(lambda: dataset), partial(_own, config.source)
     else:
         assert tokenizer is not None, "loaded with the settings"
-        items, make = Items(_rows_of(config)), _make_of(config, tokenizer, seed, classes)
+        items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, classes)
     if held_out is None:
         count = config.eval_sequences
         assert count != "all", "checked with the settings"
@@ -76,7 +76,8 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
     return partial(stream_rows, source, config.fields)
 
 
-def _make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, classes: int) -> Make:
+def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, classes: int) -> Make:
+    """How rows become samples, a block at a time."""
     if config.kind == "labelled":
         length = config.sequence_length
         return partial(_labelled, config, tokenizer, length=length, classes=classes)

@@ -1,5 +1,6 @@
 """What trains on files of this machine asks no other one for anything, not even for a name."""
 
+import json
 import os
 import socket
 import subprocess
@@ -81,9 +82,20 @@ def is_elsewhere(name: str) -> bool:
 
 @pytest.mark.parametrize(
     "words",
-    ["init new.toml --model model --data text.txt", "train run.toml --dry-run", "train run.toml"],
+    [
+        "init new.toml --model model --data text.txt",
+        "train run.toml --dry-run",
+        "train run.toml",
+        "train run.toml --dry-run --set data.text_field=text --set data.path=rows.jsonl",
+        "train run.toml --dry-run --set data.text_field=text --set data.path=saved",
+    ],
 )
 def test_nobody_else_is_asked(tmp_path: Path, words: str) -> None:
+    from datasets import Dataset  # takes a second
+
+    rows = [{"text": f"{n} squared is {n * n}."} for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "model").mkdir()
     saved_model("gpt2", tmp_path / "model")
     (tmp_path / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(400)))

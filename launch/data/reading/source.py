@@ -164,6 +164,14 @@ def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
     return rows_of_columns(columns, _Parser(forms, numbered=False))[:count]
 
 
+def rows_of(
+    forms: Sequence[Form], columns: Mapping[str, Sequence[Any]], fields: Sequence[Field]
+) -> list[Row]:
+    """Rows of what `all_columns` gives."""
+    numbered = any(isinstance(field, int) for field in fields)
+    return rows_of_columns(columns, _Parser(forms, numbered=numbered))
+
+
 def _dataset(path: str | None, setting: str) -> Any | None:
     """What the package datasets loads for a path; None if it names files."""
     what = f"{setting} = {path!r}"

@@ -1,0 +1,113 @@
+"""How many samples large data will give, by a look at how they begin: for runs that are counted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.reading.arrow import all_columns, row_count
+from thinpipe.launch.data.reading.opening import blocks
+from thinpipe.launch.data.reading.saved import HUB, is_saved
+from thinpipe.launch.data.reading.source import Source, open_source, rows_of
+from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
+from thinpipe.launch.data.rows import Row
+from thinpipe.launch.data.sample_set import Ids, SampleSet
+from thinpipe.launch.data.streaming import make_of
+from thinpipe.launch.data.tokenizer import load_tokenizer
+from thinpipe.launch.host.words import format_bytes, format_count
+from thinpipe.pipeline.batch import Batch
+
+_LARGE_NBYTES = 64 << 20
+"""Less than this is read as in a run, within a minute."""
+_HEAD_NBYTES = 1 << 20
+_PACKED = 4
+"""How many times as long text is when it is unpacked, roughly."""
+
+
+class EstimatedSet:
+    """The samples of the beginning, and about how many there are in all."""
+
+    digest = ""
+
+    def __init__(self, head: SampleSet, count: int, notes: Sequence[str]) -> None:
+        self._head, self._count, self.notes = head, count, tuple(notes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: Ids) -> Batch:
+        """Raises ValueError for samples that were not looked at."""
+        return self._head.batch(ids)
+
+
+def estimate(config: DataConfig, *, seed: int, classes: int) -> tuple[SampleSet, SampleSet] | None:
+    """Samples to train and to evaluate on; None if the data are small, or not files.
+
+    Raises:
+        ValueError: there are no such data, or the beginning does not fit the settings.
+    """
+    paths = [source.path for source in config.sources] or [config.path]
+    named = [path for path in paths if path is not None]
+    datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
+    if config.factory is not None or config.stream_block is not None or datasets or not named:
+        return None
+    kind = None if config.format == "auto" else config.format
+    sources = [
+        open_source(
+            path, "data.path", kind=kind, fields=config.fields, optional=config.optional_fields
+        )
+        for path in named
+    ]
+    if sum(source.nbytes for source in sources) < _LARGE_NBYTES:
+        return None
+    return _estimated(config, sources, seed=seed, classes=classes)
+
+
+def _estimated(
+    config: DataConfig, sources: Sequence[Source], *, seed: int, classes: int
+) -> tuple[SampleSet, SampleSet]:
+    make = make_of(config, load_tokenizer(config.tokenizer), seed, classes)
+    total, notes, head = 0.0, list[str](), None
+    for source in sources:
+        rows, share, what = _beginning(source, config)
+        samples, _ = make(rows, torch.zeros(0, dtype=torch.int32), 0)
+        if samples is None:
+            raise ValueError(f"{source.what}: its beginning gives no sample; look at its rows")
+        head = head or samples
+        total += len(samples) / share
+        notes.append(
+            f"note: {source.what}: {format_bytes(source.nbytes)}, {what}: about "
+            f"{format_count(len(samples) / share)} samples, estimated from the beginning; a run "
+            "reads and counts them all first"
+        )
+    assert head is not None, "there is a source"
+    kept = 1.0 if config.eval_path is not None else 1 - 1 / HELD_OUT
+    wanted = config.train_sequences
+    count = int(total * kept) if wanted == "all" else min(wanted, int(total * kept))
+    held_out = 1 if config.eval_sequences == "all" else config.eval_sequences
+    return EstimatedSet(head, max(1, count), notes), EstimatedSet(head, held_out, ())
+
+
+def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, str]:
+    """Rows of the beginning, their share of the whole, and what the whole is, in words."""
+    form = source.forms[0]
+    longer = _PACKED if form.compression else 1
+    if source.is_text:
+        text = Decoder().decode(next(blocks(form.path, form.compression), b""))
+        limit = config.max_bytes or source.nbytes * longer
+        nbytes = min(source.nbytes * longer, limit)
+        field = "text" if config.text_field is None else config.text_field
+        row = Row(str(form.path), {field: text})
+        files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
+        return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
+    rows, nbytes = list[Row](), 0
+    for columns in all_columns(form):
+        rows += rows_of(source.forms, columns, config.fields)
+        nbytes += sum(len(str(value)) for column in columns.values() for value in column)
+        if nbytes >= _HEAD_NBYTES:
+            break
+    known = row_count(source.forms)
+    count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
+    whole = f"{'' if known else 'about '}{format_count(count)} rows"
+    return rows, min(1.0, len(rows) / max(1, count)), whole
