@@ -59,7 +59,7 @@ class PromptEncoder:
             return Rejected(row.where, error.reason)
         asked = tokenizer.begun(tokenizer.encode(prompt))
         answer = tokenizer.encode_after(response)
-        if answer[-1:] != [tokenizer.end]:
+        if not answer or answer[-1] not in tokenizer.ends:
             answer.append(tokenizer.end)
         whole = [*asked, *answer]
         first = max(len(asked), 1)  # the first token of all has nothing that predicts it
