@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thinpipe.gradcomp.sharded.stage import StageShards
-from thinpipe.launch.data.stream import StreamSet
+from thinpipe.launch.data.streams.stream import StreamSet
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync

@@ -204,8 +204,9 @@ def test_importing_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT)
 
 
-def test_what_trains_does_not_load_matplotlib() -> None:
-    code = "import sys, thinpipe.launch.start; sys.exit('matplotlib' in sys.modules)"
+def test_what_trains_does_not_load_what_draws_or_reads_tables() -> None:
+    heavy = "{'matplotlib', 'datasets', 'pandas', 'pyarrow', 'tokenizers'}"
+    code = f"import sys, thinpipe.launch.start; assert not {heavy} & {{*sys.modules}}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

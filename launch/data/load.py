@@ -97,7 +97,7 @@ def _tokenizer(config: DataConfig, vocab: int | None) -> Tokenizer:
 def _load_stream(
     config: DataConfig, *, seed: int, vocab: int | None, classes: int, drawn: int
 ) -> tuple[SampleSet, SampleSet]:
-    from thinpipe.launch.data.streaming import load_stream  # for those who ask for it
+    from thinpipe.launch.data.streams.blocks import load_stream  # for those who ask for it
 
     tokenizer = None if config.factory else _tokenizer(config, vocab)
     held_out: SampleSet | None = None
