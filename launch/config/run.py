@@ -60,7 +60,10 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "run": {"folder"},
     "memory": True,
     "report": True,
-    "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
+    "data": {
+        **dict.fromkeys(("path", "eval_path", "tokenizer", "chat_template"), True),
+        "sources": {"__all__": {"path"}},
+    },
     "model": {"pretrained", "config", "from_run", "self_check", "program"},
     "network": {"key_file", "name", "listen", "peers"},
 }

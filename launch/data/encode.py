@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, PromptEncoder
-from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of
+from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of, question_and_answer
 from thinpipe.launch.data.chat.template import load_template, template_text
 from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.config import DataConfig
@@ -76,6 +76,9 @@ def _optional(row: Row, field: Field) -> str:
 
 
 def _question(fields: RowFields, row: Row) -> list[Message]:
+    first = fields.prompt_fields[0]
+    if isinstance(row.fields.get(first), list) and fields.response_field is not None:
+        return question_and_answer(row, first, fields.response_field)
     prompt, response = _pair(fields, row)
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.classification import labelled_set
 from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
@@ -31,7 +32,7 @@ Selectable = TypeVar("Selectable", ColumnSet, PackedSet)
 
 
 def files(config: DataConfig) -> list[Path]:
-    """The files that samples are read from: texts and tokenizer.
+    """The files that samples are read from: texts, tokenizer and chat template.
 
     Raises:
         ValueError: a path is missing or matches nothing.
@@ -44,6 +45,8 @@ def files(config: DataConfig) -> list[Path]:
         paths["data.eval_path"] = config.eval_path
     if config.tokenizer != BYTES:
         paths["data.tokenizer"] = config.tokenizer
+    if config.chat_template not in (None, OWN, PLAIN):
+        paths["data.chat_template"] = config.chat_template
     local = {name: path for name, path in paths.items() if not (path or "").startswith(HUB)}
     return [file for name, path in local.items() for file in find_files(path, name)]
 

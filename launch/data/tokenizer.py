@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """A text, without special tokens around it."""
 
+    def begun(self, ids: list[int]) -> list[int]:
+        """Ids of a text behind `begin`, which may stand there already."""
+
     def encode_after(self, text: str) -> list[int]:
         """A text that follows another: a tokenizer's dummy space is not put before it."""
 
@@ -71,6 +74,9 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def begun(self, ids: list[int]) -> list[int]:
+        return ids
 
     def encode_after(self, text: str) -> list[int]:
         return self.encode(text)
@@ -121,6 +127,10 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
+    def begun(self, ids: list[int]) -> list[int]:
+        begin = list(self.begin)
+        return ids if ids[: len(begin)] == begin else begin + ids
+
     def encode_after(self, text: str) -> list[int]:
         return list(self._following.encode(text, add_special_tokens=False).ids)
 
@@ -153,9 +163,3 @@ def load_tokenizer(name: str) -> Tokenizer:
         ImportError: the optional package is not installed.
     """
     return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
-
-
-def begun(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Ids of a text with what the tokenizer puts before one, which may be written there already."""
-    begin = list(tokenizer.begin)
-    return ids if ids[: len(begin)] == begin else begin + ids

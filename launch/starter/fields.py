@@ -39,7 +39,7 @@ def find_fields(row: Row, data: str, *, has_template: bool) -> dict[str, Any]:
             continue
         first = [prompt, "input"] if prompt == "instruction" and "input" in names else prompt
         found: dict[str, Any] = {"prompt_field": first, "response_field": response}
-        if has_template or prompt != _SEPARATED:
+        if has_template or prompt != _SEPARATED or _is_chat(row.fields[prompt]):
             found |= _checked(template)
         return found
     for name in _TEXT:

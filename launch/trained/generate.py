@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.tokenizer import Tokenizer, begun, load_tokenizer
 from thinpipe.launch.trained.model import load
 from thinpipe.pipeline.loss import IGNORED_TARGET
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
+
+if TYPE_CHECKING:
+    from thinpipe.launch.data.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 16
 _SHOWN_TOKENS = 48  # of a sample at the end of a run
@@ -58,7 +60,7 @@ def generate(
         raise ConfigError(f"--prompt = {prompt!r}: holds no token; write a word")
     model = load(run_folder, step=step)
     writer = _Writer(config, model, tokenizer, frozenset(tokenizer.ends))
-    yield from writer.write(begun(tokenizer, ids), sampling)
+    yield from writer.write(tokenizer.begun(ids), sampling)
 
 
 class Conversation:
@@ -96,7 +98,7 @@ class Conversation:
         self._messages.append({"role": "user", "content": question})
         text = self._template.render(self._messages, prompt=True)
         said = ""
-        ids = begun(self._tokenizer, self._tokenizer.encode(text))
+        ids = self._tokenizer.begun(self._tokenizer.encode(text))
         for piece in self._writer.write(ids, sampling):
             said += piece
             yield piece
@@ -139,7 +141,7 @@ def sample_lines(config: RunConfig) -> list[str]:
 
         ends = answer_ends(load_template(config.data.chat_template, tokenizer), tokenizer)
     writer, lines = _Writer(config, model, tokenizer, ends), ["what it writes now:"]
-    prompts = _prompts(config) or [begun(tokenizer, tokenizer.encode("\n"))]
+    prompts = _prompts(config) or [tokenizer.begun(tokenizer.encode("\n"))]
     for seed in range(config.eval.samples):
         asked = prompts[seed % len(prompts)]
         text = "".join(writer.write(asked, Sampling(_SHOWN_TOKENS, seed=seed)))
@@ -173,7 +175,9 @@ def _no_text(config: RunConfig) -> str | None:
     return None
 
 
-def _tokenizer_of(config: RunConfig) -> Tokenizer:
+def _tokenizer_of(config: RunConfig) -> "Tokenizer":
+    from thinpipe.launch.data.tokenizer import load_tokenizer
+
     return load_tokenizer(config.data.tokenizer)
 
 
@@ -181,7 +185,7 @@ class _Writer:
     """Draws tokens from a model's predictions."""
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, tokenizer: Tokenizer, ends: frozenset[int]
+        self, config: RunConfig, model: nn.Module, tokenizer: "Tokenizer", ends: frozenset[int]
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._holes = torch.tensor(tokenizer.holes, dtype=torch.int64)

@@ -16,7 +16,7 @@ from typing import Any
 
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
-from thinpipe.launch.data.tokenizer import Tokenizer, begun
+from thinpipe.launch.data.tokenizer import Tokenizer
 
 Place = tuple[int, int]
 Places = list[Place]
@@ -115,7 +115,7 @@ def encode_chat(
         whole = _Text(text, tokenizer, ends)
         places = _places(whole, messages, tools, template)
     ranges = [whole.range(*place) for place in places]
-    tokens = begun(tokenizer, whole.tokens)
+    tokens = tokenizer.begun(whole.tokens)
     shift = len(tokens) - len(whole.tokens)
     return Encoded(tokens, [(first + shift, last + shift) for first, last in ranges], spoken)
 

@@ -16,7 +16,7 @@ from thinpipe.launch.data.chat.messages import ASSISTANT, Message, tools_of
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
 from thinpipe.launch.data.documents import Document, Rejected
 from thinpipe.launch.data.rows import Row, RowError
-from thinpipe.launch.data.tokenizer import Tokenizer, begun
+from thinpipe.launch.data.tokenizer import Tokenizer
 
 LossOn = Literal["assistant", "last", "all"]
 CUT_PROMPT = "prompts cut from the left to fit data.sequence_length"
@@ -57,9 +57,9 @@ class PromptEncoder:
             prompt, response = self._read(row)
         except RowError as error:
             return Rejected(row.where, error.reason)
-        asked = begun(tokenizer, tokenizer.encode(prompt))
+        asked = tokenizer.begun(tokenizer.encode(prompt))
         answer = tokenizer.encode_after(response)
-        if answer[-1:] != [tokenizer.end]:
+        if not answer or answer[-1] not in tokenizer.ends:
             answer.append(tokenizer.end)
         whole = [*asked, *answer]
         first = max(len(asked), 1)  # the first token of all has nothing that predicts it

@@ -24,8 +24,10 @@ _ROLES = {
 """What data sets in ShareGPT's form call the roles."""
 
 
-def messages_of(row: Row, field: Field) -> list[Message]:
+def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Message]:
     """The conversation of a row; a field `system` beside it comes first, as a system message.
+
+    It holds an answer if it has to be `answered`.
 
     Raises:
         RowError: it is none.
@@ -40,9 +42,22 @@ def messages_of(row: Row, field: Field) -> list[Message]:
     system = row.fields.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    if not any(message["role"] == ASSISTANT for message in messages):
+    if answered and not any(message["role"] == ASSISTANT for message in messages):
         raise _bad(row, "no message is the assistant's", f"field {field!r}")
     return messages
+
+
+def question_and_answer(row: Row, prompt: Field, response: Field) -> list[Message]:
+    """A prompt and its completion, each a list of messages; the prompt's answers are not learnt.
+
+    Raises:
+        RowError: one of them is none.
+    """
+    asked = [
+        {**message, "weight": 0} if message["role"] == ASSISTANT else message
+        for message in messages_of(row, prompt, answered=False)
+    ]
+    return [*asked, *messages_of(row, response)]
 
 
 def tools_of(row: Row) -> list[Any] | None:

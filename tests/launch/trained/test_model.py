@@ -15,10 +15,11 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
-from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
+from thinpipe.launch.trained.generate import Sampling, _Writer, generate, sample_lines
 from thinpipe.launch.trained.model import (
     check_start,
     load,
@@ -136,6 +137,34 @@ def test_a_model_of_transformers_writes_with_its_cache_what_it_writes_without(
     expected = bytes(ids[3 : ids.index(0) if 0 in ids else None])
     assert expected.decode(errors="replace").startswith(written)
     assert written
+
+
+def test_every_end_mark_stops_and_no_hole_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581self": 4, "\u2581name": 6, "name": 9}
+    whole = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    whole.decoder = decoders.Metaspace(prepend_scheme="first")
+    whole.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    run = run_of(tmp_path / "run", data={"tokenizer": str(tmp_path)})
+    saved(run, steps=0)
+    tokenizer = load_tokenizer(str(tmp_path))
+    writer = _Writer(run, load(tmp_path / "run"), tokenizer, frozenset(tokenizer.ends))
+    for end in (2, 1):
+        drawn = iter((6, 9, end))
+
+        def predict(_ids: list[int], drawn: Any = drawn) -> Tensor:
+            logits_V = torch.zeros(256)
+            logits_V[[3, 5, 7, 8, 10, 200]] = 50.0  # holes, and what is no token at all
+            logits_V[next(drawn)] = 20.0
+            return logits_V
+
+        writer._predict = predict
+        pieces = list(writer.write(tokenizer.encode("self"), Sampling(9, temperature=0)))
+        assert pieces == [" name", "name"]
 
 
 def test_the_command_writes_after_the_prompt_and_names_what_is_wrong(tmp_path: Path) -> None:

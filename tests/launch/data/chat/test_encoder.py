@@ -252,6 +252,17 @@ def test_alpaca_is_a_question_with_its_input(chatml: Path) -> None:
         assert "### User:\nAdd.\n\n### Assistant:" in tokenizer.decode(found.tokens.tolist())
 
 
+def test_a_prompt_and_its_completion_may_be_messages(chatml: Path) -> None:
+    """As TRL has them: what the prompt holds of answers is not learnt."""
+    said = talk()
+    fields = {"q": said[:-1], "a": said[-1:]}
+    tokenizer, found = row_of(chatml, fields, chat_template="tokenizer", **PAIR)
+    assert found.tokens.tolist() == document(chatml, said)[1].tokens.tolist()
+    assert pieces(tokenizer, found) == [f"{ANSWERS[-1]}<|im_end|>"]
+    _, plain = row_of(chatml, fields, **PAIR)
+    assert plain.reason == "field 'q' is list, not text"
+
+
 def test_the_key_is_of_everything_that_decides_the_tokens(tmp_path: Path) -> None:
     folder = saved(CHATML, tmp_path / "t")
     template = tmp_path / "own.jinja"
