@@ -13,7 +13,7 @@ from thinpipe.pipeline.stage import CompressedStage
 
 if TYPE_CHECKING:
     from thinpipe.gradcomp.sharded.stage import StageShards
-    from thinpipe.launch.data.stream import StreamSet
+    from thinpipe.launch.data.streams.stream import StreamSet
 
 
 @dataclass(frozen=True)

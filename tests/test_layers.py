@@ -205,6 +205,12 @@ def test_importing_is_cheap_and_what_trains_does_not_load_matplotlib() -> None:
     subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT)
 
 
+def test_what_trains_does_not_load_what_draws_or_reads_tables() -> None:
+    heavy = "{'matplotlib', 'datasets', 'pandas', 'pyarrow', 'tokenizers'}"
+    code = f"import sys, thinpipe.launch.start; assert not {heavy} & {{*sys.modules}}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_package_files_hold_only_a_docstring() -> None:
     for name, path in modules().items():
         if path.name == "__init__.py" and name not in ("thinpipe", f"{WIRE}.kernels"):

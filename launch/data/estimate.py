@@ -14,7 +14,7 @@ from thinpipe.launch.data.reading.source import Source, open_source, rows_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import Ids, SampleSet
-from thinpipe.launch.data.streaming import make_of
+from thinpipe.launch.data.streams.blocks import make_of
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.words import format_bytes, format_count
 from thinpipe.pipeline.batch import Batch

@@ -105,7 +105,7 @@ def _load_stream(
     labelling: Labelling,
     drawn: int,
 ) -> tuple[SampleSet, SampleSet]:
-    from thinpipe.launch.data.streaming import load_stream  # for those who ask for it
+    from thinpipe.launch.data.streams.blocks import load_stream  # for those who ask for it
 
     tokenizer = None if config.factory else _tokenizer(config, vocab)
     held_out: SampleSet | None = None

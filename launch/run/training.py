@@ -17,7 +17,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.stream import position, sampler_for
+from thinpipe.launch.data.streams.stream import position, sampler_for
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory

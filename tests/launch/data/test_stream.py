@@ -15,7 +15,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.stream import StreamSampler, StreamSet, sampler_for
+from thinpipe.launch.data.streams.stream import StreamSampler, StreamSet, sampler_for
 
 
 def _rows(folder: Path, count: int = 400) -> Path:

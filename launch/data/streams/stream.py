@@ -11,7 +11,6 @@ those of its samples that were done are passed over.
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -22,10 +21,7 @@ from torch import Tensor
 
 from thinpipe.launch.data.sample_set import Ids, SampleSet
 from thinpipe.launch.data.sampler import EpochSampler, shuffled
-from thinpipe.launch.data.tokens.store import says
 from thinpipe.pipeline.batch import Batch
-
-_log = logging.getLogger(__name__)
 
 Carry = Tensor
 """Token ids that were too few for a sample (int32, 1-d)."""
@@ -245,19 +241,6 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSampl
                 f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "
                 "or name other data in data.eval_path"
             )
-
-
-class Tally:
-    """Says what is left out of a stream: the first row of each reason, and each tenfold of them."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._counts = what, dict[str, int]()
-
-    def add(self, where: str, reason: str) -> None:
-        count = self._counts[reason] = self._counts.get(reason, 0) + 1
-        if says() and str(count).strip("0") == "1":
-            rows = "1 row is" if count == 1 else f"{count} rows are"
-            _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
 
 
 def _joined(parts: Sequence[Batch], ids_B: Tensor) -> Batch:

@@ -1,5 +1,6 @@
 """The samples of a run that reads its data as a stream."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,12 +20,28 @@ from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import open_source, stream_rows
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
-from thinpipe.launch.data.stream import Carry, Items, Make, StreamSet, Tally, take_held_out
+from thinpipe.launch.data.streams.stream import Carry, Items, Make, StreamSet, take_held_out
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
+from thinpipe.launch.data.tokens.store import says
+
+_log = logging.getLogger(__name__)
 
 Read = Callable[[Sequence[Row]], list[Document]]
 """The documents of rows; others are counted and named."""
+
+
+class Tally:
+    """Says what is left out of a stream: the first row of each reason, and each tenfold of them."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._counts = what, dict[str, int]()
+
+    def add(self, where: str, reason: str) -> None:
+        count = self._counts[reason] = self._counts.get(reason, 0) + 1
+        if says() and str(count).strip("0") == "1":
+            rows = "1 row is" if count == 1 else f"{count} rows are"
+            _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
 
 
 def load_stream(
