@@ -29,7 +29,8 @@ VARIANTS: Mapping[str, Sequence[dict[str, Any]]] = {
     "direct": [{"bits": 4, "scale_per": 64}, {"bits": 3, "rounding": "stochastic"}],
     "stateless": [{"bits": 3}],
     "aqsgd": [
-        {"bits": 4, "rate": 0.6, "coding": "zstd"},
+        {"delta": "uniform"},
+        {"delta": "uniform", "bits": 4, "rate": 0.6, "coding": "zstd"},
         {"bits": 3, "delta": "tiles", "first_visit": {"kind": "stateless", "bits": 5}},
     ],
     "transform": [{"memory": False}],
@@ -57,11 +58,13 @@ def cases() -> Iterator[Case]:
 
 
 TILES = "aqsgd bits=3 first_visit={'kind': 'stateless', 'bits': 5} delta=tiles"
-RATE = "aqsgd bits=4 coding=zstd rate=0.6"
+RATE = "aqsgd bits=4 coding=zstd rate=0.6 delta=uniform"
 LOST: Mapping[str, tuple[float, float]] = {
-    "forward aqsgd": (122, 9.1),
-    "backward aqsgd": (79, 9.9),
-    f"forward {RATE}": (122, 7.2),
+    "forward aqsgd": (17.9, 2.3),
+    "backward aqsgd": (16.2, 2.2),
+    "forward aqsgd delta=uniform": (37.7, 8.4),
+    "backward aqsgd delta=uniform": (79, 9.9),
+    f"forward {RATE}": (19.2, 5.2),
     f"backward {RATE}": (49, 12.2),
     f"forward {TILES}": (14.8, 5.4),
     f"backward {TILES}": (14.8, 5.4),
