@@ -134,7 +134,7 @@ class TransformBoundary:
         return self.weights.take
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """With a piece of a basis, and 16 bits per value."""
+        """With a piece of a basis, and 32 bits per value."""
         values = coefficients.capacity(shape_BTD[:-1].numel(), self._width)
         piece = min(PIECE_NBYTES, proposal_capacity(self._width))
         choices = 2 * _LENGTH.size + 2 * rans.capacity(shape_BTD[:-1].numel())
@@ -244,7 +244,7 @@ class TransformBoundary:
         held_NK = part.at(step_N, choice, y_NK.shape[1])
         wanted_NK = (y_NK / step_sizes(step_N).float()[:, None]).round_()
         wanted_NK = wanted_NK.clamp_(-LARGEST, LARGEST).int()
-        q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
+        q_NK = wanted_NK - held_NK
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
         model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)

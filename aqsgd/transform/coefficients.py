@@ -2,7 +2,7 @@
 
 The model of a coefficient is that of its dimension, raised by the scale of its token (5 bits, in
 half octaves). Bytes, after `counts`: the tokens' scales and the coefficients, entropy-coded, then
-16 bits for each coefficient that is outside the symbols of its model.
+32 bits for each coefficient that is outside the symbols of its model: none is clipped.
 
 Axes: N tokens, K dimensions, J models, T scales of a token, S symbols, E numbers outside them.
 """
@@ -22,8 +22,12 @@ from thinpipe.pipeline.wire.kernels.coefficients import CoefficientKernels, Layo
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""
 UNSCALED = 16
-LARGEST = 2**15 - 1
+LARGEST = 2**28 - 1
+"""Of coefficients, so that their differences and small multiples are int32 too."""
+_MASSIVE = 256.0
+"""Times what is expected: a dimension counts for no more where the scale of its token is chosen."""
 _COUNTS = struct.Struct("<III")
+_NUMBER_NBYTES = 4
 
 
 class Coded(NamedTuple):
@@ -37,13 +41,13 @@ class Coded(NamedTuple):
 
 def capacity(tokens: int, dimensions: int) -> int:
     """Most bytes of a message."""
-    return _COUNTS.size + 2 * tokens * dimensions
+    return _COUNTS.size + _NUMBER_NBYTES * tokens * dimensions
 
 
 def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> tuple[int, Coded]:
-    """Write whole numbers (int32, at most `LARGEST`); returns the bytes used, and what was coded.
+    """Write whole numbers (int32); returns the bytes used, and what was coded.
 
-    `scales` has the frequencies of the tokens' scales. What would be longer than 16 bits each goes
+    `scales` has the frequencies of the tokens' scales. What would be longer than 32 bits each goes
     as it is.
     """
     model_TK = models(model_K)
@@ -51,8 +55,8 @@ def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> 
     coded = Coded(q_NK, scale_N, model_TK)
     parts = [_coded_scales(scale_N, scales), *_coded_values(coded)]
     counts = [part.numel() for part in parts]
-    if sum(counts) > 2 * q_NK.numel():
-        parts, counts = [_as_bytes(q_NK)], [0, 0, 2 * q_NK.numel()]
+    if sum(counts) > _NUMBER_NBYTES * q_NK.numel():
+        parts, counts = [_as_bytes(q_NK)], [0, 0, _NUMBER_NBYTES * q_NK.numel()]
         coded = _unscaled(q_NK, model_TK)
     packed = torch.frombuffer(bytearray(_COUNTS.pack(*counts)), dtype=torch.uint8)
     used = _COUNTS.size + sum(counts)
@@ -76,9 +80,9 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     parts = wire[_COUNTS.size :].tensor_split([first, first + second])
     values, model_TK = tokens * model_K.numel(), models(model_K)
     if not first and values:
-        if escaped != 2 * values:
-            raise CodingError(f"coefficients: {escaped} bytes for {values} values of 2 bytes")
-        return _unscaled(_as_numbers(parts[2]).int().view(tokens, -1), model_TK)
+        if escaped != _NUMBER_NBYTES * values:
+            raise CodingError(f"coefficients: {escaped} bytes for {values} values of 4 bytes")
+        return _unscaled(_as_numbers(parts[2]).view(tokens, -1), model_TK)
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
     scale_N, layout = scale_N.long(), _layout(model_TK)
@@ -88,8 +92,8 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     symbol_S = torch.empty_like(table_S)
     rans.decode(parts[1], table_S, logistic.tables(), symbol_S)
     q_NK = torch.empty(tokens, model_K.numel(), dtype=torch.int32)
-    outside_E = _as_numbers(parts[2][: escaped // 2 * 2])
-    if escaped % 2 or not kernels.join(symbol_S, outside_E, scale_N, layout, q_NK):
+    outside_E = _as_numbers(parts[2][: escaped // _NUMBER_NBYTES * _NUMBER_NBYTES])
+    if escaped % _NUMBER_NBYTES or not kernels.join(symbol_S, outside_E, scale_N, layout, q_NK):
         raise CodingError(f"coefficients: {escaped} bytes of large ones, expected another number")
     return Coded(q_NK, scale_N, model_TK)
 
@@ -115,7 +119,7 @@ def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
     q_NK, scale_N, model_TK = coded
     layout, kernels = _layout(model_TK), load("coefficients")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
-    table_S, outside_E = torch.empty_like(symbol_S), torch.empty(q_NK.numel(), dtype=torch.int16)
+    table_S, outside_E = torch.empty_like(symbol_S), torch.empty_like(q_NK).flatten()
     outside = kernels.split(q_NK, scale_N, layout, symbol_S, outside_E)
     kernels.tables(scale_N, layout, table_S)
     wire = torch.empty(rans.capacity(symbol_S.numel()), dtype=torch.uint8)
@@ -129,12 +133,12 @@ def _unscaled(q_NK: Tensor, model_TK: Tensor) -> Coded:
 
 
 def _as_bytes(q: Tensor) -> Tensor:
-    return q.flatten().to(torch.int16).view(torch.uint8)
+    return q.flatten().view(torch.uint8)
 
 
 def _as_numbers(wire: Tensor) -> Tensor:
-    """int16; the bytes may lie anywhere in a message."""
-    return wire.clone().view(torch.int16)
+    """int32; the bytes may lie anywhere in a message."""
+    return wire.clone().view(torch.int32)
 
 
 def _best_scales(q_NK: Tensor, model_K: Tensor, model_TK: Tensor) -> Tensor:
@@ -143,5 +147,6 @@ def _best_scales(q_NK: Tensor, model_K: Tensor, model_TK: Tensor) -> Tensor:
     weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[logistic.LAST_UNSHIFTED - 8])
     expected_T = magnitude_J[model_TK] @ weight_K
     between = (expected_T[1:] * expected_T[:-1]).sqrt()
-    found_N = (q_NK.abs().float() * (1 << logistic.MAGNITUDE_BITS)) @ weight_K
+    found_NK = q_NK.abs().float() * (1 << logistic.MAGNITUDE_BITS) * weight_K
+    found_N = found_NK.clamp_max_(_MASSIVE).sum(1)
     return torch.searchsorted(between, found_N)
