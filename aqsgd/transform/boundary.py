@@ -17,6 +17,7 @@ first visits and changes: bytes of choices (u32), choices, and coefficients (`co
 Axes: B samples, T tokens, D channels, N tokens of several samples, K dimensions.
 """
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,6 +54,8 @@ CODEC_ID = 33
 BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
+_log = logging.getLogger(__name__)
+
 _HEAD = struct.Struct("<IHHIhhI")
 _LENGTH = struct.Struct("<I")
 
@@ -72,12 +75,12 @@ class _Part(NamedTuple):
         if self.kind == FIRST or not self.rows:
             return torch.zeros(len(step_N), dimensions, dtype=torch.int32)
         q_NK = torch.cat([held.q_TK for held in self.held])
-        found_NK = rescaled(q_NK, torch.cat([held.step_T for held in self.held]), step_N)
+        found_NK = rescaled(q_NK, torch.cat([held.steps for held in self.held]), step_N)
         return choice.counted(found_NK.clamp_(-LARGEST, LARGEST))
 
     def values(self) -> Tensor:
         """Of known samples (fp32 [N, K])."""
-        return torch.cat([_scaled(held.q_TK, held.step_T) for held in self.held])
+        return torch.cat([_scaled(held.q_TK, held.steps) for held in self.held])
 
 
 class _Seen(NamedTuple):
@@ -107,7 +110,7 @@ class _Sent(NamedTuple):
     seen: _Seen | None = None
 
     @property
-    def step_N(self) -> Tensor:
+    def steps(self) -> Tensor:
         """Indices of the tokens' steps."""
         return self.step + 2 * self.choice.coarse_N
 
@@ -227,6 +230,9 @@ class TransformBoundary:
         return memory | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "weights" not in state:
+            _log.warning("transform: what an earlier version cached is not read; all starts anew")
+            return
         if self._rows is not None:
             self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])
@@ -270,7 +276,7 @@ class TransformBoundary:
         return step - (0 if weight_N is None else 2 * NEUTRAL), choice, seen
 
     def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
-        symbol_N = choice.symbol_N
+        symbol_N = choice.symbols
         wire = torch.empty(_LENGTH.size + rans.capacity(symbol_N.numel()), dtype=torch.uint8)
         used = rans.encode(symbol_N, None, self.learned.choices(kind), wire[_LENGTH.size :])
         length = torch.frombuffer(bytearray(_LENGTH.pack(used)), dtype=torch.uint8)
@@ -335,7 +341,7 @@ class TransformBoundary:
             self.learned.take_piece(*piece)
         tokens, version = plan.shape_BTD[1], self.learned.version
         for done in sent:
-            self.learned.count(done.part.kind, done.coded, done.choice.symbol_N)
+            self.learned.count(done.part.kind, done.coded, done.choice.symbols)
             if self._rows is None:
                 continue
             total_BTK = done.total_NK.view(-1, tokens, done.total_NK.shape[1])
@@ -359,14 +365,14 @@ class TransformBoundary:
         self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
         if sent.seen is None:
             return
-        tokens, some = x_BTD.shape[1], sampled(len(sent.step_N))
-        size_N1 = step_sizes(sent.step_N[some]).float()[:, None]
+        tokens, some = x_BTD.shape[1], sampled(len(sent.steps))
+        size_N1 = step_sizes(sent.steps[some]).float()[:, None]
         change_ND, _, value_ND, _ = sent.seen
         self._proposals.see(kind, change_ND / size_N1, value_ND / size_N1, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             total_TK = sent.total_NK[:tokens]
             decoded_TD, old_TD = (
-                self._restored(sent.step_N[:tokens], q_TK, x_BTD.device)
+                self._restored(sent.steps[:tokens], q_TK, x_BTD.device)
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
             self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)

@@ -36,7 +36,7 @@ class StoredSample(NamedTuple):
     q_TK: Tensor
 
     @property
-    def step_T(self) -> Tensor:
+    def steps(self) -> Tensor:
         """Indices of the tokens' steps."""
         return self.step + 2 * self.coarse_T
 

@@ -110,6 +110,17 @@ def test_state_survives_a_restart_bit_for_bit(stop: int, dimensions: float) -> N
     assert_alike(whole[0], again[0])
 
 
+def test_what_an_earlier_version_cached_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    old, new = ends(), ends()
+    train(*old, range(2))
+    state = old[0].state_dict()
+    del state["weights"]
+    for end in new:
+        end.load_state_dict(state)
+    assert "all starts anew" in caplog.text
+    assert train(*new, range(3)) == train(*ends(), range(3))
+
+
 @pytest.mark.parametrize("stop", [1, 2, 6])
 def test_ends_that_start_again_find_a_basis_again(
     monkeypatch: pytest.MonkeyPatch, stop: int
