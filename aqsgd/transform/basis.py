@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.header import crc32
 
+_BYTE_BITS, _EXACT_LIMIT = 7, 2**23 - 1
 _POINT = 14
 ONE = 1 << _POINT
 
@@ -31,13 +32,14 @@ ONE = 1 << _POINT
 class Basis:
     """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
 
-    Coefficients are cached in a byte each: on average, as those of the first `wide` dimensions
-    take two, and those of the last 2 `wide` half a byte. With an `order` the directions are the
-    channels of these numbers, and no product is needed.
+    Coefficients are cached in a byte each, without the `shift_K` (uint8) low bits of a dimension,
+    and without as many more as a token's largest one needs. The first dimensions, in which massive
+    activations are, take three bytes and lose nothing. With an `order` the directions
+    are the channels of these numbers, and no product is needed.
     """
 
     entry_DK: Tensor
-    wide: int = 0
+    shift_K: Tensor
     order_D: Tensor | None = None
 
     @staticmethod
@@ -45,17 +47,19 @@ class Basis:
         return Basis.of_channels(torch.arange(width))
 
     @staticmethod
-    def of_channels(order_D: Tensor, wide: int = 0) -> "Basis":
+    def of_channels(order_D: Tensor, shift_D: Tensor | None = None) -> "Basis":
         width = len(order_D)
+        if shift_D is None:
+            shift_D = torch.zeros(width, dtype=torch.uint8)
         entry_DK = torch.zeros(width, width, dtype=torch.int16)
         entry_DK[order_D, torch.arange(width)] = ONE
-        return Basis(entry_DK, wide, order_D)
+        return Basis(entry_DK, shift_D, order_D)
 
     @staticmethod
-    def nearest(v_DK: Tensor, wide: int) -> "Basis":
+    def nearest(v_DK: Tensor, shift_K: Tensor) -> "Basis":
         unit = entry_unit(len(v_DK))
         entry_DK = (v_DK * (ONE / unit)).round().clamp(-ONE // unit, ONE // unit) * unit
-        return Basis(entry_DK.to(torch.int16).contiguous(), wide)
+        return Basis(entry_DK.to(torch.int16).contiguous(), shift_K)
 
     @property
     def dimensions(self) -> int:
@@ -75,7 +79,7 @@ class Basis:
 
     @functools.cached_property
     def checksum(self) -> int:
-        return crc32(self.entry_DK, self.wide)
+        return crc32(self.shift_K, crc32(self.entry_DK))
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Coefficients (fp32) of tokens, on their device."""
@@ -89,23 +93,31 @@ class Basis:
             return torch.empty_like(y_NK).index_copy_(1, self.order_D.to(y_NK.device), y_NK)
         return _product(y_NK, self.matrix.to(y_NK.device).T)
 
-    def remembered(self, q_NK: Tensor) -> Tensor:
-        """Coefficients (int32) in K bytes a token (uint8); larger ones than fit are clamped."""
-        wide, narrow = self.wide, q_NK.shape[1] - 2 * self.wide
-        wide_NW = q_NK[:, :wide].clamp(-(2**15) + 1, 2**15 - 1)
-        usual_NU = q_NK[:, wide:narrow].clamp(-(2**7) + 1, 2**7 - 1)
-        low_NW, high_NW = q_NK[:, narrow:].clamp(-(2**3) + 1, 2**3 - 1).tensor_split(2, 1)
-        parts = [wide_NW, wide_NW >> 8, usual_NU, (low_NW & 15) | (high_NW << 4)]
-        return (torch.cat(parts, 1) & 255).to(torch.uint8)
+    def remembered(self, q_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Coefficients (int32) in bytes (uint8), and how many more low bits each token drops.
 
-    def recalled(self, stored_NK: Tensor) -> Tensor:
-        """Coefficients (int32) from their bytes."""
-        wide, narrow = self.wide, stored_NK.shape[1] - self.wide
-        signed_NK = stored_NK.view(torch.int8).int()
-        low_NW, high_NW = stored_NK[:, :wide].int(), signed_NK[:, wide : 2 * wide]
-        half_NW = signed_NK[:, narrow:]
-        parts = [high_NW << 8 | low_NW, signed_NK[:, 2 * wide : narrow]]
-        return torch.cat([*parts, (half_NW << 28) >> 28, half_NW >> 4], 1)
+        However large they are, they come back to the nearest number that so many bits allow.
+        """
+        first = exact_dimensions(self.dimensions)
+        exact_NE, q_NK, shift_K = q_NK[:, :first], q_NK[:, first:], self.shift_K[first:].int()
+        peak_N = (q_NK.abs() >> shift_K).amax(1) if q_NK.shape[1] else q_NK.new_zeros(len(q_NK))
+        more_N = (torch.frexp(peak_N.double())[1] - _BYTE_BITS).clamp_min_(0).int()
+        shift_NK = shift_K + more_N[:, None]
+        limit = (1 << _BYTE_BITS) - 1
+        small_NK = ((q_NK + ((1 << shift_NK) >> 1)) >> shift_NK).clamp_(-limit, limit)
+        exact_NE = exact_NE.clamp(-_EXACT_LIMIT, _EXACT_LIMIT)
+        parts = [small_NK, exact_NE, exact_NE >> 8, exact_NE >> 16]
+        return (torch.cat(parts, 1) & 255).to(torch.uint8), more_N
+
+    def recalled(self, stored_NW: Tensor, more_N: Tensor) -> Tensor:
+        """Coefficients (int32) from what is remembered."""
+        first = exact_dimensions(self.dimensions)
+        rest = self.dimensions - first
+        small_NK = stored_NW[:, :rest].view(torch.int8).int()
+        low_NE, middle_NE, high_NE = stored_NW[:, rest:].chunk(3, 1)
+        exact_NE = low_NE.int() | middle_NE.int() << 8 | high_NE.view(torch.int8).int() << 16
+        shift_NK = self.shift_K[first:].int() + more_N[:, None]
+        return torch.cat([exact_NE, small_NK << shift_NK], 1)
 
     def turn_from(self, other: "Basis") -> Tensor:
         """What turns coefficients under another basis into those in this one (int32 [K, L])."""
@@ -113,6 +125,16 @@ class Basis:
         turn_KL = _rounded(entry_KD @ other.entry_DK.double())
         gram_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
         return (2 * turn_KL - _rounded(gram_KK @ turn_KL)).int()
+
+
+def exact_dimensions(dimensions: int) -> int:
+    """How many dimensions are cached in three bytes."""
+    return min(max(2, dimensions // 50), dimensions)
+
+
+def remembered_nbytes(dimensions: int) -> int:
+    """Bytes that the coefficients of a token are cached in."""
+    return dimensions + 2 * exact_dimensions(dimensions)
 
 
 def turned(q_NL: Tensor, turn_KL: Tensor) -> Tensor:

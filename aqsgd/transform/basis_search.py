@@ -42,8 +42,9 @@ _DOUBT = 3
 """Savings are estimated for normal distributions. On a real model's changes .54 bits were estimated
 and .17 were saved, as channels are more peaked than directions."""
 _LEAST_GAIN = 0.5
-_LONGEST = 4.0
-"""Times the median length, of tokens that covariances are taken of."""
+_MASSIVE = 100.0
+_LARGEST = 4.0
+"""Times the median size, of tokens that covariances are taken of."""
 _SCALE_BITS = 16
 """Of a token, where values are quantized without a basis (`rate`)."""
 _ENERGY = 0.95
@@ -166,11 +167,23 @@ class BasisSearch:
         return SearchResult(self._proposal(v_DK) if pays or other else None, spectrum)
 
     def _directions(self, sent_DD: Tensor, kept: int) -> Tensor:
-        """Those in which values are largest, turned to eigenvectors of what is sent in them."""
+        """Those in which values are largest, turned to eigenvectors of what is sent in them.
+
+        Massive channels stay channels: spread over directions, what is the same in all tokens would
+        make many coefficients large.
+        """
+        apart = massive_channels(self._value_DD.diag())
+        others = torch.ones(self._width, dtype=torch.bool).index_fill_(0, apart, False)
+        v_DK = torch.zeros(self._width, kept)
+        v_DK[apart, torch.arange(len(apart))] = 1.0
+        sent_DD, value_DD = (c_DD[others][:, others] for c_DD in (sent_DD, self._value_DD))
         if kept == self._width:
-            return _eigenvectors(sent_DD)
-        v_DK = _eigenvectors(self._value_DD)[:, :kept]
-        return v_DK @ _eigenvectors(v_DK.T @ sent_DD @ v_DK)
+            v_DK[others, len(apart) :] = _eigenvectors(sent_DD)
+        else:
+            some_DK = _eigenvectors(value_DD)[:, : kept - len(apart)]
+            turn_KK = _eigenvectors(some_DK.T @ sent_DD @ some_DK)
+            v_DK[others, len(apart) :] = some_DK @ turn_KK
+        return v_DK
 
     def _leaves_out_more(self, basis: Basis) -> bool:
         """Than it need, by as much as that is or as rounding adds."""
@@ -184,13 +197,13 @@ class BasisSearch:
     def _proposal(self, v_DK: Tensor) -> Proposal:
         square_K, order_K = _variances(self._value_DD / self._values, v_DK).sort(descending=True)
         v_DK = v_DK[:, order_K]
-        wide = _wide(_expected(square_K, self._values, self._width))
-        return Proposal(Basis.nearest(v_DK, wide), self._models(v_DK))
+        shift_K = _shifts(_expected(square_K, self._values, self._width))
+        return Proposal(Basis.nearest(v_DK, shift_K), self._models(v_DK))
 
     def _channels(self) -> Proposal:
         """The channels as they are, those that vary most first."""
         square_D, order_D = (self._value_DD.diag() / self._values).sort(descending=True)
-        basis = Basis.of_channels(order_D, _wide(square_D))
+        basis = Basis.of_channels(order_D, _shifts(square_D))
         return Proposal(basis, self._models(basis.matrix))
 
     def _models(self, v_DK: Tensor) -> Tensor:
@@ -209,22 +222,28 @@ class BasisSearch:
         return _expected(_variances(self._sent_MDD[kind] / count, v_DK), count, self._width)
 
 
+def massive_channels(square_D: Tensor) -> Tensor:
+    """Numbers of channels whose mean square is many times that of all but a few."""
+    few = min(max(2, len(square_D) // 50), len(square_D) - 1)
+    usual = square_D.sort(descending=True).values[few]
+    return torch.nonzero(square_D > _MASSIVE * usual).flatten()[:few]
+
+
 def sampled(tokens: int) -> slice:
     """Which tokens of a message are looked at."""
     return slice(None, None, max(1, math.ceil(tokens / _MOST_TOKENS)))
 
 
 def _limited(x_ND: Tensor) -> Tensor:
-    """Tokens of usual length as they are, and massive ones shortened: there are few, and alike."""
-    norm_N1 = x_ND.norm(dim=1, keepdim=True)
-    return x_ND * (_LONGEST * norm_N1.median() / norm_N1.clamp_min(1e-30)).clamp_max(1.0)
+    """Tokens of usual size as they are, and massive ones smaller: there are few, and alike."""
+    size_N1 = x_ND.abs().mean(1, keepdim=True)
+    return x_ND * (_LARGEST * size_N1.median() / size_N1.clamp_min(1e-30)).clamp_max(1.0)
 
 
-def _wide(square_K: Tensor) -> int:
-    """How many dimensions are cached in two bytes, so that as few as can be are clamped."""
-    reach_K = _REACH * square_K.sqrt()
-    narrow = int((reach_K < 2**3).sum())
-    return min(int((reach_K > 2**7).sum()), narrow // 2, len(square_K) // 3)
+def _shifts(square_K: Tensor) -> Tensor:
+    """Low bits (uint8) that caches drop, so that almost all coefficients fit a byte."""
+    reach_K = (_REACH * square_K.double().sqrt()).clamp_min(1.0)
+    return (reach_K.log2().ceil() - 7).clamp(0, 20).to(torch.uint8)
 
 
 def _spectrum(energy_K: Tensor, width: int) -> Spectrum:

@@ -17,6 +17,7 @@ first visits and changes: bytes of choices (u32), choices, and coefficients (`co
 Axes: B samples, T tokens, D channels, N tokens of several samples, K dimensions.
 """
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,14 +29,13 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
-from thinpipe.aqsgd.transform.coefficients import LARGEST, LIMIT, Coded, most_beyond
+from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.rows import Rows, StoredSample
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.aqsgd.transform.tokens import (
-    COARSEST,
     NEUTRAL,
     SHARES,
     Choice,
@@ -53,6 +53,8 @@ from thinpipe.pipeline.wire.header import crc32
 CODEC_ID = 33
 BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
+
+_log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IHHIhhI")
 _LENGTH = struct.Struct("<I")
@@ -73,12 +75,12 @@ class _Part(NamedTuple):
         if self.kind == FIRST or not self.rows:
             return torch.zeros(len(step_N), dimensions, dtype=torch.int32)
         q_NK = torch.cat([held.q_TK for held in self.held])
-        found_NK = rescaled(q_NK, torch.cat([held.step_T for held in self.held]), step_N)
+        found_NK = rescaled(q_NK, torch.cat([held.steps for held in self.held]), step_N)
         return choice.counted(found_NK.clamp_(-LARGEST, LARGEST))
 
     def values(self) -> Tensor:
         """Of known samples (fp32 [N, K])."""
-        return torch.cat([_scaled(held.q_TK, held.step_T) for held in self.held])
+        return torch.cat([_scaled(held.q_TK, held.steps) for held in self.held])
 
 
 class _Seen(NamedTuple):
@@ -108,7 +110,7 @@ class _Sent(NamedTuple):
     seen: _Seen | None = None
 
     @property
-    def step_N(self) -> Tensor:
+    def steps(self) -> Tensor:
         """Indices of the tokens' steps."""
         return self.step + 2 * self.choice.coarse_N
 
@@ -135,7 +137,7 @@ class TransformBoundary:
         return self.weights.take
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """With a piece of a basis, and 16 bits per value and an eighth."""
+        """With a piece of a basis, and 32 bits per value."""
         values = coefficients.capacity(shape_BTD[:-1].numel(), self._width)
         piece = min(PIECE_NBYTES, proposal_capacity(self._width))
         choices = 2 * _LENGTH.size + 2 * rans.capacity(shape_BTD[:-1].numel())
@@ -228,6 +230,9 @@ class TransformBoundary:
         return memory | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "weights" not in state:
+            _log.warning("transform: what an earlier version cached is not read; all starts anew")
+            return
         if self._rows is not None:
             self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])
@@ -244,7 +249,8 @@ class TransformBoundary:
         step_N = step + 2 * choice.coarse_N
         held_NK = part.at(step_N, choice, y_NK.shape[1])
         wanted_NK = (y_NK / step_sizes(step_N).float()[:, None]).round_()
-        q_NK = wanted_NK.clamp_(-LIMIT, LIMIT).int() - held_NK
+        wanted_NK = wanted_NK.clamp_(-LARGEST, LARGEST).int()
+        q_NK = wanted_NK - held_NK
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
         model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)
@@ -267,11 +273,10 @@ class TransformBoundary:
         value_ND, value_NK, change_NK = x_ND[some].float().cpu(), y_NK[some], change_NK[some]
         seen = _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.without(~usual(value_NK)))
-        step -= 0 if weight_N is None else 2 * NEUTRAL
-        return _fitting(step, choice, y_NK), choice, seen
+        return step - (0 if weight_N is None else 2 * NEUTRAL), choice, seen
 
     def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
-        symbol_N = choice.symbol_N
+        symbol_N = choice.symbols
         wire = torch.empty(_LENGTH.size + rans.capacity(symbol_N.numel()), dtype=torch.uint8)
         used = rans.encode(symbol_N, None, self.learned.choices(kind), wire[_LENGTH.size :])
         length = torch.frombuffer(bytearray(_LENGTH.pack(used)), dtype=torch.uint8)
@@ -336,7 +341,7 @@ class TransformBoundary:
             self.learned.take_piece(*piece)
         tokens, version = plan.shape_BTD[1], self.learned.version
         for done in sent:
-            self.learned.count(done.part.kind, done.coded, done.choice.symbol_N)
+            self.learned.count(done.part.kind, done.coded, done.choice.symbols)
             if self._rows is None:
                 continue
             total_BTK = done.total_NK.view(-1, tokens, done.total_NK.shape[1])
@@ -360,30 +365,17 @@ class TransformBoundary:
         self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
         if sent.seen is None:
             return
-        tokens, some = x_BTD.shape[1], sampled(len(sent.step_N))
-        size_N1 = step_sizes(sent.step_N[some]).float()[:, None]
+        tokens, some = x_BTD.shape[1], sampled(len(sent.steps))
+        size_N1 = step_sizes(sent.steps[some]).float()[:, None]
         change_ND, _, value_ND, _ = sent.seen
         self._proposals.see(kind, change_ND / size_N1, value_ND / size_N1, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             total_TK = sent.total_NK[:tokens]
             decoded_TD, old_TD = (
-                self._restored(sent.step_N[:tokens], q_TK, x_BTD.device)
+                self._restored(sent.steps[:tokens], q_TK, x_BTD.device)
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
             self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)
-
-
-def _fitting(step: int, choice: Choice, y_NK: Tensor) -> int:
-    """The first of ever coarser steps in which numbers fit: so that none is ever clamped.
-
-    What is clamped once is clamped at every visit, as caches hold less than a message.
-    """
-    while step + 2 * COARSEST < STEP_RANGE:
-        size_NK = y_NK.abs() / step_sizes(step + 2 * choice.coarse_N).float()[:, None]
-        if (size_NK > LARGEST).sum() <= most_beyond(y_NK.numel()) and bool((size_NK < LIMIT).all()):
-            break
-        step += 4
-    return step
 
 
 def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.coefficients import LARGEST, SCALES, UNSCALED, Coded
+from thinpipe.aqsgd.transform.coefficients import SCALES, UNSCALED, Coded
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.aqsgd.transform.tokens import SYMBOLS
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
@@ -31,6 +31,7 @@ CHANGE: Kind = 1
 KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
+_LARGEST_COUNTED = 2**15
 _SAMPLED = 4
 """Every fourth token is counted for the models of dimensions."""
 _START = (31, 19)
@@ -99,7 +100,7 @@ class Learned:
         sampled_T1 = (torch.bincount(some_N, minlength=SCALES) * weight_T)[:, None]
         near = [(coded.model_TK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
         sums = [(logistic.magnitudes()[model_TK] * sampled_T1).sum(0) for model_TK in near]
-        size_NK = coded.q_NK[::_SAMPLED].abs().clamp_max_(LARGEST)
+        size_NK = coded.q_NK[::_SAMPLED].abs().clamp_max(_LARGEST_COUNTED)
         found_K = (size_NK * weight_T[some_N, None]).sum(0)
         self._sums[kind] += torch.stack([found_K << logistic.MAGNITUDE_BITS, *sums])
 
@@ -155,7 +156,7 @@ class Learned:
         return {
             "version": self.version,
             "bases": {
-                str(version): (basis.entry_DK, basis.wide, basis.order_D)
+                str(version): (basis.entry_DK, basis.shift_K, basis.order_D)
                 for version, basis in self.bases.items()
             },
             "models": self.model_MK,

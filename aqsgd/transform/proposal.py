@@ -1,8 +1,8 @@
 """A new basis as bytes: directions as whole numbers, entropy-coded like coefficients.
 
-Bytes are `_HEAD` (dimensions, `wide`, whether they are channels), the models that the dimensions
-start at, a byte each, and the numbers: of channels 4 bytes each, of directions `coefficients.py`
-with a row per channel.
+Bytes are `_HEAD` (dimensions, whether they are channels), the models that the dimensions start at
+and what caches drop of them, a byte each, and the numbers: of channels 4 bytes each, of directions
+`coefficients.py` with a row per channel.
 
 Axes: D channels, K dimensions, M = 2 kinds of visits.
 """
@@ -18,7 +18,8 @@ from thinpipe.aqsgd.transform.basis import ONE, Basis, entry_unit
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
-_HEAD = struct.Struct("<III")
+_HEAD = struct.Struct("<II")
+_MOST_DROPPED = 20
 _ENTRY_MODEL = 40
 """For a mean magnitude of 32 units."""
 
@@ -31,8 +32,8 @@ class Proposal(NamedTuple):
 
     def packed(self) -> bytes:
         basis = self.basis
-        head = _HEAD.pack(basis.dimensions, basis.wide, basis.order_D is not None)
-        models = self.model_MK.to(torch.uint8).numpy().tobytes()
+        head = _HEAD.pack(basis.dimensions, basis.order_D is not None)
+        models = torch.cat([self.model_MK.to(torch.uint8), basis.shift_K[None]]).numpy().tobytes()
         if basis.order_D is not None:
             return head + models + basis.order_D.int().numpy().tobytes()
         number_DK = basis.entry_DK.int() // entry_unit(len(basis.entry_DK))
@@ -49,41 +50,43 @@ class Proposal(NamedTuple):
         """
         if len(data) < _HEAD.size:
             raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
-        dimensions, wide, plain = _HEAD.unpack_from(data)
+        dimensions, plain = _HEAD.unpack_from(data)
         possible = dimensions == width if plain else 0 < dimensions <= width
-        start = _HEAD.size + 2 * dimensions
-        if len(data) <= start or not possible or plain > 1 or 3 * wide > dimensions:
+        start = _HEAD.size + 3 * dimensions
+        if len(data) <= start or not possible or plain > 1:
             raise CodingError(
-                f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
-                f"not fit {width} channels"
+                f"a basis of {len(data)} bytes and {dimensions} dimensions does not fit {width} "
+                "channels"
             )
-        models = torch.frombuffer(bytearray(data[_HEAD.size : start]), dtype=torch.uint8)
-        model_MK = models.long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
+        each = torch.frombuffer(bytearray(data[_HEAD.size : start]), dtype=torch.uint8)
+        *models, shift_K = each.view(3, dimensions)
+        model_MK = torch.stack(models).long().clamp_max(logistic.MODELS - 1)
+        shift_K = shift_K.clamp_max(_MOST_DROPPED)
         rest = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
         if plain:
-            return Proposal(_channels(rest, width, wide), model_MK)
-        return Proposal(_directions(rest, width, dimensions, wide), model_MK)
+            return Proposal(_channels(rest, shift_K), model_MK)
+        return Proposal(_directions(rest, width, shift_K), model_MK)
 
 
 def proposal_capacity(width: int) -> int:
     """Most bytes of a basis."""
-    return _HEAD.size + 2 * width + max(coefficients.capacity(width, width), 4 * width)
+    return _HEAD.size + 3 * width + max(coefficients.capacity(width, width), 4 * width)
 
 
-def _channels(wire: Tensor, width: int, wide: int) -> Basis:
+def _channels(wire: Tensor, shift_D: Tensor) -> Basis:
     order_D = wire[: wire.numel() // 4 * 4].view(torch.int32).long()
-    fits = wire.numel() == 4 * width
-    if not fits or not torch.equal(order_D.sort().values, torch.arange(width)):
+    width = len(shift_D)
+    if wire.numel() != 4 * width or not torch.equal(order_D.sort().values, torch.arange(width)):
         raise CodingError(f"an order that does not have each of {width} channels once")
-    return Basis.of_channels(order_D, wide)
+    return Basis.of_channels(order_D, shift_D)
 
 
-def _directions(wire: Tensor, width: int, dimensions: int, wide: int) -> Basis:
+def _directions(wire: Tensor, width: int, shift_K: Tensor) -> Basis:
     unit = entry_unit(width)
-    number_DK = coefficients.decode(wire, width, *_static(dimensions)).q_NK
+    number_DK = coefficients.decode(wire, width, *_static(len(shift_K))).q_NK
     if int(number_DK.abs().max()) > ONE // unit:
         raise CodingError(f"a basis with an entry of {int(number_DK.abs().max()) * unit} / {ONE}")
-    return Basis((number_DK * unit).to(torch.int16), wide)
+    return Basis((number_DK * unit).to(torch.int16), shift_K)
 
 
 def _static(dimensions: int) -> tuple[Tensor, Tables]:

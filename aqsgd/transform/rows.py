@@ -1,7 +1,8 @@
-"""How samples' coefficients are cached: in rows of 8 + T (D + 1) bytes, whatever K.
+"""How samples' coefficients are cached: in rows of as many bytes, whatever K.
 
-These are the version of the basis (u32), the index of the step (i32), a byte per token for how much
-coarser its own is, and a byte for each of K dimensions of T tokens.
+These are the version of the basis (u32), the index of the step (i32), a byte per token (3 bits
+for how much coarser its own is, 5 for how many low bits it drops), and what the basis keeps of its
+coefficients: up to D + 2 max(2, D / 50) bytes.
 
 Axes: T tokens, D channels, K dimensions.
 """
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.memory import SampleMemory
-from thinpipe.aqsgd.transform.basis import Basis, turned
+from thinpipe.aqsgd.transform.basis import Basis, remembered_nbytes, turned
 from thinpipe.aqsgd.transform.learned import Learned
+from thinpipe.aqsgd.transform.tokens import COARSEST
 
 _HEAD = struct.Struct("<Ii")
+_COARSE_BITS = COARSEST.bit_length()
 
 
 class StoredSample(NamedTuple):
@@ -33,14 +36,14 @@ class StoredSample(NamedTuple):
     q_TK: Tensor
 
     @property
-    def step_T(self) -> Tensor:
+    def steps(self) -> Tensor:
         """Indices of the tokens' steps."""
         return self.step + 2 * self.coarse_T
 
 
 def row_nbytes(width: int, numel: int) -> int:
     """Bytes of the row of a sample of `numel` values, in tokens of `width` channels."""
-    return _HEAD.size + numel // width + numel
+    return _HEAD.size + numel // width * (1 + remembered_nbytes(width))
 
 
 def pack(held: StoredSample, basis: Basis, width: int) -> Tensor:
@@ -49,10 +52,10 @@ def pack(held: StoredSample, basis: Basis, width: int) -> Tensor:
     row = torch.zeros(row_nbytes(width, tokens * width), dtype=torch.uint8)
     head = _HEAD.pack(held.version, held.step)
     row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    stored_TK = basis.remembered(held.q_TK)
+    stored_TW, more_T = basis.remembered(held.q_TK)
     numbers = row[_HEAD.size :]
-    numbers[:tokens] = held.coarse_T
-    numbers[tokens : tokens + stored_TK.numel()] = stored_TK.flatten()
+    numbers[:tokens] = held.coarse_T | more_T << _COARSE_BITS
+    numbers[tokens : tokens + stored_TW.numel()] = stored_TW.flatten()
     return row
 
 
@@ -60,8 +63,11 @@ def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> StoredSample
     """What a row keeps of what `pack` was given."""
     version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
     basis, numbers = bases[version], row[_HEAD.size :]
-    stored_TK = numbers[tokens : tokens * (1 + basis.dimensions)].view(tokens, -1)
-    return StoredSample(version, step, numbers[:tokens].long(), basis.recalled(stored_TK))
+    end = tokens * (1 + remembered_nbytes(basis.dimensions))
+    stored_TW = numbers[tokens:end].view(tokens, -1)
+    coarse_T, more_T = numbers[:tokens] & COARSEST, numbers[:tokens].int() >> _COARSE_BITS
+    q_TK = basis.recalled(stored_TW, more_T)
+    return StoredSample(version, step, coarse_T.long(), q_TK)
 
 
 class Rows:

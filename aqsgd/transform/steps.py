@@ -64,12 +64,18 @@ def _rms(x_ND: Tensor, x_NK: Tensor) -> float:
     square_D, square_K = (
         x.double().square().mean(0).sort(descending=True)[0] for x in (x_ND, x_NK)
     )
-    few = _few(square_D)
-    usual = float(square_D[few])
-    massive = int((square_D[:few] > _MASSIVE * usual).sum()) if usual else 0
-    mean = float(square_D[massive:].mean())
-    others = float(square_D.sum() - square_K[: _few(square_K)].sum()) / len(square_D)
+    width = len(square_D)
+    mean = min(_without_massive(square_D), _without_massive(square_K)) / width
+    others = float(square_D.sum() - square_K[: _few(square_K)].sum()) / width
     return math.sqrt(max(min(mean, _MOST_OF_OTHERS * others), mean / _MOST_FINER**2))
+
+
+def _without_massive(square_K: Tensor) -> float:
+    """The sum of what is not massive; the largest come first."""
+    few = _few(square_K)
+    usual = float(square_K[few])
+    massive = int((square_K[:few] > _MASSIVE * usual).sum()) if usual else 0
+    return float(square_K[massive:].sum())
 
 
 def _few(square_D: Tensor) -> int:

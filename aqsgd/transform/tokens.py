@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     share_N: Tensor
 
     @property
-    def symbol_N(self) -> Tensor:
+    def symbols(self) -> Tensor:
         return (self.coarse_N + (COARSEST + 1) * self.share_N).to(torch.uint8)
 
     @staticmethod

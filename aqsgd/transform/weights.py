@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _PER_OCTAVE = 8
+_UNKNOWN = -(2**15)
 _TRUST = 0.5
 """Of a ratio of gradients, in octaves. All of it is no better: gradients of one visit, with one
 label, say little of how much an error would matter on average."""
@@ -30,9 +31,9 @@ class TokenWeights:
 
     def take(self, ids_B: Tensor, gradient_BTD: Tensor) -> None:
         """Note the gradients of samples until the end of the step."""
-        size_BT = gradient_BTD.detach().float().square().mean(2).sqrt().log2().cpu()
-        size_BT = (_PER_OCTAVE * size_BT).round().clamp(-(2**15) + 1, 2**15 - 1)
-        size_BT = size_BT.nan_to_num_(nan=-(2.0**15)).to(torch.int16)
+        octave_BT = gradient_BTD.detach().float().square().mean(2).sqrt().log2().cpu()
+        known_BT = torch.isfinite(octave_BT)
+        size_BT = (_PER_OCTAVE * octave_BT).round().where(known_BT, _UNKNOWN).to(torch.int16)
         self._staged |= dict(zip(ids_B.tolist(), size_BT, strict=True))
 
     def octaves(self, samples: list[int], tokens: int) -> Tensor | None:
@@ -40,9 +41,9 @@ class TokenWeights:
 
         Samples of unknown weight weigh like the others' mean.
         """
-        nothing_T = torch.full((tokens,), -(2**15), dtype=torch.int16)
+        nothing_T = torch.full((tokens,), _UNKNOWN, dtype=torch.int16)
         found_N = torch.cat([self._size_T.get(sample, nothing_T) for sample in samples])
-        known_N = found_N > -(2**15) + 1
+        known_N = found_N != _UNKNOWN
         if not bool(known_N.any()):
             return None
         octave_N = _TRUST * found_N.float() / _PER_OCTAVE

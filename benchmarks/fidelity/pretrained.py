@@ -80,7 +80,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "stateless 5/4": _both({"kind": "stateless", "bits": 5}, {"kind": "stateless", "bits": 4}),
     "transform .3/.3": _transform(0.3, 0.3),
     "transform .6/.6": _transform(0.6, 0.6),
-    "transform .8/.6": _transform(0.8, 0.6),
+    "transform .7/.9": _transform(0.7, 0.9),
     "transform 1/1": _transform(1.0, 1.0),
 }
 ONCE: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ ONCE: dict[str, dict[str, Any]] = {
 METHODS = {BASELINE: _both(_RAW, _RAW), **AGAIN, **ONCE}
 GROUPS = {"again": list(AGAIN), "once": list(ONCE)}
 _CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}
-_QUICK = ["stateless 5/4", "transform .3/.3", "transform .6/.6", "transform .8/.6"]
+_QUICK = ["stateless 5/4", "transform .3/.3", "transform .6/.6", "transform .7/.9"]
 
 
 def run_config(

@@ -37,6 +37,9 @@ _FORWARD: tuple[Spec, ...] = (
     *(AqsgdConfig(bits=bits) for bits in (4, 6, 8)),
     *_CASTS,
 )
+_FORWARD_TRAINED: tuple[Spec, ...] = (AqsgdConfig(bits=3), *_FORWARD[2:])
+"""For models that were trained before, whose activations are massive: what is outside the levels of
+a rate falls behind for good (benchmarks/results/pretrained_cpu_202611.md)."""
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """In a single epoch, where no sample has a previous activation to send the change of."""
 _WHOLE_PENALTY = 2
@@ -151,7 +154,8 @@ def levels(
     if learned:
         ladder = (_LEARNED if config.train.epochs > 1 else _LEARNED_ONCE)[direction]
     elif direction == "forward":
-        ladder = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
+        again = _FORWARD_TRAINED if config.pretrained else _FORWARD
+        ladder = again if config.train.epochs > 1 else _FORWARD_ONCE
     else:
         ladder = _BACKWARD
     return [_like(configured, level) for level in ladder]

@@ -32,6 +32,10 @@ _BOUNDARY = """\
 [[boundary]]                # what crosses the cuts; `thinpipe plan` recommends bits for a link
 forward = { kind = "aqsgd", bits = 4 }     # how a sample's activations changed since last time
 backward = { kind = "direct", bits = 8 }   # gradients"""
+_BOUNDARY_TRAINED = """\
+[[boundary]]                # what crosses the cuts; `thinpipe plan` recommends steps for a link
+forward = { kind = "transform" }           # how a sample's activations changed since last time
+backward = { kind = "transform" }          # and its gradients; both take memory at both ends"""
 
 
 def render(found: Draft, name: str, file: str) -> str:
@@ -48,7 +52,7 @@ def render(found: Draft, name: str, file: str) -> str:
     parts += [_table("model", sections["model"]), _table("data", sections["data"])]
     if sections["pipeline"]:
         parts.append(_table("pipeline", {**sections["pipeline"], "microbatches": 4}))
-        parts.append(_BOUNDARY)
+        parts.append(_BOUNDARY_TRAINED if "pretrained" in found.model else _BOUNDARY)
     parts.append(_table("train", sections["train"]))
     if "eval" in sections:
         parts.append(_table("eval", sections["eval"]))

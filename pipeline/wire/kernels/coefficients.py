@@ -3,7 +3,7 @@
 A coefficient q of shift h has the symbol (q >> h) + 16, clamped to 0 ... 31, and its h low bits, in
 digits of at most 5 bits, lowest first. A list of symbols holds those of all coefficients, row after
 row, then the lowest digits of all that have any, then the second ones. Where the symbol is 0 or 31
-the number itself goes next to the list, in 16 bits, and its digits are 0.
+the number itself goes next to the list, in 32 bits, and its digits are 0.
 
 Tokens choose their shifts, and the frequency tables that symbols are coded with, among T rows of
 them. A digit of w bits is coded with table `digit_table` + w.
@@ -42,9 +42,9 @@ class CoefficientKernels(Protocol):
     def split(
         self, q_NK: Tensor, kind_N: Tensor, layout: Layout, symbol_S: Tensor, outside_E: Tensor
     ) -> int:
-        """Write symbols (uint8), and to the start of `outside_E` (int16) numbers; returns how many.
+        """Write symbols (uint8), and to the start of `outside_E` (int32) numbers; returns how many.
 
-        `q_NK` is int32, of 16 bits; `outside_E` has room for all.
+        `q_NK` is int32; `outside_E` has room for all.
         """
 
     def tables(self, kind_N: Tensor, layout: Layout, table_S: Tensor) -> None:

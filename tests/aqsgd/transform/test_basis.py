@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform.basis import Basis, rescaled, step_index, step_size, turned
+from thinpipe.aqsgd.transform.basis import (
+    Basis,
+    exact_dimensions,
+    remembered_nbytes,
+    rescaled,
+    step_index,
+    step_size,
+    turned,
+)
 
 
 def orthonormal(width: int, seed: int = 0) -> Tensor:
@@ -14,8 +22,9 @@ def orthonormal(width: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
 
 
-def nearest(width: int, seed: int = 0, wide: int = 0) -> Basis:
-    return Basis.nearest(orthonormal(width, seed), wide)
+def nearest(width: int, seed: int = 0, shift: int = 0) -> Basis:
+    shift_K = torch.full((width,), shift, dtype=torch.uint8)
+    return Basis.nearest(orthonormal(width, seed), shift_K)
 
 
 def test_restoring_undoes_projecting() -> None:
@@ -62,13 +71,23 @@ def test_numbers_in_other_steps_are_rounded_to_nearest(old: int, new: int) -> No
     assert float((rescaled(q_NK, *steps) - expected).abs().max()) <= 0.5 + 1e-2
 
 
-@pytest.mark.parametrize("wide", [0, 1, 5])
-def test_numbers_are_remembered_in_a_byte_on_average(wide: int) -> None:
-    """Two bytes for the first dimensions, half a byte for the last ones; clamped to that."""
-    basis = nearest(16, wide=wide)
-    limit_K = torch.tensor([2**15 - 1] * wide + [127] * (16 - 3 * wide) + [7] * (2 * wide))
-    q_NK = (torch.empty(200, 16).uniform_(-1.3, 1.3) * limit_K).int()
-    stored_NK = basis.remembered(q_NK)
-    assert stored_NK.shape == q_NK.shape
-    assert stored_NK.dtype == torch.uint8
-    assert torch.equal(basis.recalled(stored_NK), q_NK.clamp(-limit_K, limit_K).int())
+@pytest.mark.parametrize("shift", [0, 1, 5])
+@pytest.mark.parametrize("largest", [100, 2**12, 2**27])
+def test_numbers_are_remembered_in_a_byte_however_large_they_are(shift: int, largest: int) -> None:
+    """To half of what as many low bits stand for, and exactly where none need go."""
+    basis = nearest(16, shift=shift)
+    q_NK = torch.randint(-largest, largest + 1, (200, 16), dtype=torch.int32)
+    q_NK[::2] //= 50
+    q_NK[0] = 0
+    stored_NW, more_N = basis.remembered(q_NK)
+    assert stored_NW.shape == (200, remembered_nbytes(16))
+    assert stored_NW.dtype == torch.uint8
+    again_NK = basis.recalled(stored_NW, more_N)
+    error_NK = (again_NK - q_NK).abs().double()
+    exact = exact_dimensions(16)
+    assert bool((error_NK[:, :exact] == 0)[q_NK[:, :exact].abs() < 2**23].all())
+    unit_N = 2.0 ** (shift + more_N)
+    assert bool((error_NK[:, exact:].amax(1) <= unit_N).all())
+    assert float((error_NK[:, exact:] / unit_N[:, None]).square().mean()) <= 1 / 6  # 1 / 12, ties
+    peak_N = q_NK[:, exact:].abs().amax(1)
+    assert bool((unit_N <= (peak_N / 63).clamp_min(2.0**shift)).all())

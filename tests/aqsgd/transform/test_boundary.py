@@ -110,6 +110,17 @@ def test_state_survives_a_restart_bit_for_bit(stop: int, dimensions: float) -> N
     assert_alike(whole[0], again[0])
 
 
+def test_what_an_earlier_version_cached_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    old, new = ends(), ends()
+    train(*old, range(2))
+    state = old[0].state_dict()
+    del state["weights"]
+    for end in new:
+        end.load_state_dict(state)
+    assert "all starts anew" in caplog.text
+    assert train(*new, range(3)) == train(*ends(), range(3))
+
+
 @pytest.mark.parametrize("stop", [1, 2, 6])
 def test_ends_that_start_again_find_a_basis_again(
     monkeypatch: pytest.MonkeyPatch, stop: int
@@ -155,7 +166,6 @@ def test_a_basis_of_few_tokens_leaves_nothing_out_of_others() -> None:
         finish(sender, receiver)
         assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.03
     assert sender.learned.version > 0
-    assert sender.learned.basis.order_D is None
 
 
 def test_directions_that_come_up_later_are_coded_as_well() -> None:
@@ -210,7 +220,7 @@ def test_massive_directions_do_not_coarsen_the_others() -> None:
         sizes.append(step_size(Steps(0.8, 0.1, 0.3).choose(False, *[y_NK @ turn_DD, y_NK] * 2)))
     assert max(sizes[1:4]) < 3 * sizes[0]
     assert sizes[2] == sizes[3]
-    assert 1e4 < sizes[4] / sizes[0] < 1e5  # coefficients stay within 15 bits
+    assert 1e4 < sizes[4] / sizes[0] < 1e5  # and no coefficient is out of reach
 
 
 def test_massive_channels_do_not_coarsen_the_others() -> None:
@@ -242,11 +252,13 @@ def test_evaluation_learns_nothing_and_is_like_a_first_visit() -> None:
 
 
 def test_a_row_holds_a_byte_per_value() -> None:
-    basis = Basis(torch.zeros(WIDTH, WIDTH - 4, dtype=torch.int16))
+    basis = Basis(
+        torch.zeros(WIDTH, WIDTH - 4, dtype=torch.int16), torch.zeros(WIDTH - 4, dtype=torch.uint8)
+    )
     q_TK = torch.randint(-127, 128, (TOKENS, WIDTH - 4), dtype=torch.int32)
     coarse_T = torch.arange(TOKENS) % 8
     row = pack(StoredSample(3, -17, coarse_T, q_TK), basis, WIDTH)
-    assert row.numel() == 8 + TOKENS * (WIDTH + 1)
+    assert row.numel() == 8 + TOKENS * (1 + WIDTH + 2 * 2)
     found = unpack(row, {3: basis}, TOKENS)
     assert (found.version, found.step) == (3, -17)
     assert torch.equal(found.coarse_T, coarse_T)

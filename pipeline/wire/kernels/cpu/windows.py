@@ -33,18 +33,21 @@ if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
 
 
 def readable(x_BN: Tensor) -> Window:
+    """Values in a format that kernels read, rows side by side."""
     x_BN = x_BN.detach()
     x_BN = x_BN if x_BN.dtype in STORED_AS else x_BN.float()
     return window(with_contiguous_rows(x_BN))
 
 
 def writable(out_BN: Tensor) -> Tensor:
+    """The tensor itself if kernels can write it, else room that `hand_over` copies from."""
     if out_BN.dtype in STORED_AS and out_BN.stride(1) == 1:
         return out_BN.detach()
     return torch.empty(out_BN.shape)
 
 
 def hand_over(into_BN: Tensor, out_BN: Tensor) -> None:
+    """Bring what was written to `writable` to where it belongs."""
     if into_BN.data_ptr() != out_BN.data_ptr():
         out_BN.copy_(into_BN)
 

@@ -38,7 +38,7 @@ def split(
     """Symbols, their tables, and the numbers next to them."""
     symbol_S = torch.full((layout.symbols(kind_N),), 0xEE, dtype=torch.uint8)
     table_S = symbol_S.clone()
-    outside_E = torch.full((q_NK.numel(),), -1, dtype=torch.int16)
+    outside_E = torch.full((q_NK.numel(),), -1, dtype=torch.int32)
     count = kernels.split(q_NK, kind_N, layout, symbol_S, outside_E)
     kernels.tables(kind_N, layout, table_S)
     return symbol_S, table_S, outside_E[:count]
@@ -80,7 +80,7 @@ def test_backends_agree_on_symbols_that_nobody_wrote(
     symbol_S = torch.randint(SYMBOLS, (count,), generator=generator).to(torch.uint8)
     own_S = symbol_S[: q_NK.numel()]
     outside = int(((own_S == 0) | (own_S == SYMBOLS - 1)).sum())
-    outside_E = torch.arange(max(outside + more, 0)).to(torch.int16)
+    outside_E = torch.arange(max(outside + more, 0)).to(torch.int32)
     expected, found = (
         join(kernels, symbol_S, outside_E, kind_N, layout) for kernels in (REFERENCE, NUMBA)
     )
