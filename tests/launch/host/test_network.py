@@ -35,3 +35,33 @@ def test_wrong_networks_are_refused(tmp_path: Path) -> None:
         Network.uniform(3).for_ranks(4)
     with pytest.raises(ValueError, match=r"--network = .*nowhere"):
         Network.read(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "not JSON"),
+        ("[]", "an object"),
+        ('{"rates": []}', "'rates' is unknown; use hosts, latency_s, rate_bps"),
+        ("{}", "rate_bps, latency_s or both"),
+        ('{"rate_bps": [[0, 1], [1]]}', "not square"),
+        ('{"rate_bps": [[0, "fast"], [1, 0]]}', r"rate_bps\[0\]\[1\] = 'fast'"),
+        ('{"rate_bps": [[0, 7], [1e6, 0]]}', r"rate_bps\[0\]\[1\] = 7.0: use 8kbit to 30gbit"),
+        (
+            '{"rate_bps": [[0, 1e6], [1e6, 0]], "hosts": ["a"]}',
+            "hosts lists 1, the matrices have 2",
+        ),
+        (
+            '{"rate_bps": [[0]], "hosts": [{"name": "b", "speed": 0}]}',
+            r"hosts\[0\].speed = 0: input",
+        ),
+        ('{"rate_bps": [[0]], "hosts": [{"nome": "b"}]}', r"hosts\[0\].name: field required"),
+        ('{"latency_s": [[0, 60], [0, 0]]}', "0s to 10s"),
+        ('{"latency_s": [[0]], "rate_bps": [[0, 1], [1, 0]]}', "needs 2 rows, one per sender"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "net.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Network.read(path)

@@ -85,18 +85,12 @@ def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 BAD = [
     ({}, "needs rate_bps, latency_s or both"),
-    (changed(DOCTOR, rate_bps=[[0, 0], [1e6, 0]]), r"rate_bps\[0\]\[1\] = 0.0: use 8kbit to"),
     (changed(DTFM, gbps=[[2, -1], [1, 2]]), "link d0 -> d1: rate -1e.09 bit/s; measure it"),
-    (changed(DOCTOR, latency_s=[[0, -1], [0, 0]]), r"latency_s\[0\]\[1\] = -1.0: use 0s to 10s"),
     (changed(DTFM, latency_ms=[[0, -1], [0, 0]]), "link d0 -> d1: latency -0.001 s"),
-    (changed(DOCTOR, rate_bps=[[0]]), "latency_s: needs 1 rows"),
-    (changed(DOCTOR, rate_bps=[[0], [1e6, 0]]), "rate_bps is not square"),
     (
         changed(DOCTOR, rate_bps=[[0, "x"], [1e6, 0]]),
         r"rate_bps\[0\]\[1\] = 'x': input should be a valid number",
     ),
-    (changed(DOCTOR, rats=1), "'rats' is unknown; use hosts, latency_s, rate_bps"),
-    (changed(DOCTOR, hosts=["a"]), "hosts lists 1, the matrices have 2 rows"),
     (changed(DOCTOR, hosts=["a", "a"]), "host 'a': named twice"),
     (
         changed(DOCTOR, hosts=["a", {"name": "b", "speed": 0}]),
@@ -106,7 +100,6 @@ BAD = [
         changed(DOCTOR, hosts=["a", {"name": "b", "devices": 0}]),
         r"hosts\[1\].devices = 0: input should be greater",
     ),
-    (changed(DOCTOR, hosts=["a", {"nome": "b"}]), r"hosts\[1\].name: field required"),
     (changed(DTFM, gbps=[[2, None], [1, 2]]), "link d0 -> d1: rate nan bit/s"),
     (changed(REGIONS, links=[]), "no link between Ohio and Tokyo; add one to links"),
     (changed(REGIONS, links=[["Ohio", "Paris", 1, 1]]), "'Paris' is no region; use one of Ohio"),
@@ -129,11 +122,3 @@ def test_wrong_files_are_refused(content: dict[str, Any], message: str, tmp_path
     with pytest.raises(ValueError, match=message) as refused:
         read_cluster(path)
     assert str(refused.value).startswith(str(path))
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="No such file"):
-        read_cluster(tmp_path / "none.json")
-    (tmp_path / "net.json").write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
-        read_cluster(tmp_path / "net.json")
