@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from thinpipe.pipeline.loss import IGNORED_TARGET
-
+IGNORED_TARGET = -100
+"""A target that does not count in the loss."""
 PyTree = Any
 """Tensors, or dicts, lists and tuples of them (and None)."""
 

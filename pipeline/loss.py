@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED_TARGET = -100
+from thinpipe.pipeline.batch import IGNORED_TARGET
 
 
 class Objective(Protocol):

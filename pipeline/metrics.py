@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET
 
 Outputs = Any
 """What the last stage returns: mostly a tensor."""

@@ -161,7 +161,12 @@ def test_leaves_are_imported_by_the_command_table_alone() -> None:
                 assert not reached, f"{name} imports {reached}"
 
 
-SHOWN = ("pipeline.stage", "pipeline.schedule", "pipeline.step_stats")
+SHOWN = (
+    "pipeline.comm.error_stats",
+    "pipeline.schedule",
+    "pipeline.stage",
+    "pipeline.step_stats",
+)
 MESSAGES = ("pipeline.comm", "pipeline.mesh", "pipeline.wire")
 SETTINGS = tuple(
     f"launch.config.{name}" for name in ("cli_options", "network", "placement", "toml")

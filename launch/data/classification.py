@@ -15,8 +15,7 @@ from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import ColumnSet
 from thinpipe.launch.data.tokenizer import Tokenizer
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 from thinpipe.pipeline.models.kind import Problem
 
 

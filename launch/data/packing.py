@@ -24,8 +24,7 @@ from torch import Tensor
 from thinpipe.launch.data.documents import Document, Documents
 from thinpipe.launch.data.sample_set import Ids, checked_ids
 from thinpipe.launch.data.sampler import shuffled
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
 _Ints = npt.NDArray[np.int64]
 

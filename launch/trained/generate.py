@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.model import Step, load
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 

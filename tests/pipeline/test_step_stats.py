@@ -12,8 +12,7 @@ from tests.ranks import Ranks
 from tests.training import batch, config, share, start
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
 STEPS = 5
 Losses = dict[str, list[tuple[bool, float, int]]]

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
 _LEARNT, _GIVEN = ("+", "bold green"), (".", "dim")
 Decode = Callable[[list[int]], str]

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
 _KNOWN = ("input_ids", "attention_mask", "token_type_ids")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.fidelity.tah_quant import TahQuant, send_with
+from benchmarks.single_process import in_process
 from tests.training import batch, config
-from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 

@@ -16,8 +16,7 @@ from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
-from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.loss import IGNORED_TARGET
+from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.self_check import check_step
 
