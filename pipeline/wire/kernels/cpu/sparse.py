@@ -20,7 +20,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
     update_run,
 )
 from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
-from thinpipe.pipeline.wire.kernels.cpu.uniform import _STORED_AS
+from thinpipe.pipeline.wire.kernels.cpu.windows import STORED_AS
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
@@ -71,7 +71,7 @@ def apply_exchanged(
 def _flat(t_N: Tensor) -> Any:
     """A vector's memory, in the element type that stands for its format."""
     assert t_N.is_contiguous(), "a vector must be contiguous"
-    return t_N.detach().view(_STORED_AS[t_N.dtype]).numpy()
+    return t_N.detach().view(STORED_AS[t_N.dtype]).numpy()
 
 
 @njit
