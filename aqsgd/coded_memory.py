@@ -74,12 +74,13 @@ class CodedMemory(SampleMemory):
         return Visit(sample, old_1N, torch.empty_like(old_1N), row, home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.fresh_1N`, or forget it if it is not finite.
+        """Stage what was written to `visit.fresh_1N`, or if it is not to be kept lose the sample.
 
-        `wire` (host) is what the sample was sent as.
+        Its old values may be why a change to finite ones is none itself. `wire` (host) is what the sample was sent as.
         """
         if not keep:
             self._store.give_back(visit.home)
+            self.lose(visit.sample)
             return
         if not isinstance(self._codec, Cast):
             self._codec.encode(visit.fresh_1N, visit.row[None], noise=None)

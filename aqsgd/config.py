@@ -110,9 +110,6 @@ class AqsgdConfig(QuantizerConfig):
     def row_nbytes(self, tokens: int, width: int) -> int:
         return build_codec(self.memory, width).capacity(tokens * width)
 
-    def remedy(self) -> str:
-        return "use more bits" if self.tiled else 'use delta = "tiles"'
-
     def notices(self, *, epochs: int) -> list[str]:
         if epochs > 1:
             return []

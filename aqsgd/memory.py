@@ -81,6 +81,7 @@ class SampleMemory:
         self._limit = capacity
         self._histories: dict[int, History] = {}
         self._staged: dict[int, tuple[History, Tensor]] = {}
+        self._lost: set[int] = set()
         self._row_nbytes: int | None = None
 
     def __len__(self) -> int:
@@ -141,8 +142,13 @@ class SampleMemory:
         home = self._store.empty_row(nbytes)
         self._staged[sample] = known.after(row), home.copy_(row)
 
+    def lose(self, sample: int) -> None:
+        """Forget a known sample at the end of the step."""
+        self._lost.add(sample)
+
     def commit(self) -> None:
         """Make staged rows the cache, as far as there is room."""
+        self._forget(sorted(self._lost))
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit
             if full and sample not in self._histories:
@@ -150,13 +156,13 @@ class SampleMemory:
                 continue
             self._histories[sample] = history
             self._store.put(sample, row)
-        self._staged = {}
+        self._staged, self._lost = {}, set()
         self._store.end_step()
 
     def discard(self) -> None:
         for _, row in self._staged.values():
             self._store.give_back(row)
-        self._staged = {}
+        self._staged, self._lost = {}, set()
         self._store.end_step()
 
     def digest(self) -> str:

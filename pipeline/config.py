@@ -156,7 +156,7 @@ class BoundaryKind(BaseModel):
 
     def remedy(self) -> str:
         """What to use where one channel or token is so large that the others are lost."""
-        return 'use kind = "stateless"'
+        return 'use kind = "transform", or more bits'
 
     @property
     def remembers(self) -> bool:
@@ -278,9 +278,6 @@ class StatelessConfig(TileConfig, BoundaryKind):
 
     def words(self) -> str:
         return f"stateless {self.bits}-bit" + _named(self.coding)
-
-    def remedy(self) -> str:
-        return "use more bits"
 
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:

@@ -182,7 +182,7 @@ class StepStats:
 
     def _wire(self, all_WN: torch.Tensor, alike: int) -> tuple[WireTotal, ...]:
         """Of the ranks W, each of which stands for as many others as there are replicas alike."""
-        rows_PWN = all_WN.unflatten(1, (-1, _COUNTS + SUMS)).transpose(0, 1).tolist()
+        rows_PWN = all_WN.reshape(len(all_WN), -1, _COUNTS + SUMS).transpose(0, 1).tolist()
         return tuple(
             _wire_total(*place, rows * alike)
             for place, rows in zip(self._places(), rows_PWN, strict=True)

@@ -78,6 +78,9 @@ class TransformConfig(BoundaryKind):
         share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
         return f"transform step {self.step:g}{share}"
 
+    def remedy(self) -> str:
+        return "use a smaller step, or first_step where samples are new"
+
     def notices(self, *, epochs: int) -> list[str]:
         if epochs > 1 or not self.memory:
             return []

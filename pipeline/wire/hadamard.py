@@ -58,6 +58,8 @@ class _Plan(NamedTuple):
     def order(self) -> Tensor:
         """Tiles with more bits first, those with fewer last; int32."""
         kind_BK = 1 + self.lowered_BK.to(torch.int8) - self.raised_BK.to(torch.int8)
+        if kind_BK.device.type == "cpu":  # numpy sorts bytes by counting, in a tenth of the time
+            return torch.from_numpy(np.argsort(kind_BK.numpy(), axis=1, kind="stable")).int()
         return kind_BK.argsort(dim=1, stable=True).to(torch.int32)
 
 

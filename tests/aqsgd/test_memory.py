@@ -41,15 +41,24 @@ def test_a_visit_is_visible_after_commit(codec: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_visit_that_is_not_kept_or_a_step_that_is_discarded_changes_nothing(codec: Any) -> None:
+def test_a_step_that_is_discarded_changes_nothing(codec: Any) -> None:
     memory = filled(codec)
     before = memory.digest()
-    visit(memory, 3, 5.0, keep=False)
-    memory.commit()
-    visit(memory, 3, 6.0)
-    memory.discard()
-    memory.commit()
+    for keep in (False, True):
+        visit(memory, 3, 5.0, keep=keep)
+        memory.discard()
+        memory.commit()
     assert memory.digest() == before
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_visit_that_is_not_kept_loses_the_sample(codec: Any) -> None:
+    """So that it comes as a first visit, whatever was held of it."""
+    memory = filled(codec)
+    visit(memory, 3, 5.0, keep=False)
+    assert 3 in memory
+    memory.commit()
+    assert (memory.fingerprints(IDS) != 0).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("codec", CODECS)

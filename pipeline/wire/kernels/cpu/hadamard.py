@@ -98,13 +98,15 @@ def _peak(tile: Any) -> Any:
 
 @compiled
 def _survey(x: Any, memory: Any, numel: Any, peak_BK: Any, turned_BK: Any) -> None:
+    # arrays leave their tuples here: in a loop, numba would count references to each of them
+    (x_values, x_row), (m_values, m_row) = x, memory
     tile, room = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for row in range(peak_BK.shape[0]):
-        x_at, m_at = row * x[1], row * memory[1]
+        x_at, m_at = row * x_row, row * m_row
         for k in range(peak_BK.shape[1]):
             first = k * TILE
             starts, count = (x_at + first, m_at + first), min(TILE, numel - first)
-            _load_tile(x[0], memory[0], starts, count, tile, 0)
+            _load_tile(x_values, m_values, starts, count, tile, 0)
             plain = _peak(tile)
             turn_tile(tile, room, (0, 0))
             rotated = _peak(room)
@@ -115,29 +117,30 @@ def _survey(x: Any, memory: Any, numel: Any, peak_BK: Any, turned_BK: Any) -> No
 
 @compiled
 def _gather(x: Any, memory: Any, numel: Any, plan: Any, tiles: Any) -> None:
-    order_BK, turned_BK = plan
+    (x_values, x_row), (m_values, m_row), (order_BK, turned_BK) = x, memory, plan
     tile, place = np.empty(TILE, np.float32), 0
     for row in range(order_BK.shape[0]):
-        x_at, m_at = row * x[1], row * memory[1]
+        x_at, m_at = row * x_row, row * m_row
         for j in range(order_BK.shape[1]):
             k = order_BK[row, j]
             first = np.int64(k) * TILE
             starts, count = (x_at + first, m_at + first), min(TILE, numel - first)
             if turned_BK[row, k]:
-                _load_tile(x[0], memory[0], starts, count, tile, 0)
+                _load_tile(x_values, m_values, starts, count, tile, 0)
                 turn_tile(tile, tiles, (0, place))
             else:
-                _load_tile(x[0], memory[0], starts, count, tiles, place)
+                _load_tile(x_values, m_values, starts, count, tiles, place)
             place += TILE
 
 
 @compiled
 def _scatter(tiles: Any, numel: Any, plan: Any, memory: Any, fresh: Any, out: Any) -> None:
+    (m_values, m_row), (f_values, f_row, finite_B), (o_values, o_row) = memory, fresh, out
     order_BK, turned_BK = plan
-    room, place = np.empty(TILE, np.float32), 0
+    room, largest, place = np.empty(TILE, np.float32), np.empty(TILE, np.uint32), 0
     for row in range(order_BK.shape[0]):
-        m_at, f_at, o_at = row * memory[1], row * fresh[1], row * out[1]
-        largest = np.uint32(0)
+        m_at, f_at, o_at = row * m_row, row * f_row, row * o_row
+        largest[:] = 0
         for j in range(order_BK.shape[1]):
             k = order_BK[row, j]
             first = np.int64(k) * TILE
@@ -145,12 +148,11 @@ def _scatter(tiles: Any, numel: Any, plan: Any, memory: Any, fresh: Any, out: An
             places = (m_at + first, f_at + first, o_at + first, count)
             if turned_BK[row, k]:
                 turn_tile(tiles, room, (place, 0))
-                found = add_run(room, memory[0], fresh[0], out[0], (0, *places))
+                add_run(room, m_values, f_values, o_values, largest, (0, *places))
             else:
-                found = add_run(tiles, memory[0], fresh[0], out[0], (place, *places))
-            largest = max(largest, found)
+                add_run(tiles, m_values, f_values, o_values, largest, (place, *places))
             place += TILE
-        fresh[2][row] = largest < _INFINITY
+        finite_B[row] = largest.max() < _INFINITY
 
 
 if TYPE_CHECKING:

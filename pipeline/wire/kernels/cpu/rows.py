@@ -1,8 +1,10 @@
 """One row of the CPU kernels: quantize or dequantize it, in one pass over memory.
 
-A block's codes (and random numbers) stay in the L1 cache between being computed and being packed. A
-group's scale is computed when its first value is reached, so that group and block sizes need not
-divide each other. An array travels as (flat array, place of the row's first value or byte).
+A block's codes (and random numbers) stay in the L1 cache between being computed and being packed.
+The scales of all groups that begin in a block are computed before its codes, so that group and
+block sizes need not divide each other, and that a processor works on several groups at once: each
+is a chain of dependent steps, from its extremes to a division. An array travels as (flat array,
+place of the row's first value or byte).
 """
 
 from typing import Any
@@ -106,7 +108,28 @@ def _block_bounds(block: Any, numel: Any) -> Any:
     return first, last, (last - first + PLANES - 1) // PLANES
 
 
-@njit
+@njit(error_model="numpy")
+def _measure_groups(
+    x: Any, memory: Any, scale: Any, rule: Any, groups: Any, stochastic: Any, steps: Any
+) -> None:
+    """Write scales and `steps` of the groups from `groups[0]` up to `groups[1]`."""
+    (x_values, x_place), (m_values, m_place), (scales, scale_place) = x, memory, scale
+    numel, bits, group, fp32, rate = rule
+    half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
+    for k in range(groups[0], groups[1]):
+        start = k * group
+        size, x_at, m_at = min(group, numel - start), x_place + start, m_place + start
+        if rate > 0:
+            total = sum_of_squares(x_values, m_values, x_at, m_at, size)
+            step = _rms_step(total, size, rate, fp32)
+        else:
+            high, low = extremes(x_values, m_values, x_at, m_at, size)
+            step = _extreme_step(high, low, half, fp32, stochastic)
+        _store_scale(scales, scale_place + k * scale_nbytes, step, fp32)
+        steps[k - groups[0]] = step
+
+
+@njit(error_model="numpy")
 def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, room: Any) -> Any:
     """Quantize x - memory.
 
@@ -114,73 +137,71 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
 
     `into` = (payload, scales), both with their places; `rule` = (numel, bits, group, scales are
     fp32, rate or 0); `noise` = (room for a block, key, row number, step); `room` is for two
-    blocks of codes.
+    blocks of codes, for what is largest in each lane, and for the steps of the groups in a block.
     """
-    (payload, scale), (numel, bits, group, fp32, rate) = into, rule
+    # arrays leave their tuples here: in a loop, numba would count references to each of them
+    (x_values, x_place), (m_values, m_place), (f_values, f_place) = x, memory, fresh
+    ((payload, payload_place), scale), (numel, bits, group, _, _) = into, rule
     random, key, row_number, noise_step = noise
-    codes, spread = room
-    half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
-    step, inverse, largest = np.float32(0.0), np.float32(0.0), np.uint32(0)
+    codes, spread, largest, steps = room
+    half, k, end = 1 << (bits - 1), 0, 0
+    step, inverse = np.float32(0.0), np.float32(0.0)
+    largest[:] = 0
     for block in range(_blocks_of(numel)):
         first, last, lanes = _block_bounds(block, numel)
-        at = first
+        at, begun = first, k
         philox_block(random, lanes, block * PLANE_LANES, (key, row_number, noise_step))
+        groups = (begun, (last + group - 1) // group)
+        _measure_groups(x, memory, scale, rule, groups, random is not None, steps)
         while at < last:
-            k = at // group
-            start, end = k * group, min((k + 1) * group, last)
-            if at == start:
-                size, x_at, m_at = min(group, numel - start), x[1] + start, memory[1] + start
-                if rate > 0:
-                    total = sum_of_squares(x[0], memory[0], x_at, m_at, size)
-                    step = _rms_step(total, size, rate, fp32)
-                else:
-                    high, low = extremes(x[0], memory[0], x_at, m_at, size)
-                    step = _extreme_step(high, low, half, fp32, random is not None)
-                _store_scale(scale[0], scale[1] + k * scale_nbytes, step, fp32)
+            if at >= end:
+                step, k, end = steps[k - begun], k + 1, end + group
                 inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
-            x_at, m_at, f_at, count = x[1] + at, memory[1] + at, fresh[1] + at, end - at
+            stop = min(end, last)
+            x_at, m_at, f_at, count = x_place + at, m_place + at, f_place + at, stop - at
             if inverse == 0:
-                fill_codes(codes, at - first, end - first, half)
+                fill_codes(codes, at - first, stop - first, half)
                 unchanged = (at - first, m_at, f_at, 0, count, half, step)
-                kept = apply_group(codes, memory[0], fresh[0], None, unchanged)
+                apply_group(codes, m_values, f_values, None, largest, unchanged)
             else:
                 changed = (x_at, m_at, f_at, at - first, count, half, step, inverse)
-                kept = quantize_group(x[0], memory[0], fresh[0], codes, random, changed)
-            largest = max(largest, kept)
-            at = end
+                quantize_group(x_values, m_values, f_values, codes, random, largest, changed)
+            at = stop
         fill_codes(codes, last - first, lanes * PLANES, 0)
-        start = payload[1] + block * PLANE_LANES * bits
+        start = payload_place + block * PLANE_LANES * bits
         if lanes == PLANE_LANES:
-            pack_block(codes, payload[0], start, bits)
+            pack_block(codes, payload, start, bits)
         else:
             copy_planes(codes, (0, lanes), spread, (0, PLANE_LANES), (PLANES, lanes))
             pack_block(spread, codes, 0, bits)
-            copy_planes(codes, (0, PLANE_LANES), payload[0], (start, lanes), (bits, lanes))
-    return largest
+            copy_planes(codes, (0, PLANE_LANES), payload, (start, lanes), (bits, lanes))
+    return largest.max()
 
 
 @njit
 def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: Any) -> Any:
     """Dequantize a row onto a memory; arguments and result are those of `encode_row`."""
-    (payload, scale), (numel, bits, group, fp32, _) = source, rule
-    codes, spread = room
-    half, scale_nbytes, largest = 1 << (bits - 1), 4 if fp32 else 2, np.uint32(0)
+    (m_values, m_place), (f_values, f_place), (o_values, o_place) = memory, fresh, out
+    (payload, payload_place), (scale, scale_place) = source
+    numel, bits, group, fp32, _ = rule
+    codes, spread, largest = room
+    half, scale_nbytes, k = 1 << (bits - 1), 4 if fp32 else 2, 0
+    largest[:] = 0
     for block in range(_blocks_of(numel)):
         first, last, lanes = _block_bounds(block, numel)
         at = first
-        start = payload[1] + block * PLANE_LANES * bits
+        start = payload_place + block * PLANE_LANES * bits
         if lanes == PLANE_LANES:
-            unpack_block(payload[0], start, codes, bits)
+            unpack_block(payload, start, codes, bits)
         else:
-            copy_planes(payload[0], (start, lanes), codes, (0, PLANE_LANES), (bits, lanes))
+            copy_planes(payload, (start, lanes), codes, (0, PLANE_LANES), (bits, lanes))
             unpack_block(codes, 0, spread, bits)
             copy_planes(spread, (0, PLANE_LANES), codes, (0, lanes), (PLANES, lanes))
         while at < last:
-            k = at // group
-            end = min((k + 1) * group, last)
-            step = _load_scale(scale[0], scale[1] + k * scale_nbytes, fp32)
-            places = (at - first, memory[1] + at, fresh[1] + at, out[1] + at, end - at, half, step)
-            kept = apply_group(codes, memory[0], fresh[0], out[0], places)
-            largest = max(largest, kept)
-            at = end
-    return largest
+            stop = min((k + 1) * group, last)
+            step = _load_scale(scale, scale_place + k * scale_nbytes, fp32)
+            places = (at - first, m_place + at, f_place + at, o_place + at, stop - at, half, step)
+            apply_group(codes, m_values, f_values, o_values, largest, places)
+            at = stop
+            k += at == (k + 1) * group
+    return largest.max()

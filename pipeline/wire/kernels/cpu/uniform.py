@@ -13,7 +13,9 @@ from torch import Tensor
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import LANES
 from thinpipe.pipeline.wire.kernels.cpu.rows import (
+    BLOCK,
     INFINITY,
     ROOM,
     decode_row,
@@ -107,7 +109,11 @@ def _row_of(codes: Any, row: Any) -> Any:
 @compiled
 def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
     random, key, noise_step, row_numbers = noise
-    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    codes, largest = (
+        (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)),
+        np.empty(LANES, np.uint32),
+    )
+    room = (*codes, largest, np.empty(BLOCK, np.float32))
     for row in range(len(fresh[2])):
         largest = encode_row(
             (x[0], row * x[1]),
@@ -123,7 +129,7 @@ def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
 
 @compiled
 def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
-    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8), np.empty(LANES, np.uint32))
     for row in range(len(fresh[2])):
         largest = decode_row(
             _row_of(source, row),

@@ -65,31 +65,35 @@ def turn_tile(typing: Any, source: Any, target: Any, at: Any) -> Any:
 
 
 @intrinsic
-def add_run(typing: Any, value: Any, memory: Any, fresh: Any, out: Any, at: Any) -> Any:
+def add_run(
+    typing: Any, value: Any, memory: Any, fresh: Any, out: Any, largest: Any, at: Any
+) -> Any:
     """Write memory + value to `fresh` and `out`, or value itself without a memory.
 
-    `at` = (value start, memory start, fresh start, out start, count). Returns the largest bit
-    pattern of a new memory's magnitude.
+    `at` = (value start, memory start, fresh start, out start, count); `largest` is that of
+    `quantize_group`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        *starts, count = cgutils.unpack_tuple(b, args[4])
-        value_op, m_op, fresh_op, out_op = (
+        *starts, count = cgutils.unpack_tuple(b, args[5])
+        value_op, m_op, fresh_op, out_op, seen_op = (
             _Operand(context, b, (kind, array), start)
-            for kind, array, start in zip(signature.args, args[:4], starts, strict=False)
+            for kind, array, start in zip(signature.args, args[:5], [*starts, I64(0)], strict=False)
         )
-        kept = _Kept(b, fresh_op)
+        kept = _Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
             found = value_op.values(index, mask)
             if m_op:
-                found = _changed(b, m_op, found, (fresh_op, out_op), (index, mask))
+                old = m_op.values(index, mask)
+                found = _changed(b, m_op, old, found, (fresh_op, out_op))
             if out_op:
                 store(b, _from_float(b, found, out_op.element), out_op.at(index), mask)
             if fresh_op:
                 kept.store(found, index, mask)
 
         _steps(b, count, body)
-        return kept.largest()
+        kept.close()
+        return context.get_dummy_value()
 
-    return types.uint32(value, memory, fresh, out, at), codegen
+    return types.void(value, memory, fresh, out, largest, at), codegen

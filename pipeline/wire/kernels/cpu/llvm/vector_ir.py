@@ -21,9 +21,16 @@ LANES = 64
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
-_NBYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_NBYTES = {types.float32: 4, types.uint32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_ROUNDING = 1.5 * 2**23
 _AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
-_FORMATS = {types.float32: _F32, types.uint16: I16, types.int16: _F16, types.uint8: I8}
+_FORMATS = {
+    types.float32: _F32,
+    types.uint32: I32,
+    types.uint16: I16,
+    types.int16: _F16,
+    types.uint8: I8,
+}
 
 Value = Any  # an llvmlite value; llvmlite has no type hints
 Builder = Any
@@ -104,7 +111,9 @@ def _from_float(b: Builder, value: Value, element: Value) -> Value:
     word = b.bitcast(value, vector(I32, LANES))
     odd = b.and_(b.lshr(word, filled(16, I32)), filled(1, I32))
     rounded = b.add(word, b.add(odd, filled(0x7FFF, I32)))
-    return b.trunc(b.lshr(rounded, filled(16, I32)), vector(I16, LANES))
+    halves = b.bitcast(rounded, vector(I16, 2 * LANES))
+    upper = ir.Constant(vector(I32, LANES), list(range(1, 2 * LANES, 2)))
+    return b.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), upper)
 
 
 def quiet(b: Builder, value: Value) -> Value:
@@ -225,51 +234,67 @@ def sum_of_squares(
 
 
 def _changed(
-    b: Builder, memory: _Operand, change: Value, targets: tuple[_Operand, ...], at: Any
+    b: Builder, memory: _Operand, old: Value, change: Value, targets: tuple[_Operand, ...]
 ) -> Value:
-    """memory + change, to be rounded to the targets; a NaN of a bf16 memory needs no care."""
-    value = b.fadd(memory.values(*at), change)
+    """The memory's old values + change, to be rounded to the targets; a NaN of a bf16 memory needs
+    no care.
+    """
+    value = b.fadd(old, change)
     rounded = any(target and target.element == I16 for target in targets)
     return quiet(b, value) if rounded and memory.element != I16 else value
 
 
 class _Kept:
-    """Stores new memories and remembers the largest bit pattern of their magnitudes."""
+    """Stores new memories and remembers the largest bit patterns of their magnitudes, by lane."""
 
-    def __init__(self, b: Builder, fresh: _Operand) -> None:
-        self._b, self._fresh = b, fresh
-        self._largest = cgutils.alloca_once_value(b, filled(0, I32))
+    def __init__(self, b: Builder, fresh: _Operand, largest: _Operand) -> None:
+        self._b, self._fresh, self._seen = b, fresh, largest
+        self._narrow = (
+            bool(fresh) and fresh.element == I16
+        )  # bf16 orders like the fp32 it is cut from
+        self._kind = vector(I16 if self._narrow else I32, LANES)
+        self._largest = cgutils.alloca_once_value(b, ir.Constant(self._kind, None))
 
     def store(self, value: Value, index: Value, mask: Value) -> None:
-        b, kind = self._b, vector(I32, LANES)
+        b = self._b
         stored = _from_float(b, value, self._fresh.element)
         store(b, stored, self._fresh.at(index), mask)
-        word = b.bitcast(_to_float(b, stored), kind)
-        magnitude = b.and_(word, filled(0x7FFFFFFF, I32))
-        counted = magnitude if mask is None else b.select(mask, magnitude, filled(0, I32))
-        largest = [b.load(self._largest), counted]
-        b.store(_call(b, f"llvm.umax.v{LANES}i32", kind, largest), self._largest)
+        word = stored if self._narrow else b.bitcast(_to_float(b, stored), self._kind)
+        sign = 0x7FFF if self._narrow else 0x7FFFFFFF
+        magnitude = b.and_(word, filled(sign, self._kind.element))
+        if mask is not None:
+            magnitude = b.select(mask, magnitude, ir.Constant(self._kind, None))
+        b.store(_larger(b, b.load(self._largest), magnitude), self._largest)
 
-    def largest(self) -> Value:
-        name = f"llvm.vector.reduce.umax.v{LANES}i32"
-        return _call(self._b, name, I32, [self._b.load(self._largest)])
+    def close(self) -> None:
+        """Take the lanes into the array that gathers those of a row."""
+        b, found = self._b, self._b.load(self._largest)
+        if self._narrow:
+            found = b.shl(b.zext(found, vector(I32, LANES)), filled(16, I32))
+        if self._fresh:
+            store(b, _larger(b, self._seen.load(I64(0)), found), self._seen.at(I64(0)))
+
+
+def _larger(b: Builder, one: Value, other: Value) -> Value:
+    kind = one.type
+    return _call(b, f"llvm.umax.v{LANES}{_suffix(kind.element)}", kind, [one, other])
 
 
 @intrinsic
-def quantize_group(
-    typing: Any, x: Any, memory: Any, fresh: Any, codes: Any, noise: Any, at: Any
+def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuples, in every call
+    typing: Any, x: Any, memory: Any, fresh: Any, codes: Any, noise: Any, largest: Any, at: Any
 ) -> Any:
     """Write codes of x - memory, and memory + (code - half) * step to `fresh`.
 
     `noise` holds 16-bit numbers at the places of the codes; None rounds to nearest, ties to even.
-    `at` = (x start, memory start, fresh start, codes start, count, half, step, inverse). Returns
-    the largest bit pattern of a new memory's magnitude.
+    `at` = (x start, memory start, fresh start, codes start, count, half, step, inverse).
+    `largest` (64 times uint32) grows with the bit patterns of the new memories' magnitudes.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        *starts, code_start, count, half, step, inverse = cgutils.unpack_tuple(b, args[5])
-        places = [*starts, code_start, code_start]
-        x_op, m_op, fresh_op, code_op, noise_op = (
+        *starts, code_start, count, half, step, inverse = cgutils.unpack_tuple(b, args[6])
+        places = [*starts, code_start, code_start, I64(0)]
+        x_op, m_op, fresh_op, code_op, noise_op, seen_op = (
             _Operand(context, b, array, start)
             for array, start in zip(zip(signature.args, args, strict=True), places, strict=False)
         )
@@ -277,68 +302,77 @@ def quantize_group(
         bottom, top = (
             splat(b, b.sitofp(level, _F32)) for level in (b.neg(half_32), b.sub(half_32, I32(1)))
         )
-        factor, offset, scale = splat(b, inverse), splat(b, half_32), splat(b, step)
-        kind, kept = vector(I32, LANES), _Kept(b, fresh_op)
+        factor, scale, offset = splat(b, inverse), splat(b, step), splat(b, b.trunc(half, I8))
+        kind, kept = vector(I32, LANES), _Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
             if mask is None:
                 for operand in (x_op, m_op, fresh_op):
                     if operand:
                         operand.prefetch(b.add(index, I64(_AHEAD)))
-            scaled = b.fmul(_difference(b, x_op, m_op, index, mask), factor)
+            value = x_op.values(index, mask)
+            old = m_op.values(index, mask) if m_op else None
+            scaled = b.fmul(b.fsub(value, old) if m_op else value, factor)
             scaled = b.select(b.fcmp_ordered("<", scaled, bottom), bottom, scaled)
             scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
             if noise_op:
                 scaled = b.fmul(scaled, filled(65536.0, _F32))
-            level = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
-            if noise_op:
-                random = b.zext(noise_op.load(index), kind)
-                level = b.ashr(b.add(level, random), filled(16, I32))
-            code = b.trunc(b.add(level, offset), vector(I8, LANES))
+                fixed = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
+                word = b.ashr(b.add(fixed, b.zext(noise_op.load(index), kind)), filled(16, I32))
+                level = b.sitofp(word, vector(_F32, LANES))
+            else:  # at this size a float has no digits behind the point, and its low byte is q
+                shifted = b.fadd(scaled, filled(_ROUNDING, _F32))
+                word, level = b.bitcast(shifted, kind), b.fsub(shifted, filled(_ROUNDING, _F32))
+            code = b.add(b.trunc(word, vector(I8, LANES)), offset)
             store(b, code, code_op.at(index), mask)
             if fresh_op:
-                change = b.fmul(b.sitofp(level, vector(_F32, LANES)), scale)
-                value = _changed(b, m_op, change, (fresh_op,), (index, mask))
+                change = b.fmul(level, scale)
+                value = _changed(b, m_op, old, change, (fresh_op,))
                 kept.store(value, index, mask)
 
         _steps(b, count, body)
-        return kept.largest()
+        kept.close()
+        return context.get_dummy_value()
 
-    return types.uint32(x, memory, fresh, codes, noise, at), codegen
+    return types.void(x, memory, fresh, codes, noise, largest, at), codegen
 
 
 @intrinsic
-def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: Any) -> Any:
+def apply_group(
+    typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, largest: Any, at: Any
+) -> Any:
     """Write memory + (code - half) * step to `fresh` and `out`.
 
-    `at` = (codes start, memory start, fresh start, out start, count, half, step). Returns the
-    largest bit pattern of a new memory's magnitude.
+    `at` = (codes start, memory start, fresh start, out start, count, half, step); `largest` is that
+    of `quantize_group`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        *starts, count, half, step = cgutils.unpack_tuple(b, args[4])
-        code_op, m_op, fresh_op, out_op = (
+        *starts, count, half, step = cgutils.unpack_tuple(b, args[5])
+        code_op, m_op, fresh_op, out_op, seen_op = (
             _Operand(context, b, (kind, value), start)
-            for kind, value, start in zip(signature.args, args[:4], starts, strict=False)
+            for kind, value, start in zip(signature.args, args[:5], [*starts, I64(0)], strict=False)
         )
         scale, offset = splat(b, step), splat(b, b.trunc(half, I32))
-        kept = _Kept(b, fresh_op)
+        kept = _Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
             code = b.zext(code_op.load(index, mask), vector(I32, LANES))
             level = b.sitofp(b.sub(code, offset), vector(_F32, LANES))
             value = b.fmul(level, scale)
             if m_op:
-                value = _changed(b, m_op, value, (fresh_op, out_op), (index, mask))
+                old = m_op.values(index, mask)
+                value = _changed(b, m_op, old, value, (fresh_op, out_op))
             if out_op:
                 store(b, _from_float(b, value, out_op.element), out_op.at(index), mask)
             if fresh_op:
                 kept.store(value, index, mask)
 
         _steps(b, count, body)
-        return kept.largest()
+        kept.close()
+        return context.get_dummy_value()
 
-    return types.uint32(codes, memory, fresh, out, at), codegen
+    return types.void(codes, memory, fresh, out, largest, at), codegen
 
 
 @intrinsic
