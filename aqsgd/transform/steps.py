@@ -66,7 +66,8 @@ def _rms(x_ND: Tensor, x_NK: Tensor) -> float:
     )
     width = len(square_D)
     mean = min(_without_massive(square_D), _without_massive(square_K)) / width
-    others = float(square_D.sum() - square_K[: _few(square_K)].sum()) / width
+    left_out = square_D.sum() - square_K.sum() if len(square_K) < width else 0.0
+    others = float(square_K[_few(square_K) :].sum() + left_out) / width
     return math.sqrt(max(min(mean, _MOST_OF_OTHERS * others), mean / _MOST_FINER**2))
 
 

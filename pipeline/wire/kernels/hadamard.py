@@ -2,10 +2,10 @@
 
 A row of N values is cut into K = ceil(N / 64) tiles, the last one padded with zeros. A tile of
 R x R = 8 x 8 values X, row by row, is rotated to W X^T W / R, where W is the R x R Walsh-Hadamard
-matrix: an orthonormal transform that is its own inverse. It is computed as butterflies a + b,
-a - b of values R, 2 R, 4 R, ... places apart, in this order, a transposition, the same butterflies
-again, and a product with 1 / R, a power of two. Sums of two fp32 values round once whatever the hardware,
-and no product precedes them that it could fuse, so every backend makes the same bits.
+matrix: an orthonormal transform that is its own inverse. It is computed as butterflies a + b, a - b
+of values R, 2 R, 4 R places apart, in this order, a transposition, the same butterflies again, and
+a product with 1 / R, a power of two. Sums of two fp32 values round once whatever the hardware, and
+no product precedes them that it could fuse, so every backend makes the same bits.
 """
 
 from typing import Protocol

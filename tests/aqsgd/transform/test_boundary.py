@@ -218,9 +218,8 @@ def test_massive_directions_do_not_coarsen_the_others() -> None:
         y_NK = x_ND.clone()
         y_NK[:, 0] += size
         sizes.append(step_size(Steps(0.8, 0.1, 0.3).choose(False, *[y_NK @ turn_DD, y_NK] * 2)))
-    assert max(sizes[1:4]) < 3 * sizes[0]
-    assert sizes[2] == sizes[3]
-    assert 1e4 < sizes[4] / sizes[0] < 1e5  # and no coefficient is out of reach
+    assert max(sizes) < 3 * sizes[0]
+    assert min(sizes) > sizes[0] / 2
 
 
 def test_massive_channels_do_not_coarsen_the_others() -> None:

@@ -84,18 +84,19 @@ def _scatter(
     out_BN: Tensor | None,
 ) -> None:
     rows, tiles, _ = tiles_BKG.shape
-    shape = (memory_BN if out_BN is None else out_BN).shape
-    direct = out_BN is None or (out_BN.dtype == torch.float32 and out_BN.stride(1) == 1)
-    into_BN = out_BN if direct else torch.empty(shape, device=tiles_BKG.device)
-    targets = [_given(one, tiles_BKG[:, 0]) for one in (memory_BN, fresh_BN, into_BN)]
+    into_BN = out_BN
+    if out_BN is not None and (out_BN.dtype != torch.float32 or out_BN.stride(1) != 1):
+        into_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    given = [_given(one, tiles_BKG[:, 0]) for one in (memory_BN, fresh_BN, into_BN)]
+    numel = next(one.shape[1] for one in (memory_BN, out_BN) if one is not None)
     if rows and tiles:
         _scatter_kernel[_grid(rows, tiles)](
-            *(tiles_BKG, order_BK, turned_BK, *(tensor for tensor, _ in targets)),
-            *(shape[1], tiles, *(tensor.stride(0) for tensor, _ in targets)),
-            *(*(given for _, given in targets), _TILES),
+            *(tiles_BKG, order_BK, turned_BK, *(tensor for tensor, _ in given)),
+            *(numel, tiles, *(tensor.stride(0) for tensor, _ in given)),
+            *(*(exists for _, exists in given), _TILES),
             enable_fp_fusion=False,
         )
-    if out_BN is not None and into_BN is not out_BN:
+    if out_BN is not None and into_BN is not None and into_BN is not out_BN:
         out_BN.copy_(into_BN)
 
 
