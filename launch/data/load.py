@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -105,7 +105,7 @@ def _load_stream(
     tokenizer = None if config.factory else _tokenizer(config, vocab)
     held_out: SampleSet | None = None
     if config.eval_path is not None:
-        whole = {"path": config.eval_path, "stream_block": None}
+        whole: dict[str, Any] = {"path": config.eval_path, "stream_block": None}
         whole |= {"train_sequences": config.eval_sequences}
         held_out, _ = load(config.model_copy(update=whole), seed=seed, vocab=vocab, classes=classes)
     elif config.eval_factory is not None:
