@@ -129,7 +129,7 @@ def _part(what: str, text: str, tokenizer: str) -> None:
     if what == "map":
         found["rate"] = _mapped(Path(text), tokenizer)
     elif what != "empty":
-        settings = {"path": text, "tokenizer": tokenizer, "train_sequences": "all"}
+        settings: dict[str, Any] = {"path": text, "tokenizer": tokenizer, "train_sequences": "all"}
         settings |= {"sequence_length": 512, "document_marks": "none"}
         if tokenizer == "bytes":
             del settings["document_marks"]

@@ -50,7 +50,7 @@ def estimate(
     Raises:
         ValueError: there are no such data, or the beginning does not fit the settings.
     """
-    paths = [source.path for source in config.sources] or [config.path]
+    paths = [config.path, *(source.path for source in config.sources)]
     named = [path for path in paths if path is not None]
     datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:

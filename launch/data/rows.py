@@ -8,6 +8,8 @@ from typing import Any, Protocol, overload
 
 from thinpipe.launch.data.columns import Field
 
+_BATCH_NBYTES = 2 << 20
+"""Of rows that are worked on together: a tokenizer takes some hundred times as much memory."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates of UTF-16; JSON can hold an unpaired one, UTF-8 cannot."""
 
@@ -83,6 +85,9 @@ class Table(Protocol):
     def columns(self, start: int, stop: int) -> dict[str, list[Any]]:
         """Some rows, by column."""
 
+    def nbytes(self, start: int, stop: int) -> int:
+        """About how many bytes they are."""
+
 
 class Parser(Protocol):
     """What the columns of a table mean."""
@@ -124,9 +129,13 @@ class Rows(Sequence[Row]):
         return self._read(index % len(self), index % len(self) + 1)[0]
 
     def batches(self, size: int, start: int = 0) -> Iterator[list[Row]]:
-        """All rows from `start` on, in lists of `size`; the last may be shorter."""
-        for first in range(start, len(self), size):
-            yield self._read(first, min(first + size, len(self)))
+        """All rows from `start` on, in lists of up to `size`, fewer where rows are long."""
+        while start < len(self):
+            stop = min(start + size, len(self))
+            while stop - start > 1 and self._table.nbytes(start, stop) > _BATCH_NBYTES:
+                stop = start + (stop - start) // 2
+            yield self._read(start, stop)
+            start = stop
 
     def _read(self, start: int, stop: int) -> list[Row]:
         return rows_of_columns(self._table.columns(start, stop), self._parser)

@@ -101,6 +101,10 @@ class Table:
         self._map.madvise(mmap.MADV_DONTNEED)
         return part
 
+    def nbytes(self, start: int, stop: int) -> int:
+        """Bytes of some rows."""
+        return int(self.table.slice(start, stop - start).nbytes)
+
 
 def _schema(forms: Sequence[Form], columns: Columns | None) -> Any:
     import pyarrow as pa

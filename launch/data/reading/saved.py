@@ -199,6 +199,10 @@ class _Table:
         found: dict[str, list[Any]] = self._dataset[start:stop]
         return found | {_ROW: list(range(start + 1, stop + 1))}
 
+    def nbytes(self, start: int, stop: int) -> int:
+        data = self._dataset.data
+        return int(data.nbytes / max(1, data.num_rows) * (stop - start))
+
 
 class _Parser:
     def __init__(self, name: str) -> None:

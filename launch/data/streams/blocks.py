@@ -63,7 +63,7 @@ def load_stream(
     assert config.stream_block is not None, "asked of streams alone"
     make: Make
     if config.factory is not None:
-        dataset = made(config.factory, "data.factory")
+        dataset: Any = made(config.factory, "data.factory")
         items, make = Items(lambda: dataset), partial(_own, config.source)
     else:
         assert tokenizer is not None, "loaded with the settings"

@@ -311,3 +311,14 @@ def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
     assert open_source(str(path), "data.path", kind=None, fields=["text"]).key == key
     path.write_text(_lines(ROWS).replace("one", "two"))
     assert open_source(str(path), "data.path", kind=None, fields=["text"]).key != key
+
+
+def test_long_rows_come_in_short_batches(tmp_path: Path) -> None:
+    """Memory that a tokenizer takes grows with a batch."""
+    rows = [{"n": n, "text": "x" * (900_000 if n in (5, 6, 7) else 10)} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text(_lines(rows))
+    found = open_source(str(tmp_path), "data.path", kind=None, fields=["n"]).rows(["n"])
+    batches = list(found.batches(16))
+    assert [row.value("n") for batch in batches for row in batch] == list(range(40))
+    assert max(sum(len(row.text("text")) for row in batch) for batch in batches) < 2_100_000
+    assert [row.value("n") for row in next(found.batches(8, 20))] == list(range(20, 28))
