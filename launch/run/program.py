@@ -32,7 +32,7 @@ from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.run import RankRun
-from thinpipe.launch.run.stream import StreamSet
+from thinpipe.launch.run.stream import OwnStream
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.hf.config import LoraConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -283,14 +283,14 @@ class Run(RankRun):
         self._reading = found.reading
         return self.batches_of(found, size)
 
-    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
+    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> OwnStream:
         """The same object every time: it goes on where it was."""
         if size is None or steps is None:
             raise ValueError(
                 f"run.batches: {name} has no length; give the samples of a step and the most steps,"
                 " as in size=32, steps=1000"
             )
-        return StreamSet(samples, name, size, steps, self._reading)
+        return OwnStream(samples, name, size, steps, self._reading)
 
     def evaluate(
         self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None
@@ -301,7 +301,8 @@ class Run(RankRun):
         """
         name = name_of(type(samples))
         reading = Reading(collate or self._reading.collate)
-        return self.evaluate_on(own_set(samples, name, size=1, reading=reading)[0])
+        size = getattr(samples, "batch_size", None) or 1  # of a DataLoader; sums need none
+        return self.evaluate_on(own_set(samples, name, size=size, reading=reading)[0])
 
 
 class RunRequested(NotRun):
