@@ -57,8 +57,8 @@ class EngineOptions:
     `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `tokens(inputs)` is T, by
     default as many as inputs have, and `longest` the T of all messages where caches need one.
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
-    over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with what
-    to use where a codec is wrong.
+    over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
+    what to use where a codec is wrong.
     """
 
     schedule: ScheduleName

@@ -7,7 +7,7 @@
 
 `--model` is the folder of a Hugging Face model whose residual stream has massive activations, as
 that of every Llama-like model has. All weights are trained (or `--lora` additions), in one process
-(`launch/single_process.py`: boundaries, messages and bytes are those of a run over a network).
+(`benchmarks/single_process.py`: boundaries, messages and bytes are those of a run over a network).
 Seeds set the order of the sequences.
 
 Rows that FILE has already are not measured again, so a comparison may take several sittings. A row

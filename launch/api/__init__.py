@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from thinpipe.aqsgd.transform.config import GradientTransformConfig as GradientTransform
     from thinpipe.aqsgd.transform.config import TransformConfig as Transform
     from thinpipe.launch.config.boundary import BoundaryConfig as Boundary
-    from thinpipe.launch.run.program import Pipeline, Run
+    from thinpipe.launch.run.pipeline import Pipeline
+    from thinpipe.launch.run.program import Run
     from thinpipe.launch.trained.model import load
     from thinpipe.pipeline.config import DirectConfig as Direct
     from thinpipe.pipeline.config import RawConfig as Raw
@@ -55,7 +56,7 @@ _PLACES = {
     "Direct": ("pipeline.config", "DirectConfig"),
     "GradientAQSGD": ("aqsgd.config", "GradientAqsgdConfig"),
     "GradientTransform": ("aqsgd.transform.config", "GradientTransformConfig"),
-    "Pipeline": ("launch.run.program", "Pipeline"),
+    "Pipeline": ("launch.run.pipeline", "Pipeline"),
     "Raw": ("pipeline.config", "RawConfig"),
     "Run": ("launch.run.program", "Run"),
     "Stateless": ("pipeline.config", "StatelessConfig"),

@@ -153,7 +153,6 @@ class OwnSet:
                 f"{self._name}: sample {index} is {_kind(item)}; return (input, target), two "
                 "tensors, or a dict of tensors with labels"
             )
-        self._index = index
         return found
 
     def _stack(self, items: Sequence[PyTree]) -> PyTree:

@@ -23,6 +23,8 @@ class Evaluation:
         """Everything by name, `loss` first; NaN if nothing counted."""
         mean = mean_loss(loss, count)
         found = {"loss": mean, **self.measures.values(packed)}
+        if not count:  # F1 of nothing would be 0
+            found = dict.fromkeys(found, math.nan)
         if self._perplexity:
             found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
         return found

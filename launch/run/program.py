@@ -1,4 +1,4 @@
-"""What Python programs import as `thinpipe`: a pipeline of your own modules, and its run.
+"""What Python programs import as `thinpipe`: the run of a pipeline (`pipeline.py`).
 
 The program runs on every rank. `thinpipe run` starts the ranks; torchrun does too.
 """
@@ -10,168 +10,31 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch
-from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.config.boundary import BoundaryConfig
-from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
+from thinpipe.launch.run.pipeline import Pipeline, config_of
 from thinpipe.launch.run.run import RankRun
-from thinpipe.launch.run.stream import StreamSet
+from thinpipe.launch.run.stream import OwnStream
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.models.hf.config import LoraConfig
-from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.own.functions import name_of
-from thinpipe.pipeline.models.own.program import LOOKING, NotRun, program_of
+from thinpipe.pipeline.models.own.program import LOOKING, NotRun
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-
-
-class Pipeline:
-    """Your own model, cut into stages, and how the cuts are compressed.
-
-    `model()` returns an `nn.Sequential`, or a module whose forward runs the blocks of a list one
-    after the other. It is called on the meta device, and each rank gives values to its own layers
-    only. `loss(outputs, targets)` returns the sum of the losses and their
-    number; `count(targets)` returns the number alone, and is needed if it depends on the values of
-    targets. Without a loss it is next-token cross entropy.
-    """
-
-    def __init__(  # noqa: PLR0913  # one parameter per setting
-        self,
-        model: Callable[[], nn.Module],
-        loss: Callable[[Tensor, Tensor], tuple[Tensor, int]] | None = None,
-        *,
-        count: Callable[[Tensor], int] | None = None,
-        cuts: Sequence[int] | Literal["auto"] = "auto",
-        stages: int | None = None,
-        microbatches: int = 4,
-        boundary: BoundaryConfig | Sequence[BoundaryConfig] = (),
-        replicas: int = 1,
-        exchange: str | Mapping[str, Any] = "allreduce",
-        from_run: str | Path | None = None,
-        **pipeline: Any,
-    ) -> None:
-        """`pipeline` has further settings of a run file's [pipeline], such as `schedule`.
-
-        `cuts` are the first layers of all stages after stage 0; `cuts = "auto"` measures where
-        `stages` are best cut. `exchange` is how replicas are kept together: a method's name, or
-        its name with options, as in {"method": "cocktail", "cocktail": {...}}. `from_run` is the
-        folder of a run whose weights this one starts with.
-
-        Raises:
-            ValueError: the model cannot be built without values, or cannot be cut.
-        """
-        if isinstance(model, nn.Module):
-            raise ConfigError(
-                f"Pipeline: model is a {type(model).__name__}; give the function that makes it, "
-                "without calling it: it runs on the meta device, so that no rank holds the whole"
-            )
-        functions = Functions(model, loss, count)
-        names = {"loss": loss and name_of(loss), "count": count and name_of(count)}
-        program = program_of(*filter(None, (model, loss, count)))
-        names |= {"factory": name_of(model), "from_run": str(from_run) if from_run else None}
-        self._set(
-            OwnModelConfig.of(functions, program=program, **names),
-            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
-            boundary,
-            replicas=replicas,
-            exchange=exchange,
-        )
-
-    @classmethod
-    def from_pretrained(  # noqa: PLR0913  # one parameter per setting
-        cls,
-        folder: str | Path,
-        *,
-        lora: LoraConfig | Mapping[str, Any] | None = None,
-        classes: int | None = None,
-        cuts: Sequence[int] | Literal["auto"] = "auto",
-        stages: int | None = None,
-        microbatches: int = 4,
-        boundary: BoundaryConfig | Sequence[BoundaryConfig] = (),
-        replicas: int = 1,
-        exchange: str | Mapping[str, Any] = "allreduce",
-        model: Mapping[str, Any] | None = None,
-        **pipeline: Any,
-    ) -> Self:
-        """A Hugging Face model from its folder.
-
-        `lora` trains low-rank additions alone, as in {"rank": 8, "targets": ["q_proj"]}; `classes`
-        puts a classification head on an encoder. `model` has further settings of a run file's
-        [model], such as `dropout`; the rest is as in `Pipeline`.
-
-        Raises:
-            ValueError: the folder holds no model that can be cut.
-        """
-        sections = {"pretrained": str(folder), "lora": lora, "classes": classes, **(model or {})}
-        if classes is not None:
-            sections.setdefault("task", "classification")
-        pipe = cls.__new__(cls)
-        pipe._set(
-            {name: value for name, value in sections.items() if value is not None},
-            {"cuts": cuts, "stages": stages, "microbatches": microbatches, **pipeline},
-            boundary,
-            replicas=replicas,
-            exchange=exchange,
-        )
-        return pipe
-
-    def _set(
-        self,
-        model: OwnModelConfig | dict[str, Any],
-        pipeline: dict[str, Any],
-        boundary: BoundaryConfig | Sequence[BoundaryConfig],
-        *,
-        replicas: int,
-        exchange: str | Mapping[str, Any],
-    ) -> None:
-        if pipeline["cuts"] == "auto" and (pipeline["stages"] or 1) == 1:
-            pipeline |= {"cuts": (), "stages": None}
-        cuts = pipeline["cuts"]
-        pipeline |= {"cuts": cuts if isinstance(cuts, str) else list(cuts), "replicas": replicas}
-        self.sections: dict[str, Any] = {
-            "model": model,
-            "pipeline": {name: value for name, value in pipeline.items() if value is not None},
-            "boundary": [boundary] if isinstance(boundary, BoundaryConfig) else list(boundary),
-            "gradcomp": {"method": exchange} if isinstance(exchange, str) else dict(exchange),
-            "train": {"batch_size": replicas, "accumulate": 1},  # `Run.batches` says how many
-            "data": {"factory": "__main__:samples"},
-        }
-        config = config_of(self.sections, "Pipeline")
-        self.sections["model"] = self.model = config.model
-        self._is_cut = config.pipeline.stages > 1
-
-    @cached_property
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        return self.model.whole_parameters(cut=self._is_cut)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of the whole model, without values; alike on all ranks."""
-        yield from self._parameters.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the whole model, to make an optimizer with; alike on all ranks.
-
-        They have no values: each rank trains with those of its own layers in their places.
-        """
-        yield from self._parameters.values()
 
 
 class Run(RankRun):
@@ -283,14 +146,14 @@ class Run(RankRun):
         self._reading = found.reading
         return self.batches_of(found, size)
 
-    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
+    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> OwnStream:
         """The same object every time: it goes on where it was."""
         if size is None or steps is None:
             raise ValueError(
                 f"run.batches: {name} has no length; give the samples of a step and the most steps,"
                 " as in size=32, steps=1000"
             )
-        return StreamSet(samples, name, size, steps, self._reading)
+        return OwnStream(samples, name, size, steps, self._reading)
 
     def evaluate(
         self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None
@@ -301,7 +164,8 @@ class Run(RankRun):
         """
         name = name_of(type(samples))
         reading = Reading(collate or self._reading.collate)
-        return self.evaluate_on(own_set(samples, name, size=1, reading=reading)[0])
+        size = getattr(samples, "batch_size", None) or 1  # of a DataLoader; sums need none
+        return self.evaluate_on(own_set(samples, name, size=size, reading=reading)[0])
 
 
 class RunRequested(NotRun):
@@ -327,19 +191,6 @@ def run_program(program: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         _end_failed(runs, error)
     end_done()
-
-
-def config_of(sections: Mapping[str, Any], where: str) -> RunConfig:
-    """The config of these sections.
-
-    Raises:
-        ConfigError: one is wrong.
-    """
-    try:
-        return RunConfig.model_validate(sections)
-    except ValidationError as error:
-        lines = explain(error, RunConfig)
-        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def _config(

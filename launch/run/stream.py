@@ -19,7 +19,7 @@ from thinpipe.pipeline.batch import Batch
 _DIGESTED = 16
 
 
-class StreamSet:
+class OwnStream:
     """The first `steps` times `size` samples of a stream, or fewer if it ends before."""
 
     shuffle = False
@@ -83,7 +83,7 @@ def check_stream(config: RunConfig, samples: object) -> None:
     Raises:
         ConfigError: a boundary does, or there are several epochs.
     """
-    if not isinstance(samples, StreamSet):
+    if not isinstance(samples, OwnStream):
         return
     for (cut, direction), spec in config.specs.items():
         if spec.remembers:

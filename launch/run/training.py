@@ -29,7 +29,7 @@ from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
-from thinpipe.launch.run.stream import StreamSet
+from thinpipe.launch.run.stream import OwnStream
 from thinpipe.launch.run.together import Together
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -190,12 +190,13 @@ class Training:
 
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if a stream of them has ended before."""
-        if not isinstance(self._samples, StreamSet):
+        if not isinstance(self._samples, OwnStream):
             return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
         mesh = self._session.mesh
         batch = self._samples.step_batch(step, mesh.dp_rank, mesh.dp_size)
         if batch is None:
             self.steps = step
+            self.built.sync.finish()
             self.display.note(f"the stream of samples ended after {step} steps")
             return None
         return self._config.model.adapted(batch)
@@ -321,7 +322,7 @@ class Training:
         return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
-        if isinstance(self._samples, StreamSet):
+        if isinstance(self._samples, OwnStream):
             return  # there are none
         try:
             repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
@@ -335,7 +336,7 @@ class Training:
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
-        nothing_follows = step >= self.steps or isinstance(self._samples, StreamSet)
+        nothing_follows = step >= self.steps or isinstance(self._samples, OwnStream)
         return torch.empty(0, dtype=torch.int64) if nothing_follows else self._sampler.ids(step)
 
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:

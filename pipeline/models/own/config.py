@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -327,22 +326,12 @@ class OwnModelConfig(ModelKind):
 
     def _check_forward(self, cuts: Sequence[int]) -> None:
         """Compare what blocks are given where it is cut there, once."""
-        from thinpipe.pipeline.models.own.forward_check import check_stage
+        from thinpipe.pipeline.models.own.forward_check import check_cuts
 
         where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
-        for cut in cuts:
-            if cut in self.cutting.why_not:
-                raise ValueError(
-                    f"{where}: not at {cut}: {self.cutting.why_not[cut]}; {_OTHER_CUT}"
-                )
-        if tuple(cuts) in self._checked or self.example.inputs is None:
-            return
-        for first, stop in pairwise((0, *cuts, self.layers)):
-            inputs = self.example.inputs
-            problem = first and check_stage(self.deferred, self.cutting, inputs, first, stop)
-            if problem:
-                raise ValueError(f"{where}: when cut, {problem}; {_OTHER_CUT}")
-        self._checked.add(tuple(cuts))
+        if tuple(cuts) not in self._checked:
+            check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
+            self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
         """Check that there are places to cut it into so many; only where samples are known.
@@ -419,11 +408,6 @@ class OwnModelConfig(ModelKind):
 _UNTIE = (
     "no cut can avoid that: untie them, or train replicas of the whole model (pipeline.replicas) "
     "instead of stages"
-)
-
-
-_OTHER_CUT = (
-    "cut elsewhere, train replicas of the whole model (pipeline.replicas), or change its forward"
 )
 
 

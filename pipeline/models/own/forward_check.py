@@ -5,6 +5,8 @@ what they are given and return something else. So a stage that lacks what it nee
 """
 
 import contextlib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +48,29 @@ class _Marker(nn.Module):
         return self._returned.around(out)
 
 
-def check_stage(
+_REMEDY = (
+    "cut elsewhere, train replicas of the whole model (pipeline.replicas), or change its forward"
+)
+
+
+def check_cuts(
+    deferred: DeferredModel, cutting: Cutting, inputs: Any, cuts: Sequence[int], *, where: str
+) -> None:
+    """Check that a module computes the same when it is cut there; on `inputs`, if there are some.
+
+    Raises:
+        ValueError: it does not; `where` is what the message begins with.
+    """
+    for cut in cuts:
+        if cut in cutting.why_not:
+            raise ValueError(f"{where}: not at {cut}: {cutting.why_not[cut]}; {_REMEDY}")
+    for first, stop in pairwise((*cuts, cutting.count)) if inputs is not None else ():
+        problem = _difference(deferred, cutting, inputs, first, stop)
+        if problem:
+            raise ValueError(f"{where}: when cut, {problem}; {_REMEDY}")
+
+
+def _difference(
     deferred: DeferredModel, cutting: Cutting, inputs: Any, first: int, stop: int
 ) -> str | None:
     """What blocks `first` to `stop - 1` as a stage are given that differs, if anything does.

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
 from tests.training import TOKENS, batch, config, share, start, weights
@@ -21,7 +22,6 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.model import load, read_trained, start_from_run
 from thinpipe.pipeline.batch import Batch
 

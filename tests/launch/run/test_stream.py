@@ -9,7 +9,7 @@ from torch import Tensor
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Reading
-from thinpipe.launch.run.stream import StreamSet, check_stream
+from thinpipe.launch.run.stream import OwnStream, check_stream
 
 
 class Numbers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
@@ -22,11 +22,11 @@ class Numbers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
             yield torch.tensor([number]), torch.tensor([number + 1])
 
 
-def stream(count: int = 100, size: int = 4, steps: int = 10) -> StreamSet:
-    return StreamSet(Numbers(count), "numbers", size, steps, Reading())
+def stream(count: int = 100, size: int = 4, steps: int = 10) -> OwnStream:
+    return OwnStream(Numbers(count), "numbers", size, steps, Reading())
 
 
-def seen(samples: StreamSet, steps: range, replica: int = 0, replicas: int = 1) -> list[list[int]]:
+def seen(samples: OwnStream, steps: range, replica: int = 0, replicas: int = 1) -> list[list[int]]:
     found = []
     for step in steps:
         batch = samples.step_batch(step, replica, replicas)
@@ -47,7 +47,7 @@ def test_a_resume_goes_on_with_the_next_sample_and_reads_none_twice() -> None:
     resumed = stream()
     assert seen(resumed, range(2, 4)) == [[8, 9, 10, 11], [12, 13, 14, 15]]
     numbers = Numbers(1000)
-    samples = StreamSet(numbers, "numbers", 4, 20, Reading())
+    samples = OwnStream(numbers, "numbers", 4, 20, Reading())
     seen(samples, range(20))
     assert numbers.read == 80
 
@@ -61,7 +61,7 @@ def test_its_end_is_the_same_on_all_replicas(count: int, last: list[int]) -> Non
 
 def test_what_cannot_be_read_again_or_is_cached_is_refused() -> None:
     with pytest.raises(ValueError, match="can be read once only, and a resumed run reads it again"):
-        StreamSet(iter(Numbers(3)), "numbers", 4, 2, Reading())
+        OwnStream(iter(Numbers(3)), "numbers", 4, 2, Reading())
     config = RunConfig.model_validate(
         {
             "pipeline": {"cuts": [2]},

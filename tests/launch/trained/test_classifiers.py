@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.launch.trained.test_export_hf import run_config, saved_run
 from tests.wordpieces import save_wordpieces
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.evaluation import Wanted
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig

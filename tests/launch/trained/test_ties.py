@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.single_process import in_process
 from tests.huggingface import LAYERS, saved_model, section
 from tests.launch.trained.test_export_hf import (
     assert_same_bytes,
@@ -21,7 +22,6 @@ from tests.launch.trained.test_export_hf import (
     transformers_logits,
 )
 from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.model import load, start_from_run
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
