@@ -13,7 +13,7 @@ import pkgutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from multiprocessing import forkserver, resource_tracker
 
 import psutil
@@ -71,7 +71,7 @@ def _outlive_the_resource_tracker() -> None:
     warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
     forget = resource_tracker.unregister
 
-    def unregister(name: str, kind: str) -> None:
+    def unregister(name: Sized, kind: str) -> None:
         resource_tracker.register(name, kind)
         forget(name, kind)
 
