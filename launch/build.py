@@ -29,6 +29,7 @@ from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule
+from thinpipe.pipeline.models.own.forward_stage import ForwardStage
 from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -208,7 +209,7 @@ def _shard(
     held = {
         stage: ShardedStage(module, module.parts(), group)
         for stage, module in modules.items()
-        if not isinstance(module, LocalPipeline | OwnStage)  # rejected by the config
+        if not isinstance(module, LocalPipeline | OwnStage | ForwardStage)  # rejected by the config
     }
     what = f"stage {'+'.join(map(str, held))} shard"
     peers = transport.peers(transport.mesh.stage_shards, what)

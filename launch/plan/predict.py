@@ -13,6 +13,7 @@ from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.plan.placement.events import one_pipeline, simulate
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.pipeline.models.own.forward_stage import ForwardStage
 from thinpipe.pipeline.models.own.stage import OwnStage
 
 
@@ -112,7 +113,7 @@ def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
     sent = []
     for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
         stage = config.model.build(first, stop, seed=0, device="meta")
-        assert not isinstance(stage, OwnStage), "rejected by the config"
+        assert not isinstance(stage, OwnStage | ForwardStage), "rejected by the config"
         units = units_of(stage, stage.parts())
         sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
     return sent
