@@ -100,7 +100,8 @@ class Run(RankRun):
             **({"report": {"writers": list(writers)}} if writers else {}),
             **(settings or {}),
         }
-        chosen = {**chosen, "eval": _evaluated(metrics, best, patience) | chosen.get("eval", {})}
+        evaluation = {**_evaluated(metrics, best, patience), **chosen.get("eval", {})}
+        chosen = {**chosen, "eval": evaluation}
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._reading = Reading()

@@ -1,5 +1,6 @@
 """Padding, packing, prefixes, labels and repeated dropout masks under every way to run a step."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,23 @@ def test_padding_changes_nothing() -> None:
     run = task_config(CLASSIFY)
     both = [single_process(run, [item])[0][0] for item in (long, short)]
     assert both[0] == pytest.approx(both[1], rel=1e-5)
+
+
+def test_a_step_of_which_no_target_counts_changes_nothing_and_has_no_loss() -> None:
+    """A loss of 0 would be the best there is, and AdamW would still move the weights."""
+    item = batch(IDS[0])
+    nothing = replace(item, targets=torch.full_like(item.targets, -100))
+    with in_process(config(), total_steps=3) as built:
+        engine = built.engine
+        assert not engine.train_step(item, 0).skipped
+        before = {name: weight.clone() for name, weight in weights(built).items()}
+        totals = engine.train_step(nothing, 1)
+        assert math.isnan(totals.loss)
+        assert totals.skipped
+        assert totals.tokens == 0
+        assert all(torch.equal(weight, before[name]) for name, weight in weights(built).items())
+        assert engine.eval_step(nothing, 1, compressed=False) == (0.0, 0.0)
+        assert not engine.train_step(item, 2).skipped
 
 
 def test_a_module_that_is_not_told_is_not_given_padding() -> None:

@@ -216,12 +216,12 @@ class _Seen:
             user = f"block {part}" if part <= last else "what follows the blocks"
             for leaf in leaves - self._made.keys():
                 layers.setdefault(leaf, []).append(min(part, last))
-            for leaf, (block, is_hidden, _) in self._made.items():
+            for leaf, (maker, is_hidden, _) in self._made.items():
                 if leaf not in leaves:
                     continue
                 what = "what block {} returns" if is_hidden else "a second value of block {}"
-                for cut in range(block + 1 + is_hidden, min(part, last) + 1):
-                    why_not.setdefault(cut, f"{user} uses {what.format(block)}, before the cut")
+                for cut in range(maker + 1 + is_hidden, min(part, last) + 1):
+                    why_not.setdefault(cut, f"{user} uses {what.format(maker)}, before the cut")
         for leaf, name in names.items():
             found = layers.get(leaf, [0])
             for cut in range(min(found) + 1, max(found) + 1):

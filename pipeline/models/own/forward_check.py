@@ -118,7 +118,7 @@ def _given(
     for index, (name, block) in enumerate(list(blocks.named_children())):
         blocks._modules[name] = _Marker(block, index, cutting.returned[index], log)
     if stop == cutting.count:  # a block more, which ends the forward
-        blocks._modules[name].register_forward_hook(_stop)
+        blocks.get_submodule(name).register_forward_hook(_stop)
     stage = as_stage(model, cutting, first, stop).eval()
     with contextlib.suppress(_OverError):
         stage(received, Samples(torch.empty(0), given=inputs))

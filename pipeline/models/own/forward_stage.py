@@ -101,14 +101,15 @@ def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> Forwa
     state = _State()
     blocks = whole.get_submodule(cutting.path)
     for index, (name, block) in enumerate(list(blocks.named_children())):
-        kind = _Earlier if index < first - 1 else _Before if index < first else None
-        kind = _After if index >= stop else kind
+        kind: type[_StandIn] | None = _After if index >= stop else None
+        if index < first:
+            kind = _Before if index == first - 1 else _Earlier
         if kind is not None:
             blocks._modules[name] = kind(block, cutting.returned[index], state)
         elif index == stop - 1 < cutting.count - 1:
             block.register_forward_hook(_keep(cutting.returned[index], state))
-    kind = type(f"{type(whole).__name__}Stage", (ForwardStage, type(whole)), {})
-    whole.__class__ = kind
+    mixed = type(f"{type(whole).__name__}Stage", (ForwardStage, type(whole)), {})
+    whole.__class__ = mixed
     whole.__dict__["_stage_state"] = state
     assert isinstance(whole, ForwardStage)
     return whole
@@ -116,7 +117,7 @@ def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> Forwa
 
 def absent(model: nn.Module, cutting: Cutting, first: int, stop: int) -> Mapping[int, float]:
     """Zero, by the ids of parameters and of blocks' buffers that a stage does not hold."""
-    named = [*model.named_parameters(remove_duplicate=False)]
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     named += [
         (name, buffer)
         for name, buffer in model.named_buffers(remove_duplicate=False)

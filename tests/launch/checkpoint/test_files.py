@@ -311,3 +311,15 @@ def test_steps_that_are_removed_meanwhile_are_left_out(
         away.rename(kept)
     assert found == {(1,), (1, 2)}
     assert due > 5
+
+
+def test_the_step_of_the_best_evaluation_stays_and_is_named(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    checkpoint.settle(tmp_path, 40, keep=1, best=20)
+    assert (checkpoint.steps(tmp_path), checkpoint.best(tmp_path)) == ([20, 40], 20)
+    save(tmp_path, 50)
+    checkpoint.settle(tmp_path, 50, keep=1, best=50)
+    assert (checkpoint.steps(tmp_path), checkpoint.best(tmp_path)) == ([50], 50)
+    checkpoint.settle(tmp_path, 50, keep=1, best=7)
+    assert checkpoint.best(tmp_path) == 50, "a step that is not here is not named"
