@@ -76,7 +76,8 @@ class CodedMemory(SampleMemory):
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
         """Stage what was written to `visit.fresh_1N`, or if it is not to be kept lose the sample.
 
-        Its old values may be why a change to finite ones is none itself. `wire` (host) is what the sample was sent as.
+        Its old values may be why a change to finite ones is none itself. `wire` (host) is what the
+        sample was sent as.
         """
         if not keep:
             self._store.give_back(visit.home)
