@@ -224,7 +224,7 @@ class TransformBoundary:
 
     def state_dict(self) -> dict[str, Any]:
         memory = {} if self._rows is None else self._rows.state_dict()
-        parts = {
+        parts: dict[str, Any] = {
             "learned": self.learned,
             "proposals": self._proposals,
             "weights": self.weights,
