@@ -26,7 +26,7 @@ _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
 _VERSION = 1
 _PART_NBYTES = 4 << 20
-_MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 128 << 10
+_MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
 """Of pages, before they are given back, and those that Linux maps around one that is read: without
 this a rank's resident set became that of the whole file (2 GB: 1.5 GB after 6,400 reads)."""
 _NAMED = 3
