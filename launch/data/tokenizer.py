@@ -103,6 +103,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tokenizer = _read(folder)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
         self.vocab: int = self._tokenizer.get_vocab_size()
 
     def stream(self, text: bytes) -> Tensor:

@@ -8,7 +8,6 @@ import typer
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
-from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
@@ -60,6 +59,8 @@ def export_model(
     """Export a run's model. LoRA is merged, but for --format peft."""
     try:
         if form == "peft":
+            from thinpipe.launch.trained.export_peft import export_adapter
+
             notes = export_adapter(run_folder, out, step=step, dtype=dtype)
         elif form == "safetensors":
             trained = read_trained(run_folder, step=step)

@@ -61,7 +61,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     with new_folder(out) as folder:
         trained = read_trained(run_folder, step=step)
         notes = [f"step {trained.step} of {run_folder}"]
-        notes += write_folder(model, trained.state_dict(), folder, dtype=dtype)
+        tensors, labels = trained.state_dict(), config.data.labels
+        notes += write_folder(model, tensors, folder, dtype=dtype, labels=labels)
         notes += _copy_tokenizer(model.folder, config.data.tokenizer, folder)
     return notes
 
@@ -77,14 +78,21 @@ def check_folders(run_folder: Path, out: Path) -> None:
 
 
 def write_folder(
-    model: HuggingFaceConfig, tensors: Mapping[str, Tensor], folder: Path, *, dtype: ExportDtype
+    model: HuggingFaceConfig,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: ExportDtype,
+    labels: Sequence[str] | None = None,
 ) -> list[str]:
     """Write a whole model, by the names of its parameters, to an empty folder; return notes.
+
+    `labels` are names of its classes.
 
     Raises:
         ConfigError: a weight overflows `dtype`.
     """
-    return _Export(model, tensors, dtype).write(folder)
+    return _Export(model, tensors, dtype, labels).write(folder)
 
 
 @contextmanager
@@ -127,9 +135,13 @@ def _copy_tokenizer(source: Path | None, tokenizer: str, folder: Path) -> list[s
 
 class _Export:
     def __init__(
-        self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
+        self,
+        model: HuggingFaceConfig,
+        tensors: Mapping[str, Tensor],
+        dtype: ExportDtype,
+        labels: Sequence[str] | None,
     ) -> None:
-        self._model, self._tensors, self._dtype = model, tensors, dtype
+        self._model, self._tensors, self._dtype, self._labels = model, tensors, dtype, labels
         self._whole = model.whole()
         self._on_disk: dict[str, str] = {}
         self._layouts: list[Layout] = []
@@ -235,9 +247,11 @@ class _Export:
         changes: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
         if self._model.task == "classification":
             config = self._model.transformers_config
-            changes |= {"id2label": config.id2label, "label2id": config.label2id}
+            names = dict(enumerate(self._labels)) if self._labels else config.id2label
+            numbers = {name: number for number, name in names.items()}
+            changes |= {"id2label": names, "label2id": numbers}
             changes |= {"architectures": [type(self._whole).__name__]}
-            if self._model.problem != facts.get("problem_type", "single_label_classification"):
+            if self._model.problem != (facts.get("problem_type") or "single_label_classification"):
                 changes |= {"problem_type": self._model.problem}
         dtypes = {
             str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()

@@ -232,7 +232,7 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     if source is None:
         return None
     trained, own_rows = read_trained(source), rows_of(built.engine.transport.mesh)
-    _check_ties(config, trained)
+    _check_kinds(config, trained, source)
     for stage in built.stages:
         try:
             load_module(
@@ -245,7 +245,15 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     return f"weights of step {trained.step} of {source}; everything else starts from scratch"
 
 
-def _check_ties(config: RunConfig, trained: Trained) -> None:
+def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
+    """Check that weights of that run mean the same in this one."""
+    adapted = [config.model.is_frozen, trained.config.model.is_frozen]
+    if adapted[0] != adapted[1]:
+        which = "this run" if adapted[0] else "that one"
+        raise CheckpointError(
+            f"model.from_run = {source}: only {which} has adapters (model.lora); `thinpipe export` "
+            "that run, which merges what it has, and name the folder in model.pretrained"
+        )
     if config.model.tie_embeddings != "exact":
         return
     for name, tied_to in config.model.tied_names.items():

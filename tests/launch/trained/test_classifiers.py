@@ -99,6 +99,7 @@ def transformers_output(
 )
 def test_pairs_are_cut_and_typed_as_transformers_does(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path, name, lambda number: number % 3, classes=3)
+    run = run.updated(data={**run.data.model_dump(exclude_none=True), "labels": ("0", "1", "2")})
     batch = whole_batch(run)
     typed = name != "roberta"  # which has one type
     saved_run(run, steps=1)
@@ -116,6 +117,8 @@ def test_pairs_are_cut_and_typed_as_transformers_does(name: str, tmp_path: Path)
         assert torch.equal((batch.inputs_BT == 3).sum(1), torch.full((len(rows),), 2))  # [SEP]
     else:
         assert batch.types_BT is None
+    facts = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert facts["id2label"] == {"0": "0", "1": "1", "2": "2"}
     logits = pipeline_logits(run, tmp_path / "out", batch)
     torch.testing.assert_close(logits, found.logits, atol=2e-6, rtol=1e-5)
     assert isinstance(run.model, HuggingFaceConfig)
@@ -131,10 +134,11 @@ def test_pairs_are_cut_and_typed_as_transformers_does(name: str, tmp_path: Path)
             {"accuracy", "f1"},
         ),
         (lambda number: number / 5 - 2, {"classes": 1}, {"pearson", "spearman"}),
-        (
+        pytest.param(
             lambda number: [number / 9, 1.5],
             {"classes": 2, "problem_type": "regression"},
             {"pearson", "spearman"},
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -57,7 +57,7 @@ def nbytes(folder: Path) -> int:
     return sum(t.nbytes for file in stored(folder).values() for t in file.values())
 
 
-@pytest.mark.parametrize("cuts", [(), (2, 4)])
+@pytest.mark.parametrize("cuts", [pytest.param((), marks=pytest.mark.slow), (2, 4)])
 def test_a_head_of_its_own_is_used_though_the_config_says_tied(
     cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -93,8 +93,15 @@ def test_an_exact_tie_of_unlike_copies_is_refused(tmp_path: Path) -> None:
         HuggingFaceConfig(**section("qwen2", tmp_path, tie_embeddings="exact"))
 
 
-@pytest.mark.parametrize("change", [equal_head, head_alone])
-@pytest.mark.parametrize("cuts", [(), (3,)])
+@pytest.mark.parametrize(
+    ("change", "cuts"),
+    [
+        (equal_head, (3,)),
+        (head_alone, ()),
+        pytest.param(equal_head, (), marks=pytest.mark.slow),
+        pytest.param(head_alone, (3,), marks=pytest.mark.slow),
+    ],
+)
 def test_files_may_hold_either_copy_of_a_tied_weight_or_both(
     change: Change, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -110,10 +117,10 @@ def test_files_may_hold_either_copy_of_a_tied_weight_or_both(
 @pytest.mark.parametrize(
     ("cuts", "more", "tied"),
     [
-        ((), {}, True),
-        ((3,), {"tie_embeddings": "exact"}, True),
+        pytest.param((), {}, True, marks=pytest.mark.slow),
+        pytest.param((3,), {"tie_embeddings": "exact"}, True, marks=pytest.mark.slow),
         ((3,), {"lora": {"rank": 2}}, True),
-        ((3,), {}, False),
+        pytest.param((3,), {}, False, marks=pytest.mark.slow),
     ],
 )
 def test_an_export_is_as_large_as_its_source_unless_copies_differ(

@@ -1,4 +1,5 @@
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tests.huggingface import CLASSES, LAYERS, saved_model, section
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig, LoraConfig
 from thinpipe.pipeline.models.hf.lora import default_targets, merge_lora
 from thinpipe.pipeline.models.hf.stage import build_stage, check_folder
+from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 
 CUTS = ((0, 2), (2, LAYERS))
 
@@ -46,6 +48,30 @@ def test_adapters_do_not_depend_on_the_cut_and_change_nothing_at_the_start(tmp_p
     assert whole[name].std() > 0
     assert not torch.equal(other[name], whole[name])
     assert not torch.any(whole[name.replace("lora_A", "lora_B")])
+
+
+def test_what_files_hold_has_the_same_digests_wherever_it_is(tmp_path: Path) -> None:
+    saved_model("bert", tmp_path)
+    config = HuggingFaceConfig(**section("bert", tmp_path, lora={"rank": 2}))
+    whole = build_stage(config, 0, LAYERS, seed=1, device="cpu")
+    assert set(whole.base) == {
+        name
+        for name, parameter in whole.named_parameters()
+        if ".lora_" not in name and ".classifier." not in name and not parameter.requires_grad
+    }
+    parts: dict[str, str] = {}
+    for first, stop in CUTS:
+        parts |= build_stage(config, first, stop, seed=2, device="cpu").base
+    assert parts == whole.base
+    devices = [torch.device("cpu")] * 2
+    build = partial(build_stage, config, seed=1)
+    spread = LocalPipeline(
+        lambda first, stop, device: build(first, stop, device=device), 0, LAYERS, devices=devices
+    )
+    assert spread.base == whole.base
+    assert spread.state_dict().keys() == whole.state_dict().keys()
+    plain = HuggingFaceConfig(**section("bert", tmp_path))
+    assert not build_stage(plain, 0, 2, seed=1, device="cpu").base
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
