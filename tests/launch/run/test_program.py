@@ -314,8 +314,8 @@ def test_a_scheduler_beside_a_schedule_or_unknown_to_the_run_is_refused(folder: 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ('found = run.evaluate(Texts("eval.pt"))', "the call run.evaluate, and rank 1 goes on to"),
-        ('run.save_model("mine.safetensors")', "makes the call run.save_model, and rank 1"),
+        ('found = run.evaluate(Texts("eval.pt"))', "run.evaluate"),
+        ('run.save_model("mine.safetensors")', "run.save_model"),
     ],
 )
 def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(
@@ -326,7 +326,10 @@ def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(
     (folder / "mine.py").write_text(alone.replace("sorted(found)", "1"))
     done = Command("run", "mine.py").done()
     assert done.returncode
-    assert told in done.stderr
+    # whichever rank notices first
+    assert re.search(
+        f"after step [26] rank . makes the call .*{told}|{told}, and rank", done.stderr
+    )
     assert "none inside `if rank == 0`" in done.stderr
     assert len(done.stderr.splitlines()) < 12
     assert "SIGABRT" not in done.stderr
