@@ -102,7 +102,9 @@ def test_replicas_share_a_stream_without_doubles(tmp_path: Path) -> None:
     found: dict[int, torch.Tensor] = {}
     for replica in range(2):
         samples, _ = _stream(config, 32)
-        sampler = sampler_for(samples, batch_size=8, replicas=2, replica=replica, seed=0)
+        sampler = sampler_for(
+            samples, batch_size=8, replicas=2, replica=replica, seed=0, shuffle=True
+        )
         assert isinstance(sampler, StreamSampler)
         assert sampler.steps_per_epoch == 4
         for step in range(4):
