@@ -224,12 +224,11 @@ class TransformBoundary:
 
     def state_dict(self) -> dict[str, Any]:
         memory = {} if self._rows is None else self._rows.state_dict()
-        parts: dict[str, Any] = {
-            "learned": self.learned,
-            "proposals": self._proposals,
-            "weights": self.weights,
+        return memory | {
+            "learned": self.learned.state_dict(),
+            "proposals": self._proposals.state_dict(),
+            "weights": self.weights.state_dict(),
         }
-        return memory | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "weights" not in state:

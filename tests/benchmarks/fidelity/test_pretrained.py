@@ -1,0 +1,65 @@
+"""The benchmark on a pretrained model, at toy size: its rows, and that it goes on where it was."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.fidelity.pretrained import METHODS, main
+from benchmarks.fidelity.sentences import write_tokenizer
+from tests.huggingface import saved_model
+
+KEYS = {
+    *("method", "seed", "lr", "cuts", "ratio_fp32", "ratio_fp32_run"),
+    *("train_gap", "held_out_gap", "held_out_compressed_gap"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
+    for name, seed in (("train", 1), ("eval", 2)):
+        text = "".join(random.Random(seed).choices(words, k=1500))
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    saved_model("llama", tmp_path / "model", vocab_size=270)
+    write_tokenizer(tmp_path / "model", tmp_path / "train", vocab=270)
+    return tmp_path
+
+
+def rows(folder: Path, *methods: str, more: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    sizes = ("--epochs", "2", "--sequences", "16", "--held-out", "4", "--tokens", "16")
+    main(
+        [
+            *("--model", str(folder / "model"), "--train", str(folder / "train")),
+            *("--eval", str(folder / "eval"), "--json", str(folder / "rows.jsonl")),
+            *("--methods", *methods, "--seeds", "1", "--cuts", "1", *sizes, *more),
+        ]
+    )
+    lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_rows_have_gaps_and_are_measured_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, coded = rows(folder, "stateless 5/4")
+    assert set(coded) >= KEYS
+    assert (base["method"], base["train_gap"]) == ("fp32", 0.0)
+    assert base["ratio_fp32"] == pytest.approx(1.0, abs=0.02)  # headers
+    assert coded["train_gap"] == coded["epoch_losses"][1] - base["epoch_losses"][1] != 0
+    assert 4 < coded["ratio_fp32"] < 7.2
+    again = rows(folder, "stateless 5/4", "tah-quant fw4/bw4")
+    assert again[:2] == [base, coded]
+    assert [row["method"] for row in again[2:]] == ["tah-quant fw4/bw4"]
+    assert "stateless 5/4" in capsys.readouterr().out.split("tah-quant fw4/bw4, seed 0")[-1]
+    other = rows(folder, "stateless 5/4", more=("--lora", "2"))
+    assert [(row["method"], row["lora"]) for row in other[3:]] == [
+        ("fp32", 2),
+        ("stateless 5/4", 2),
+    ]
+
+
+def test_methods_are_settings_of_both_directions() -> None:
+    assert all(set(boundary) == {"forward", "backward"} for boundary in METHODS.values())
