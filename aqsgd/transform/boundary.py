@@ -18,6 +18,7 @@ Axes: B samples, T tokens, D channels, N tokens of several samples, K dimensions
 """
 
 import logging
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.rows import Rows, StoredSample
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.aqsgd.transform.tokens import (
+    COARSEST,
     NEUTRAL,
     SHARES,
     Choice,
@@ -272,7 +274,8 @@ class TransformBoundary:
         value_ND, value_NK, change_NK = x_ND[some].float().cpu(), y_NK[some], change_NK[some]
         seen = _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.without(~usual(value_NK)))
-        return step - (0 if weight_N is None else 2 * NEUTRAL), choice, seen
+        step -= 0 if weight_N is None else 2 * NEUTRAL
+        return _fitting(step, choice, y_NK), choice, seen
 
     def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
         symbol_N = choice.symbols
@@ -375,6 +378,16 @@ class TransformBoundary:
                 for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
             self.error_meter.measure(x_BTD[rows[0]], decoded_TD, old_TD if known else None)
+
+
+def _fitting(step: int, choice: Choice, y_NK: Tensor) -> int:
+    """The step, or the finest in which every coefficient fits: what is clamped would stay behind.
+
+    A sample that did not change at all asks for no step, and a massive value for a coarse one.
+    """
+    largest = float((y_NK.abs() / step_sizes(2 * choice.coarse_N).float()[:, None]).max())
+    finest = math.ceil(4 * math.log2(largest / LARGEST)) if 0 < largest < math.inf else step
+    return min(max(step, finest), STEP_RANGE - 2 * COARSEST)
 
 
 def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:

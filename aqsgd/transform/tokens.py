@@ -51,9 +51,13 @@ class Choice(NamedTuple):
 def best_shares(value_NK: Tensor, held_NK: Tensor) -> Tensor:
     """For each token the share of what is cached that leaves the smallest magnitudes to send.
 
-    Magnitudes, not squares: what is left in a few dimensions alone takes few bits.
+    Magnitudes, not squares: what is left in a few dimensions alone takes few bits. A massive one
+    counts for no more than eight times the median, as it would decide alone.
     """
-    left = [(value_NK - share / 4 * held_NK).abs().sum(1) for share in SHARES.tolist()]
+    most_N1 = _MASSIVE * value_NK.abs().median(1, keepdim=True).values
+    left = [
+        (value_NK - share / 4 * held_NK).abs().minimum(most_N1).sum(1) for share in SHARES.tolist()
+    ]
     return torch.stack(left).argmin(0)
 
 
