@@ -22,6 +22,8 @@ from thinpipe.pipeline.wire.thread import Worker
 
 PIECE_NBYTES = 256 * 1024
 _LONGEST_SEARCH_S = 60.0
+_MANY_TOKENS = 1 << 40
+"""So many that any saving pays."""
 
 
 class Piece(NamedTuple):
@@ -143,9 +145,8 @@ def settled(sent_ND: Tensor, value_ND: Tensor, step: float, share: float) -> Pro
     """The basis that is found for tokens like these; `step` is a multiple of the rms of `sent`."""
     size, width = step * float(sent_ND.square().mean().sqrt()), sent_ND.shape[1]
     seen = [Seen(CHANGE, sent_ND / size, value_ND / size)]
-    found = BasisSearch(width, share).end_step(
-        seen, len(sent_ND), Basis.identity(width), first=True
-    )
+    search = BasisSearch(width, share)
+    found = search.end_step(seen, _MANY_TOKENS, Basis.identity(width), first=True)
     assert found.proposal is not None
     return found.proposal
 

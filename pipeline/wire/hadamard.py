@@ -36,8 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Backend, Codes, load, load_kernels
-from thinpipe.pipeline.wire.kernels.hadamard import TILE
+from thinpipe.pipeline.wire.kernels import TILE, Backend, Codes, load, load_kernels
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels

@@ -70,7 +70,7 @@ def test_first_visit_is_per_sample_not_per_epoch() -> None:
 
 
 def test_nbytes_counts_first_visits_and_changes() -> None:
-    sender, receiver = ends(bits=3, first_visit=8)
+    sender, receiver = ends(bits=3, first_visit=8, delta="uniform")
     numel, tokens = SHAPE[0] * SHAPE[1], SHAPE[0]
     shape, ids = torch.Size((3, *SHAPE)), torch.tensor([5, 6, 7])
     assert sender.plan(ids, shape, step=0).capacity == 3 * (numel + 2 * tokens)
@@ -242,7 +242,8 @@ def wire_bytes(built: Built, totals: StepTotals) -> list[tuple[int, str, int, in
 
 @pytest.mark.dist
 def test_bytes_on_the_wire_equal_the_formula(ranks: Ranks) -> None:
-    run = config(pipeline={"cuts": [2]}, boundary=AQSGD)
+    forward = {**AQSGD[0]["forward"], "delta": "uniform", "first_visit": 8}
+    run = config(pipeline={"cuts": [2]}, boundary=[{**AQSGD[0], "forward": forward}])
     _, _, steps = ranks(2, train_steps, run, EPOCHS, wire_bytes)[0]
     numel, headers = TOKENS * WIDTH, 4 * HEADER_NBYTES
     scales = 2 * TOKENS

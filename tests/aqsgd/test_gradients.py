@@ -155,7 +155,8 @@ def backward_bytes(rank: int, run: Any) -> list[int]:
 
 @pytest.mark.dist
 def test_bytes_of_every_visit_are_those_of_the_codec(ranks: Ranks) -> None:
-    boundary: Any = [{"forward": {"kind": "raw"}, "backward": {"kind": "aqsgd", "bits": 4}}]
+    backward = {"kind": "aqsgd", "bits": 4, "delta": "uniform"}
+    boundary: Any = [{"forward": {"kind": "raw"}, "backward": backward}]
     run = config(pipeline={"cuts": [2]}, boundary=boundary)
     sample = 4 * TOKENS * WIDTH // 8 + 2 * TOKENS
     for sent in ranks(2, backward_bytes, run):

@@ -36,6 +36,8 @@ from thinpipe.pipeline.wire.codec import Noise
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 
+TILE = 64
+"""Values of a tile (`hadamard.py`)."""
 _FOLDERS = {"reference": "reference", "numba": "cpu", "triton": "gpu"}
 _AUTO: Mapping[str, Backend] = {"cuda": "triton", "cpu": "numba"}
 _TRITON = ("uniform", "hadamard")

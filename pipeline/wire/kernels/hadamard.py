@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 SIDE = 8
-TILE = SIDE * SIDE
+"""Of a tile's square."""
 
 
 class TileKernels(Protocol):

@@ -134,7 +134,8 @@ def test_messages_are_those_of_a_known_sample() -> None:
 
 @pytest.mark.parametrize(("epochs", "bits"), [(1, 8), (2, 3)])
 def test_in_one_epoch_every_visit_is_the_first(epochs: int, bits: int) -> None:
-    sent = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "raw"}}
+    forward = {"kind": "aqsgd", "bits": 3, "delta": "uniform", "first_visit": 8}
+    sent = {"forward": forward, "backward": {"kind": "raw"}}
     run = config(boundary=[sent], train={"epochs": epochs})  # type: ignore[arg-type]
     found = measure_messages(run)[2, "forward"]
     assert found.nbytes == HEADER_NBYTES + 2 * 12 * (2 + bits * 16 // 8)
@@ -215,7 +216,7 @@ def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
     run = config(boundary=[{"forward": forward, "backward": backward}])  # type: ignore[arg-type]
     found = measure_candidates(run)
     for candidate in found[2, "forward"][:-2]:
-        assert (candidate.spec.memory, candidate.spec.delta) == (8, "uniform")
+        assert (candidate.spec.memory, candidate.spec.delta) == (8, None)
     for candidate in found[2, "backward"][:-2]:
         assert candidate.spec.rounding == "stochastic"
 

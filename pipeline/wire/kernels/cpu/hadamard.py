@@ -11,6 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from thinpipe.pipeline.wire.kernels import TILE
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import take_run
 from thinpipe.pipeline.wire.kernels.cpu.llvm.tile_ir import add_run, turn_tile
@@ -23,7 +24,6 @@ from thinpipe.pipeline.wire.kernels.cpu.windows import (
     window,
     writable,
 )
-from thinpipe.pipeline.wire.kernels.hadamard import TILE
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels.hadamard import SIDE, TILE
+from thinpipe.pipeline.wire.kernels import TILE
+from thinpipe.pipeline.wire.kernels.hadamard import SIDE
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels

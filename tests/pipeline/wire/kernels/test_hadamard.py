@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinpipe.pipeline.wire.kernels import load
-from thinpipe.pipeline.wire.kernels.hadamard import TILE
+from thinpipe.pipeline.wire.kernels import TILE, load
 
 ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
