@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import psutil
 
@@ -70,7 +71,7 @@ def _outlive_the_resource_tracker() -> None:
     warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
     forget = resource_tracker.unregister
 
-    def unregister(name: str, kind: str) -> None:
+    def unregister(name: Any, kind: str) -> None:
         resource_tracker.register(name, kind)
         forget(name, kind)
 
