@@ -71,9 +71,9 @@ def _outlive_the_resource_tracker() -> None:
     warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
     forget = resource_tracker.unregister
 
-    def unregister(name: Any, kind: str) -> None:
-        resource_tracker.register(name, kind)
-        forget(name, kind)
+    def unregister(name: Any, rtype: str) -> None:
+        resource_tracker.register(name, rtype)
+        forget(name, rtype)
 
     resource_tracker.unregister = unregister
 
