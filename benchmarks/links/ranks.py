@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import Workload
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.net.ranks.group import meet, open_group
 from thinpipe.launch.net.ranks.handshake import Lobby
@@ -74,7 +75,8 @@ def default_group(timeout_s: float, key: Path | None = None) -> Iterator[None]:
     """Inside, this process is a rank of the default group; with a key, through the overlay."""
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     config = NetworkConfig(key_file=str(key) if key else None, trusted=key is None)
-    store, network = meet(config, rank, world, Lobby(world, timeout_s, print), wait_s=timeout_s)
+    lobby = Lobby(world, timeout_s, print_error)
+    store, network = meet(config, rank, world, lobby, wait_s=timeout_s)
     open_group(store, rank, world, wait_s=timeout_s)
     try:
         yield

@@ -13,8 +13,9 @@ import pkgutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import psutil
 
@@ -71,7 +72,7 @@ def _outlive_the_resource_tracker() -> None:
     warnings.filterwarnings("ignore", "resource_tracker: process died", UserWarning)
     forget = resource_tracker.unregister
 
-    def unregister(name: Sized, rtype: str) -> None:
+    def unregister(name: Any, rtype: str) -> None:
         resource_tracker.register(name, rtype)
         forget(name, rtype)
 
