@@ -173,7 +173,7 @@ SETTINGS = tuple(
 )
 ROOMS = {
     ("host",): ("pipeline.precision", "pipeline.wire.kernels.cpu.compilation"),
-    ("view",): (*SHOWN, "pipeline.wire.header"),
+    ("view",): (*SHOWN, "pipeline.wire.header", "pipeline.comm.error_stats"),
     ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods"),
 }
 """Rooms of launch, and what they may import beside themselves and `host`."""
