@@ -29,11 +29,16 @@ from benchmarks.harness import Records, Row, command_line, parse_options, with_b
 from thinpipe.pipeline.wire.header import Direction
 
 
+def _published(kind: str) -> dict[str, Any]:
+    """AQ-SGD without tiles, as the rows of results pages are."""
+    return {"delta": "uniform", "first_visit": 8} if kind == "aqsgd" else {}
+
+
 def _method(
     kind: str, forward: int, backward: int, *, gradients: str = "direct", **options: Any
 ) -> dict[str, Any]:
     return {
-        "forward": {"kind": kind, "bits": forward, **options},
+        "forward": {"kind": kind, "bits": forward, **_published(kind), **options},
         "backward": {"kind": gradients, "bits": backward},
     }
 
@@ -52,7 +57,7 @@ def _rate(
     """Entropy-coded, with step sizes as multiples of a group's rms."""
     way = {"bits": 4, "coding": "zstd"}
     return {
-        "forward": {"kind": kind, **way, "rate": forward, **options},
+        "forward": {"kind": kind, **way, "rate": forward, **_published(kind), **options},
         "backward": {"kind": gradients, **way, "rate": backward},
     }
 

@@ -31,7 +31,10 @@ from benchmarks.theme import GRID, INK, MUTED, SERIES
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
 _RAW = {way: {"kind": "raw", "format": "fp32"} for way in ("forward", "backward")}
-_AQ = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}
+_AQ = {
+    "forward": {"kind": "aqsgd", "bits": 3, "delta": "uniform", "first_visit": 8},
+    "backward": {"kind": "direct", "bits": 6},
+}
 _EXACT = {"method": "allreduce"}
 
 

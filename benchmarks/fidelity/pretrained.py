@@ -103,7 +103,9 @@ def run_config(
     model: dict[str, Any] = {"pretrained": str(options.model)}
     if options.lora:
         model["lora"] = {"rank": options.lora, "alpha": 2 * options.lora}
-    layers = json.loads((options.model / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((options.model / "config.json").read_text(encoding="utf-8"))[
+        "num_hidden_layers"
+    ]
     return RunConfig.model_validate(
         {
             "run": {"seed": seed},

@@ -80,7 +80,7 @@ def _raw(cast: str) -> tuple[RawConfig, RawConfig]:
 
 
 def _quantized(forward: int, backward: int) -> tuple[AqsgdConfig, DirectConfig]:
-    return AqsgdConfig(bits=forward), DirectConfig(bits=backward)
+    return AqsgdConfig(bits=forward, delta="uniform", first_visit=8), DirectConfig(bits=backward)
 
 
 _EQUAL = (0.072,) * 4

@@ -67,13 +67,14 @@ def _ours(name: str, forward: ForwardConfig, backward: BackwardConfig) -> Method
 
 def _delta(forward_bits: int, backward_bits: int) -> Method:
     name = f"aqsgd fw{forward_bits}/bw{backward_bits}"
-    return _ours(name, AqsgdConfig(bits=forward_bits), DirectConfig(bits=backward_bits))
+    forward = AqsgdConfig(bits=forward_bits, delta="uniform", first_visit=8)
+    return _ours(name, forward, DirectConfig(bits=backward_bits))
 
 
 def _coded_delta(rate: float) -> Method:
     options = {"bits": 4, "rate": rate, "coding": "zstd"}
     name = f"aqsgd rate {rate}/{rate}"
-    return _ours(name, AqsgdConfig(**options), DirectConfig(**options))
+    return _ours(name, AqsgdConfig(**options, first_visit=8), DirectConfig(**options))
 
 
 def _transform(step: float, dimensions: tuple[float, float] = (1.0, 1.0)) -> Method:

@@ -18,6 +18,9 @@ from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.models.transformer import build_layers
 
+NOWHERE = Path("unused")
+"""Where frozen weights would be named from; these models have none."""
+
 pytestmark = pytest.mark.dist
 
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
@@ -37,7 +40,7 @@ def train(rank: int, stop_at: int | None) -> Any:
         if step == stop_at:
             state = collect(built)
             built = start(RUN)
-            distribute(built, state)
+            distribute(built, state, NOWHERE)
         totals.append(built.engine.train_step(share(batch(ids), replica, 2), step))
     held_out = share(batch([50, 51, 52, 53]), replica, 2)
     loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
@@ -130,7 +133,7 @@ def train_with(rank: int, methods: list[str]) -> dict[str, tuple[list[float], bo
     for method in methods:
         whole, resumed = start(run_of(method)), start(run_of(method))
         losses = steps(whole, 0, 3)
-        distribute(resumed, copy.deepcopy(collect(whole)))
+        distribute(resumed, copy.deepcopy(collect(whole)), NOWHERE)
         losses += steps(whole, 3, 5)
         same = steps(resumed, 3, 5) == losses[3:]
         (loss, one), (other_loss, other) = end(whole), end(resumed)

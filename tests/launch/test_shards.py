@@ -21,6 +21,9 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.step_stats import StepTotals
 
+NOWHERE = Path("unused")
+"""Where frozen weights would be named from; these models have none."""
+
 pytestmark = pytest.mark.dist
 
 BATCHES = [batch(list(range(first, first + 8))) for first in (0, 8, 0)]
@@ -151,7 +154,7 @@ def _train(rank: int, run: RunConfig) -> tuple[list[StepTotals], bool]:
     """Of five steps: totals, and whether a run resumed after three does the same."""
     whole, resumed = start(run), start(run)
     totals = [_step(whole, number) for number in range(3)]
-    distribute(resumed, copy.deepcopy(collect(whole)))
+    distribute(resumed, copy.deepcopy(collect(whole)), NOWHERE)
     last, again = ([_step(built, number) for number in (3, 4)] for built in (whole, resumed))
     one, other = weights(whole), weights(resumed)
     same = all(torch.equal(weight, other[name]) for name, weight in one.items())

@@ -17,6 +17,7 @@ from tests.commands import PATIENCE_S, Command
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.timeline import read_timeline
+from thinpipe.pipeline.wire.hadamard import Hadamard
 
 pytestmark = pytest.mark.dist
 
@@ -208,11 +209,9 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     assert [
         sum(record.wire[0].first_visits for record in epoch) for epoch in (records[:4], records[4:])
     ] == [24, first_visits]
-    numel, scales = 32 * 16, 2 * 32
-    assert first == 24 * (numel + scales)
-    assert second == first_visits * (numel + scales) + (24 - first_visits) * (
-        3 * numel // 8 + scales
-    )
+    fresh, change = (Hadamard(bits).capacity(32 * 16) for bits in (6, 3))
+    assert first == 24 * fresh
+    assert second == first_visits * fresh + (24 - first_visits) * change
 
 
 def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:

@@ -102,13 +102,14 @@ def test_a_wrong_frame_is_rejected_with_both_values(found: dict[str, Any], numbe
 
 def forgetful(rank: int, who: int) -> str:
     """Two visits under AQ-SGD; before the second, one end loses its memory."""
-    boundary = build_delta(AqsgdConfig(bits=2), width=SHAPE[-1], key=0)
+    uniform = AqsgdConfig(bits=2, delta="uniform", first_visit=8)
+    boundary = build_delta(uniform, width=SHAPE[-1], key=0)
     link, made = link_to(1 - rank, 20 + who), codec(boundaries={"train": boundary})
     for visit in range(2):
         link.begin_pass(visit)
         made.begin_pass(step=visit, mode="train")
         if visit == 1 and rank == who:
-            boundary.load_state_dict(build_delta(AqsgdConfig(), width=8, key=0).state_dict())
+            boundary.load_state_dict(build_delta(uniform, width=8, key=0).state_dict())
         try:
             if rank == 0:
                 link.send(0, made.encode(0, torch.ones(SHAPE), IDS))
