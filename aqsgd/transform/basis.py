@@ -147,11 +147,6 @@ def entry_unit(width: int) -> int:
     return 1 << max((512 // math.isqrt(width)).bit_length() - 1, 0)
 
 
-def step_size(index: int) -> float:
-    """2^(index / 4), the same on any machine."""
-    return math.ldexp(_quarters()[index % 4], index // 4)
-
-
 def step_index(size: float) -> int:
     """That of the step nearest to a positive size, by ratio."""
     return round(4 * math.log2(size))

@@ -178,14 +178,3 @@ class Decoder:
             self._begun, self.skipped = True, first_character(part)
             part = part[self.skipped :]
         return self._decoder.decode(part)
-
-
-def is_utf8(text: bytes) -> bool:
-    """Whether a text is UTF-8, apart from a character that was cut at either end."""
-    decoder, step = Decoder(), 1 << 20
-    try:
-        for place in range(0, len(text), step):
-            decoder.decode(text[place : place + step])
-    except UnicodeDecodeError:
-        return False
-    return True

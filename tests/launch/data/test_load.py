@@ -11,7 +11,6 @@ from torch import Tensor
 
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import files, load
-from thinpipe.launch.data.reading.text import is_utf8
 from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
 
 
@@ -171,11 +170,14 @@ def test_text_that_is_not_utf8_is_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xc3\x28", b"caf\xe9 noir"])
-def test_invalid_utf8_is_detected_anywhere(wrong: bytes) -> None:
-    text = "日本語".encode() * 200_000  # longer than what is looked at in one go
-    assert is_utf8(text)
-    assert is_utf8(text[1:-1])
-    assert not is_utf8(text + wrong + text)
+def test_invalid_utf8_is_detected_anywhere(wrong: bytes, tmp_path: Path) -> None:
+    text, path = (
+        "日本語".encode() * 200_000,
+        tmp_path / "text",
+    )  # longer than what is read in one go
+    for content, notes in ((text[1:-1], 0), (text + wrong + text, 1)):
+        path.write_bytes(content)
+        assert len(load(_config(path))[0].notes) == notes
 
 
 def test_digest_is_stable_and_changes_with_a_byte(tmp_path: Path) -> None:
