@@ -59,13 +59,14 @@ class ProgramParts:
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
     are multiplied by in a step (from 0), or torch `schedulers` set them; `metrics` are functions or
-    `pipeline.metrics.Metric`s.
+    `pipeline.metrics.Metric`s. Ranks of a program may make unlike calls, those of run files cannot.
     """
 
     optimizer: OptimizerFactory | None = None
     schedule: Callable[[int], float] | None = None
     schedulers: Sequence[LRScheduler] = ()
     metrics: Sequence[object] = ()
+    is_program: bool = False
 
 
 def build(

@@ -108,7 +108,8 @@ class Run(RankRun):
         self._hook = sys.excepthook  # the program's, before torch puts its own around it
         schedulers = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
         own = [one for one in metrics if not isinstance(one, str)]
-        given = ProgramParts(_factory(optimizer, pipeline), schedule, tuple(schedulers), own)
+        factory = _factory(optimizer, pipeline)
+        given = ProgramParts(factory, schedule, tuple(schedulers), own, is_program=True)
         super().__init__(config, _resume(resume), show=_shown(), given=given)
         running = _RUNNING.get()
         if running is not None:

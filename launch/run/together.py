@@ -4,9 +4,11 @@ Every rank says in the run's store which call it makes. Before those that ranks 
 waits until all others have said the same. A step only says it: its messages join the ranks.
 """
 
+import contextlib
 import json
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -65,14 +67,16 @@ class Together:
 
     def _say(self, step: int) -> None:
         if self._others:
-            self._store.set(str(self._rank), json.dumps([step, *self._calls]))
+            with _told_as_lost():
+                self._store.set(str(self._rank), json.dumps([step, *self._calls]))
 
     def _is_there(self, rank: int) -> bool:
         """Whether a rank makes this rank's last call, or has made it."""
-        if not self._store.check([str(rank)]):
-            return False
+        with _told_as_lost():
+            if not self._store.check([str(rank)]):
+                return False
+            step, *calls = json.loads(self._store.get(str(rank)))
         mine = self._calls[-1]
-        step, *calls = json.loads(self._store.get(str(rank)))
         its = {call.number: call for call in (_Call(*fields) for fields in calls)}
         if min(its) > mine.number or its.get(mine.number) == mine:
             return True
@@ -87,3 +91,12 @@ class Together:
             f"goes on to {instead}: all ranks are needed for either; make every call of a run on "
             "every rank, none inside `if rank == 0`"
         )
+
+
+@contextlib.contextmanager
+def _told_as_lost() -> Iterator[None]:
+    """A store that is gone is a lost connection: a rank then says which machines it misses."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError("the machine that holds the run's store is gone") from error
