@@ -101,10 +101,11 @@ class Training:
             given.metrics,
             program=getattr(config.model, "program", ()),
         )
+        mesh = session.mesh
         self._together = Together(
             session.store,
-            session.mesh.rank,
-            session.mesh.world_size if given.is_program else 1,  # a run file's make the same calls
+            # ranks of a run file make the same calls, and need not ask
+            *((mesh.rank, mesh.world_size) if given.is_program else (0, 1)),
             wait_s=config.pipeline.peer_timeout_s,
         )
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
