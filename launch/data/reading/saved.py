@@ -1,6 +1,7 @@
 """Data sets that the package datasets has written or downloads: memory-mapped Arrow files."""
 
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.arrow import Columns
 from thinpipe.launch.data.rows import Row, Rows
+from thinpipe.launch.host import disk
+from thinpipe.launch.host.cache import cache_folder
 from thinpipe.launch.host.packages import explain
 
 HUB = "hf:"
@@ -88,13 +91,29 @@ def load_hub(name: HubName, what: str) -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(f"{what}: {explain(error)}") from error
     try:
-        return load_dataset(name.name, name.config, revision=name.revision, split=name.split)
+        return load_dataset(
+            name.name,
+            name.config,
+            revision=name.revision,
+            split=name.split,
+            cache_dir=_cache_folder(),
+        )
     except Exception as error:  # of many kinds, for a missing name, network or configuration
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{what}: cannot be loaded: {first}; correct the name, or check the network (with "
             "HF_HUB_OFFLINE=1 only what was downloaded before is used)"
         ) from error
+
+
+def _cache_folder() -> str | None:
+    """Where the package keeps data sets: its own place, or ours for a user without a home."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    own = Path(HF_DATASETS_CACHE)
+    if own.is_absolute() and os.access(disk.existing(own), os.W_OK):
+        return None
+    return str(cache_folder() / "datasets")
 
 
 def stream_hub(path: str, fields: Sequence[Field]) -> "StreamedRows":
