@@ -12,7 +12,6 @@ from thinpipe.launch.data.reading.arrow import Columns
 from thinpipe.launch.data.rows import Row, Rows
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
-from thinpipe.launch.host.packages import explain
 
 HUB = "hf:"
 _FORM = "hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]"
@@ -86,34 +85,7 @@ def load_hub(name: HubName, what: str) -> Any:
     Raises:
         ValueError: it cannot be had.
     """
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{what}: {explain(error)}") from error
-    try:
-        return load_dataset(
-            name.name,
-            name.config,
-            revision=name.revision,
-            split=name.split,
-            cache_dir=_cache_folder(),
-        )
-    except Exception as error:  # of many kinds, for a missing name, network or configuration
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{what}: cannot be loaded: {first}; correct the name, or check the network (with "
-            "HF_HUB_OFFLINE=1 only what was downloaded before is used)"
-        ) from error
-
-
-def _cache_folder() -> str | None:
-    """Where the package keeps data sets: its own place, or ours for a user without a home."""
-    from datasets.config import HF_DATASETS_CACHE
-
-    own = Path(HF_DATASETS_CACHE)
-    if own.is_absolute() and os.access(disk.existing(own), os.W_OK):
-        return None
-    return str(cache_folder() / "datasets")
+    return _loaded(name, what)
 
 
 def stream_hub(path: str, fields: Sequence[Field]) -> "StreamedRows":
@@ -122,21 +94,34 @@ def stream_hub(path: str, fields: Sequence[Field]) -> "StreamedRows":
     Raises:
         ValueError: it cannot be had, or lacks a field.
     """
-    from datasets import load_dataset
+    name = parse_hub(path, "data.path")
+    name = name._replace(split=name.split or "train")
+    found = _loaded(name, f"data.path = {path!r}", streaming=True)
+    return StreamedRows(found, fields, f"{path} {name.split}")
 
-    setting, what = "data.path", f"data.path = {path!r}"
-    name = parse_hub(path, setting)
-    split = name.split or "train"
+
+def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
+    from datasets import load_dataset
+    from datasets.config import HF_DATASETS_CACHE
+
+    cache = Path(HF_DATASETS_CACHE)
+    usable = cache.is_absolute() and os.access(disk.existing(cache), os.W_OK)
     try:
-        found = load_dataset(
-            name.name, name.config, revision=name.revision, split=split, streaming=True
+        return load_dataset(
+            name.name,
+            name.config,
+            revision=name.revision,
+            split=name.split,
+            streaming=streaming,
+            # a user without a home has no cache of the package's own
+            cache_dir=None if usable else str(cache_folder() / "datasets"),
         )
-    except Exception as error:  # of many kinds
+    except Exception as error:  # of many kinds, for a missing name, network or configuration
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{what}: cannot be loaded: {first}; correct the name, or check the network"
+            f"{what}: cannot be loaded: {first}; correct the name, or check the network (with "
+            "HF_HUB_OFFLINE=1 only what was downloaded before is used)"
         ) from error
-    return StreamedRows(found, fields, f"{path} {split}")
 
 
 class StreamedRows:
