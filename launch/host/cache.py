@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     for place in places:
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if place.stat().st_uid != os.getuid():
+            if place.lstat().st_uid != os.getuid():  # of a link too: it leads where its owner likes
                 raise PermissionError(f"{place} belongs to somebody else")
             with tempfile.TemporaryFile(dir=place):
                 return place

@@ -1,0 +1,23 @@
+"""The user's cache lies where nobody else decides what is written over."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from thinpipe.launch.host.cache import CACHE, cache_folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link somebody else's")
+def test_a_link_of_somebody_else_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, link = tmp_path / "ours", tmp_path / f"thinpipe-{os.getuid()}"
+    target.mkdir()
+    link.symlink_to(target)
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "no absolute path")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert cache_folder() == link
+    os.lchown(link, 12345, 12345)
+    assert cache_folder() not in (link, target)
