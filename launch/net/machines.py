@@ -58,8 +58,7 @@ def several_machines(
     if config.trusted:
         own = _chosen_interface(address).address
         return openly(endpoint, own, (address, port), config.own_name())
-    _check_patience(config.patience_s, limit_s)
-    keys.contexts(config.find_key())  # before anybody is waited for
+    _check(config, limit_s)
     coordinates = is_own_address(address)
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
@@ -95,12 +94,14 @@ def several_machines(
     return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
 
 
-def _check_patience(patience_s: float, limit_s: float) -> None:
-    if patience_s >= limit_s:
+def _check(config: NetworkConfig, limit_s: float) -> None:
+    """Before anybody is waited for."""
+    if config.patience_s >= limit_s:
         raise ValueError(
-            f"network.patience_s = {patience_s:g}: ranks wait for each other only "
+            f"network.patience_s = {config.patience_s:g}: ranks wait for each other only "
             f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
         )
+    keys.contexts(config.find_key())
 
 
 def _chosen_interface(other: str) -> Interface:

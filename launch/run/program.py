@@ -96,12 +96,7 @@ class Run(RankRun):
             "clip_norm": clip_norm,
             "accumulate": accumulate,
         }
-        chosen: Mapping[str, Mapping[str, Any]] = {
-            **({"report": {"writers": list(writers)}} if writers else {}),
-            **(settings or {}),
-        }
-        evaluation = {**_evaluated(metrics, best, patience), **chosen.get("eval", {})}
-        chosen = {**chosen, "eval": evaluation}
+        chosen = _sections(settings or {}, writers, _evaluated(metrics, best, patience))
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._reading = Reading()
@@ -211,6 +206,14 @@ def _config(
         "train": {**pipeline.sections["train"], **train, **settings.get("train", {})},
     }
     return config_of(sections, "Run")
+
+
+def _sections(
+    settings: Mapping[str, Mapping[str, Any]], writers: Sequence[str], evaluation: dict[str, Any]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Settings by section, which win over what a run's own arguments say."""
+    report = {"report": {"writers": list(writers)}} if writers else {}
+    return {**report, **settings, "eval": {**evaluation, **settings.get("eval", {})}}
 
 
 def _evaluated(metrics: Sequence[object], best: str | None, patience: int | None) -> dict[str, Any]:

@@ -174,14 +174,9 @@ def join(
         PeerError: a peer failed while the session was in use.
     """
     world = int(os.environ["WORLD_SIZE"])
-    rank, needed = int(os.environ["RANK"]), mesh.world_size
-    if world != needed and problem is None:
-        shards = f" and pipeline.shards = {mesh.shards}" if mesh.shards > 1 else ""
-        problem = (
-            f"{world} processes were started, but {mesh.pipeline_ranks} ranks per pipeline "
-            f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
-            f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
-        )
+    rank = int(os.environ["RANK"])
+    if world != mesh.world_size and problem is None:
+        problem = _wrong_number(world, mesh)
     lobby = Lobby(world, wait_s, tell, problem)
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
     name, place = fresh_name(met, rank, world, lobby, wait_s=wait_s), store_address()
@@ -217,6 +212,16 @@ def join(
     dist.destroy_process_group()
     if network is not None:
         network.close()
+
+
+def _wrong_number(world: int, mesh: Mesh) -> str:
+    needed = mesh.world_size
+    shards = f" and pipeline.shards = {mesh.shards}" if mesh.shards > 1 else ""
+    return (
+        f"{world} processes were started, but {mesh.pipeline_ranks} ranks per pipeline "
+        f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
+        f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
+    )
 
 
 def _in_words(error: Exception) -> str:
