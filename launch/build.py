@@ -88,7 +88,7 @@ def build(
     wiring, given = wiring or _rank_wiring(config, transport), given or ProgramParts()
     devices = _devices(config)
     device = devices[0]
-    make_repeatable(device)
+    make_repeatable(device, deterministic=config.pipeline.deterministic)
     modules = {stage: build_stage(config, stage, devices) for stage in wiring.stages}
     shared = _tie(config, modules)
     held, shards = _shard(config, modules, transport, devices)

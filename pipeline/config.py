@@ -41,6 +41,8 @@ class PipelineConfig(BaseModel):
     among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
     `device = "auto"` is a GPU where a host has one; a host's GPUs are assigned round-robin.
+    `deterministic` makes a GPU compute the same bits again, which a bit-exact resume needs; an
+    operation that cannot do that ends the run.
     `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
     no two ranks share one.
     `placement` names the host of each rank (`network.name`), a row per replica; by default hosts
@@ -62,6 +64,7 @@ class PipelineConfig(BaseModel):
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
     device: DeviceName = "auto"
+    deterministic: bool = True
     devices_per_rank: int = Field(1, ge=1)
     placement: tuple[tuple[str, ...], ...] = ()
     peer_timeout_s: float = Field(300.0, gt=0)

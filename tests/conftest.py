@@ -47,6 +47,8 @@ def pytest_configure() -> None:
     """Before workers start: they inherit both."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # or to ask for GPUs makes CUDA unusable in all that tests fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if _roomy(MEMORY):
         os.environ.setdefault("TMPDIR", str(MEMORY))
         tempfile.tempdir = None  # chosen anew

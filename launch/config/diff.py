@@ -13,7 +13,7 @@ _MAY_CHANGE = (
     "train.verify_every",
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),
-    *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),
+    *(f"pipeline.{name}" for name in ("deterministic", "devices_per_rank", "peer_timeout_s")),
 )
 _EPOCHS, _STEPS = "train.epochs", "train.max_steps"
 _MOST = 8

@@ -16,12 +16,13 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import host_notices
+from thinpipe.launch.host.device import device_type, free_gpu_memory, host_notices
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces, resolve
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import usable_cores
-from thinpipe.launch.memory.host import host_needs
-from thinpipe.launch.memory.model import rank_memory
+from thinpipe.launch.host.words import format_bytes
+from thinpipe.launch.memory.host import gpu_nbytes, host_needs
+from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.memory.rows import free
 from thinpipe.launch.memory.space import check_space
 from thinpipe.launch.net.overlay import keys
@@ -174,6 +175,7 @@ def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckRe
         results = [problem(where, text, remedy)]
     else:
         results = [ok(where, text)]
+    results += _gpu(config, len(ready.corpus.train), where, shares, models)
     folder = disk.existing(config.run.path)
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
     room, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
@@ -193,6 +195,23 @@ def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckRe
     else:
         results.append(ok(where, f"{room / 1e9:.3g} GB of disk free for run.folder"))
     return results
+
+
+def _gpu(
+    config: RunConfig,
+    sequences: int,
+    where: str,
+    shares: Sequence[Share],
+    models: Sequence[ModelMemory],
+) -> list[CheckResult]:
+    """Memory of a GPU against what the share needs that needs most, if ranks are to use one."""
+    here = free_gpu_memory(config.pipeline.devices_per_rank)
+    if here is None or device_type(config.pipeline.device) == "cpu":
+        return []
+    most = max(gpu_nbytes(config, sequences, share, models) for share in shares)
+    text = f"{format_bytes(most)} of a GPU's memory, of which {format_bytes(here)} are free"
+    remedy = "use more GPUs or stages, smaller microbatches, or bf16"
+    return [problem(where, text, remedy) if most > here else ok(where, text)]
 
 
 def _devices(where: str) -> CheckResult:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+import warnings
 from pathlib import Path
 
 import torch
@@ -93,14 +94,19 @@ def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
         )
 
 
-def make_repeatable(device: torch.device) -> None:
-    """Make torch deterministic, as a resume requires; a CPU is without this.
+def make_repeatable(device: torch.device, *, deterministic: bool) -> None:
+    """Make torch deterministic on a GPU, as a bit-exact resume requires; a CPU is without this.
 
-    GPU operations without a deterministic version warn. Call it before the device is used.
+    Call it before the device is used. Operations without a deterministic version then fail: if
+    they only warned, torch would use the faster backward of attention, which is not repeatable.
     """
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return
+    # torch's thread of the backward pass starts without a context, makes one, and warns of it
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

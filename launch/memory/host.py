@@ -10,7 +10,7 @@ from rich.console import Console
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import device_type, gpu_count, host_notices
+from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count, host_notices
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
@@ -23,6 +23,7 @@ from thinpipe.launch.memory.model import (
 from thinpipe.launch.memory.rows import (
     End,
     HostBytes,
+    busiest,
     check_memory,
     free,
     memory_folder,
@@ -97,7 +98,7 @@ def host_needs(
     ranks: Sequence[int],
     models: Sequence[ModelMemory] | None = None,
 ) -> HostNeeds:
-    """RAM of these ranks, all on this host; stages on a GPU need its memory instead.
+    """RAM of these ranks, all on this host; stages on a GPU need its memory too (`gpu_nbytes`).
 
     `models` are the `rank_memory` of the config, which takes a while, if it is known.
 
@@ -173,10 +174,10 @@ def _counted(
 ) -> HostNeeds:
     """RAM of ranks, by position in their pipelines; one of them may write the report."""
     positions, held = [position for position, _ in ranks], [model for _, model in ranks]
-    model, copies = ModelMemory(), 0
+    model = ModelMemory()
     if device_type(config.pipeline.device) == "cpu":
         model = functools.reduce(ModelMemory.plus, held, model)
-        copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
+    copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
     rows = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
     processes = _PROCESS_NBYTES * len(ranks) + _REPORTING_NBYTES * reports
@@ -205,6 +206,40 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
     return [*filter(None, [space]), *host_notices(config.pipeline.device)]
 
 
+def gpu_nbytes(
+    config: RunConfig,
+    sequences: int,
+    ranks: Sequence[int],
+    models: Sequence[ModelMemory] | None = None,
+) -> int:
+    """Bytes of the busiest GPU of a host with these ranks.
+
+    Raises:
+        ConfigError: the activation cache's budget is too small for one sample.
+    """
+    each, per_rank = device_nbytes(config, sequences, models), config.pipeline.devices_per_rank
+    return busiest([each[config.mesh(rank).position] // per_rank for rank in ranks], per_rank)
+
+
+def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
+    """Check that GPUs of this host hold its ranks; only ranks call it, as it opens a GPU.
+
+    Raises:
+        ConfigError: naming what they need, what is free, and the remedy.
+    """
+    here = free_gpu_memory(config.pipeline.devices_per_rank)
+    if device_type(config.pipeline.device) == "cpu" or here is None:
+        return
+    needed = gpu_nbytes(config, sequences, ranks)
+    if needed > here:
+        raise ConfigError(
+            f"the ranks on this host take {format_bytes(needed)} of a GPU's memory, and "
+            f"{format_bytes(here)} are free; use more GPUs or stages, smaller microbatches "
+            '(pipeline.microbatches), pipeline.precision = "bf16", or '
+            "model.activation_checkpointing = true"
+        )
+
+
 def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
     """Print what these ranks need if they run on this host."""
     models = rank_memory(config)
@@ -221,7 +256,7 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
     for notice in (*filter(None, [space]), *host_notices(config.pipeline.device)):
         console.print(notice, soft_wrap=True)
     if device_type(config.pipeline.device) == "cuda":
-        most = max(models[config.mesh(rank).position].total for rank in ranks)
-        console.print(f"model and activations on the GPU of a rank: up to {format_bytes(most)}")
+        most = gpu_nbytes(config, sequences, ranks, models)
+        console.print(f"model, activations and what is cached on a GPU: up to {format_bytes(most)}")
         if not gpu_count():
             console.print("note: torch finds no GPU on this host; one is needed to train")

@@ -130,7 +130,7 @@ def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> H
         rows=held,
         ram=ram,
         disk=held if tier == "disk" else 0,
-        device=_busiest(at_once, config.pipeline.devices_per_rank) if tier == "device" else 0,
+        device=busiest(at_once, config.pipeline.devices_per_rank) if tier == "device" else 0,
     )
 
 
@@ -287,7 +287,7 @@ def _batch(config: RunConfig) -> int:
     return config.train.batch_size // config.pipeline.dp_size
 
 
-def _busiest(nbytes: Sequence[int], per_rank: int) -> int:
+def busiest(nbytes: Sequence[int], per_rank: int) -> int:
     """Bytes on the busiest GPU: local ranks are assigned to GPUs round-robin."""
     gpus = max(1, gpu_count() // per_rank)
     return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)

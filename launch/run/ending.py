@@ -102,6 +102,12 @@ def _in_words(error: BaseException) -> str | None:
     """
     if isinstance(error, dist.DistNetworkError):
         return "the machine that holds the run's store is gone"
+    if "does not have a deterministic implementation" in str(error):
+        what = str(error).partition(" does not have")[0]
+        return (
+            f"{what} gives other bits each time on a GPU; with pipeline.deterministic = false the "
+            "run goes on, and a resume is no longer bit-exact"
+        )
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == _program()]
     where = f"{_program()}, line {lines[-1]}: " if lines else ""

@@ -16,10 +16,11 @@ from thinpipe.launch.checkpoint.run_folder import RunFolder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.host.device import device_type
 from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import outlive_terminal
-from thinpipe.launch.memory.host import check_host
+from thinpipe.launch.memory.host import check_gpu, check_host
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
@@ -182,7 +183,8 @@ class RankRun:
             training.report()
 
     def _join(self) -> None:
-        torch.set_num_threads(rank_threads(len(ranks_here())))
+        on_gpu = device_type(self.config.pipeline.device) == "cuda"
+        torch.set_num_threads(1 if on_gpu else rank_threads(len(ranks_here())))
         self._stack.enter_context(self._joined)
         pipeline = self.config.pipeline
         mesh = self.config.mesh(int(os.environ["RANK"]))
@@ -223,6 +225,7 @@ class RankRun:
             config = sized_for(config, samples)
             if session.local_rank == 0:  # for all ranks of its host
                 notices = check_host(config, len(samples), ranks_here())
+                check_gpu(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}

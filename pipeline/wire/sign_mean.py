@@ -17,6 +17,7 @@ from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend, load
 from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels
+from thinpipe.pipeline.wire.pinned import brought_to
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class SignMean:
             self._decode(wire_W, out_N, add=False)
 
     def decode_add(self, wire_W: Tensor, sum_N: Tensor) -> None:
-        """Add a row's values to `sum_N` (fp32, contiguous).
+        """Add a row's values to `sum_N` (fp32, contiguous); the bytes may be in host memory.
 
         Raises:
             CodingError: there are fewer bytes than a row has.
         """
-        self._decode(wire_W.view(-1), sum_N, add=True)
+        self._decode(brought_to(sum_N.device, wire_W.view(-1)), sum_N, add=True)
 
     def _decode(self, wire_W: Tensor, out_N: Tensor, *, add: bool) -> None:
         if len(wire_W) < self.capacity(out_N.numel()):  # compiled code would read past the end

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.pinned import brought_to
 
 TILE = 4096
 _HEAD = 5
@@ -79,8 +80,11 @@ class TileTopK:
             self._decode(wire_W, out_N)
 
     def add_to(self, wire_W: Tensor, sum_N: Tensor, count_N: Tensor) -> None:
-        """Add a row's values to a sum, and 1 to the count of each place that has one."""
-        place_C, value_C = self._read(wire_W, sum_N.numel())
+        """Add a row's values to a sum, and 1 to the count of each place that has one.
+
+        The bytes may be in host memory.
+        """
+        place_C, value_C = self._read(brought_to(sum_N.device, wire_W), sum_N.numel())
         inside = place_C < sum_N.numel()
         place_C, value_C = place_C[inside], value_C[inside]
         sum_N[place_C] += value_C  # no place twice
@@ -102,7 +106,9 @@ class TileTopK:
         if self.bits == 1:
             if not bool(value_C.isfinite().all()):
                 raise ValueError("a value that is not finite has no sign to send")
-            return (value_C < 0).to(torch.uint8), torch.empty(0, dtype=torch.uint8)
+            return (value_C < 0).to(torch.uint8), torch.empty(
+                0, dtype=torch.uint8, device=value_C.device
+            )
         mean = value_C.mean()
         rest_C = value_C - mean
         width = 6 * rest_C.square().mean().sqrt() / _BINS

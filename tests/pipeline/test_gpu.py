@@ -37,7 +37,7 @@ def losses(run: RunConfig, steps: int = 3) -> tuple[list[float], Built]:
         return found, built
 
 
-@pytest.mark.parametrize("kind", ["raw", "direct", "stateless", "aqsgd"])
+@pytest.mark.parametrize("kind", ["raw", "direct", "stateless", "aqsgd", "transform"])
 def test_a_gpu_trains_what_the_cpu_does(kind: str) -> None:
     results = {}
     for device in ("cpu", "cuda"):
@@ -93,10 +93,11 @@ def test_a_gpu_and_a_cpu_join_one_cut_bit_for_bit(
         generator, ids_B = torch.Generator().manual_seed(1), torch.tensor([3, 2**40, 7])
         for visit in range(4):
             x_BTD = torch.randn(3, TOKENS, WIDTH, generator=generator)
-            wire = host_bytes(sender.nbytes(x_BTD.shape, ids_B), source)
-            sender.encode(x_BTD.to(source), ids_B, wire, step=visit)
+            plans = [end.plan(ids_B, x_BTD.shape, step=visit) for end in (sender, receiver)]
+            wire = host_bytes(plans[0].capacity, source)
+            used = sender.encode(plans[0], x_BTD.to(source), wire)
             out_BTD = torch.full(x_BTD.shape, torch.nan, device=target)
-            receiver.decode(wire, ids_B, out_BTD)
+            receiver.decode(plans[1], wire[:used], out_BTD)
             for end in (sender, receiver):
                 end.finish_step(keep=True)
             assert torch.isfinite(out_BTD).all()
@@ -109,8 +110,8 @@ def test_a_memory_on_a_gpu_survives_a_restart_in_any_tier(pinned: bool) -> None:
     spec, ids_B = AqsgdConfig(bits=3), torch.tensor([1, 2])
     on_gpu = build_delta(spec, width=WIDTH, key=0, store=RamStore(GPU))
     x_BTD = torch.randn(2, TOKENS, WIDTH, device=GPU)
-    wire = host_bytes(on_gpu.nbytes(x_BTD.shape, ids_B), GPU)
-    on_gpu.encode(x_BTD, ids_B, wire, step=0)
+    plan = on_gpu.plan(ids_B, x_BTD.shape, step=0)
+    on_gpu.encode(plan, x_BTD, host_bytes(plan.capacity, GPU))
     on_gpu.finish_step(keep=True)
     state = on_gpu.state_dict()
     assert state[ROWS].device == CPU

@@ -158,7 +158,7 @@ def test_a_gpu_holds_the_memories_of_the_ranks_that_use_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planned, "gpu_count", lambda: 4)
-    assert [planned._busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
+    assert [planned.busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
 
 
 @pytest.mark.parametrize("tier", ["pinned", "device"])
@@ -248,7 +248,7 @@ def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_fi
     code, output = dry_run(run_file, "pipeline.device=cuda", "memory.tier=device")
     assert code == 0, output
     assert "of unknown free" in output
-    assert "model and activations on the GPU of a rank: up to" in output
+    assert "model, activations and what is cached on a GPU: up to" in output
     assert "note: torch finds no GPU on this host" in output
     done = Command("train", run_file, "--set", "pipeline.device=cuda").done()
     assert done.returncode == 2

@@ -1,0 +1,239 @@
+"""Everything that a GPU can show, in one command, within nine minutes.
+
+    python -m benchmarks.gpu --page gpu.md --json gpu.jsonl
+
+The tests marked `gpu`; kernels against the reference and against a copy; pipelines of 2 and 4
+stages on one card against one process; tiers of the activation cache; memory against its count;
+steps over limited links, which needs root. A part that fails is reported and the next one begins.
+`--rehearse` runs all of it on the CPU, with a tiny model: no result, but every line of this.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Row, Shape, apart
+from benchmarks.harness import Records, command_line, environment, format_table, read_results
+from thinpipe.launch.host.words import format_bytes
+
+_TESTS_S, _PROGRAM_S, _RUN_S, _LEAST_S = 150, 60, 60, 10
+_TINY = Shape(layers=4, width=64, tokens=16, batch=4, samples=8, epochs=3)
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a part works, where its numbers go, and until when (`time.perf_counter`) it may."""
+
+    folder: Path
+    records: Records
+    rehearse: bool
+    until: float
+
+
+class FailedError(Exception):
+    """A part did not do its work; the message says why."""
+
+
+def _run(work: Work, command: Sequence[str], limit_s: float) -> str:
+    """Output of a command.
+
+    Raises:
+        FailedError: it ended with an error, or not in time.
+    """
+    left_s = work.until - time.perf_counter()
+    if left_s < _LEAST_S:
+        raise FailedError("left out: the time was up")
+    limit_s = min(limit_s, left_s)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"{' '.join(command)}: not done within {limit_s:.0f} s") from error
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()[-12:]
+        raise FailedError("\n".join([f"{' '.join(command)}: exit code {done.returncode}", *said]))
+    return done.stdout
+
+
+def tests(work: Work) -> str:
+    """The tests marked `gpu`; a rehearsal has them skipped."""
+    report = work.folder / "tests.xml"
+    options = ["-m", "gpu", "-n", "4", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    where = ["tests/pipeline"] if work.rehearse else ["tests"]
+    try:
+        _run(work, [sys.executable, "-m", "pytest", *options, *where], _TESTS_S)
+    except FailedError:
+        if not report.exists():
+            raise
+    suite = next(ET.parse(report).getroot().iter("testsuite"))
+    failed = [
+        f"* {case.get('classname')}::{case.get('name')}: {problem.get('message', '')[:300]}"
+        for case in suite.iter("testcase")
+        for problem in (*case.iter("failure"), *case.iter("error"))
+    ]
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped")}
+    work.records.add({"part": "tests"}, {**counts, "failed": failed})
+    passed = counts["tests"] - counts["skipped"] - len(failed)
+    return "\n".join(
+        [f"{passed} passed, {counts['skipped']} skipped, {len(failed)} failed.", *failed]
+    )
+
+
+def kernels(work: Work) -> str:
+    """Speed of Triton's kernels; `gpu` tests hold their bits against the reference's."""
+    if work.rehearse:
+        return "Not on a CPU."
+    path = work.folder / "kernels.jsonl"
+    sizes = ["--bits", "2", "4", "8", "--millions", "64", "--repetitions", "10"]
+    _run(
+        work,
+        [sys.executable, "-m", "benchmarks.kernels.gpu", *sizes, "--json", str(path)],
+        _PROGRAM_S,
+    )
+    rows = [row for row in read_results(path) if row["backend"] == "triton"]
+    for row in rows:
+        work.records.add({"part": "kernels"}, row)
+    heads = ["kernel", "rounding", "bits", "values", "GB/s", "of a copy"]
+    cells = []
+    for row in rows:
+        about = [row["kernel"], row["rounding"], str(row["bits"]), row["dtype"]]
+        cells.append([*about, f"{row['gb_s']:,.0f}", f"{row['share']:.2f}"])
+    return format_table(heads, cells)
+
+
+def memory(work: Work) -> str:
+    """Peaks of training steps beside what was counted."""
+    if work.rehearse:
+        return "Not on a CPU."
+    path = work.folder / "memory.jsonl"
+    _run(work, [sys.executable, "-m", "benchmarks.gpu.memory", "--json", str(path)], _PROGRAM_S)
+    cells = []
+    for row in read_results(path):
+        work.records.add({"part": "memory"}, row)
+        counted, peak = row["counted"], row["peak"]
+        off = f"{counted / peak - 1:+.0%}"
+        more = [format_bytes(row[name]) for name in ("held", "reserved")]
+        cells.append([row["case"], format_bytes(counted), format_bytes(peak), off, *more])
+    return format_table(["case", "counted", "peak", "error", "held", "reserved"], cells)
+
+
+def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
+    """Runs of the command line, one after another."""
+    shape, device = (_TINY, "cpu") if work.rehearse else (Shape(), "cuda")
+    rows, problems = dict[str, Row](), list[str]()
+    for number, case in enumerate(cases):
+        file, run = work.folder / f"{part}{number}.toml", work.folder / f"{part}{number}"
+        file.write_text(shape.run_file(case, device), encoding="utf-8")
+        try:
+            _run(work, shape.command(case, file, run), _RUN_S)
+            rows[case.name] = Row.read(case.name, run, shape.warm)
+        except (FailedError, OSError, ValueError) as error:
+            problems.append(f"**{case.name}**: {error}")
+            continue
+        work.records.add({"part": part, **asdict(case), **asdict(shape)}, asdict(rows[case.name]))
+        print(f"{case.name}: {rows[case.name].step_s:.3f} s", flush=True)
+    return "\n\n".join([_table(rows, shape), *_compared(rows), *problems])
+
+
+def _table(rows: Mapping[str, Row], shape: Shape) -> str:
+    cells = []
+    for row in rows.values():
+        tokens_s = shape.batch * shape.tokens / row.step_s
+        numbers = [f"{tokens_s:,.0f}", f"{row.nbytes / 1e6:,.2f}", f"{row.losses[-1]:.4f}"]
+        cells.append([row.case, f"{row.step_s:.3f}", *numbers])
+    return format_table(["run", "step s", "tokens/s", "MB/step", "last loss"], cells)
+
+
+def _compared(rows: Mapping[str, Row]) -> list[str]:
+    found = []
+    for one, other in (
+        ("2 stages, raw", "1 stage"),
+        ("4 stages, raw", "1 stage"),
+        ("4 stages, AQ-SGD, pinned", "4 stages, AQ-SGD, ram"),
+        ("4 stages, AQ-SGD, device", "4 stages, AQ-SGD, ram"),
+    ):
+        if one in rows and other in rows:
+            found.append(f"{one} and {other}: losses differ by {apart(rows, one, other):.2g}.")
+    return found
+
+
+PARTS: dict[str, Callable[[Work], str]] = {
+    "tests": tests,
+    "memory": memory,
+    "loopback": partial(runs, cases=LOOPBACK, part="loopback"),
+    "kernels": kernels,
+    "shaped": partial(runs, cases=SHAPED, part="shaped"),
+}
+
+
+def measure(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """The page, and the parts that failed."""
+    records, until = Records(options.json), time.perf_counter() + 60 * options.minutes
+    sections, failed = [], []
+    for name in options.parts:
+        start = time.perf_counter()
+        print(f"{name} ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                text = PARTS[name](Work(Path(folder), records, options.rehearse, until))
+            except Exception as error:  # the next part may work
+                text = f"**Failed**: {type(error).__name__}: {error}"
+                failed.append(name)
+        sections.append(f"## {name.capitalize()}\n\n{text}\n\n{time.perf_counter() - start:.0f} s.")
+        print(f"{sections[-1]}\n", flush=True)
+    return "\n\n".join([_head(), *sections]) + "\n", failed
+
+
+def _head() -> str:
+    here = environment()
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: a rehearsal"
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    hardware = f"{here['hardware']['cores']} cores, {here['hardware']['memory_gib']} GiB"
+    made = f"Made at {here['revision']}, {datetime.now(UTC):%d %B %Y}, by `make gpu`."
+    return f"# What a GPU showed: {card}\n\n{made} {versions}; {hardware}."
+
+
+def page_path() -> Path:
+    """`benchmarks/results/gpu_<card>_<yyyymm>.md`."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    short = "_".join(card.lower().replace("nvidia", "").split())
+    return _ROOT / "benchmarks" / "results" / f"gpu_{short}_{datetime.now(UTC):%Y%m}.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; its exit code is 1 if a part failed."""
+    command = command_line("benchmarks.gpu", __doc__)
+    command.add_argument("--page", type=Path, help="Markdown file to write; --page auto names it")
+    command.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    command.add_argument("--minutes", type=float, default=9.0, help="what is late is left out (9)")
+    command.add_argument("--rehearse", action="store_true", help="on the CPU, tiny")
+    options = command.parse_args(arguments)
+    if not options.rehearse and not torch.cuda.is_available():
+        command.error("torch finds no GPU here; --rehearse runs the same on the CPU")
+    page, failed = measure(options)
+    if options.page:
+        path = page_path() if str(options.page) == "auto" else options.page
+        path.write_text(page, encoding="utf-8")
+        print(f"written: {path}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
