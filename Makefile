@@ -10,7 +10,7 @@ TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install train test test-all bench faults docs check lint format clean
+.PHONY: install train test test-all bench gpu faults docs check lint format clean
 
 install: .venv/run.stamp
 
@@ -25,6 +25,9 @@ test-all: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.links
+
+gpu: .venv/dev.stamp  # all that a GPU can show, within nine minutes; writes a page of results
+	$(BIN)/python -m benchmarks.gpu --page auto $(GPU)
 
 faults: .venv/dev.stamp  # on purpose, some as root; FAULTS has options of tests/faults/conftest.py
 	$(BIN)/python -m pytest -rP tests/faults $(FAULTS)

@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Row, Shape, apart
 from benchmarks.harness import Records, command_line, environment, format_table, read_results
+from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.host.words import format_bytes
 
 _TESTS_S, _PROGRAM_S, _RUN_S, _LEAST_S = 150, 60, 60, 10
@@ -75,7 +76,8 @@ def _run(work: Work, command: Sequence[str], limit_s: float) -> str:
 def tests(work: Work) -> str:
     """The tests marked `gpu`; a rehearsal has them skipped."""
     report = work.folder / "tests.xml"
-    options = ["-m", "gpu", "-n", "4", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    workers = str(max(2, min(8, usable_cores() // 2)))
+    options = ["-m", "gpu", "-n", workers, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     where = ["tests/pipeline"] if work.rehearse else ["tests"]
     try:
         _run(work, [sys.executable, "-m", "pytest", *options, *where], _TESTS_S)

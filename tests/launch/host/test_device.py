@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from thinpipe.launch.host import device
-from thinpipe.launch.host.device import check_gpus, choose_device, choose_devices, host_notices
+from thinpipe.launch.host.device import (
+    check_gpus,
+    choose_device,
+    choose_devices,
+    host_notices,
+    make_repeatable,
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -72,3 +78,17 @@ def test_missing_requirements_of_triton_are_reported(
     with pytest.raises(ValueError, match=re.escape(message)):
         choose_device("auto")
     assert choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_gpu_is_strictly_repeatable_unless_the_run_says_otherwise(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With warnings alone torch would take attention's faster backward, which is not."""
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args: asked.append(args))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    make_repeatable(torch.device("cpu"), deterministic=deterministic)
+    assert asked == []
+    make_repeatable(torch.device("cuda", 0), deterministic=deterministic)
+    assert asked == [(True,)] * deterministic

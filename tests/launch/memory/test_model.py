@@ -16,7 +16,14 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.cuts.profile import _Bench
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.memory.host import added_nbytes, check_host, device_nbytes, host_needs
+from thinpipe.launch.memory.host import (
+    added_nbytes,
+    check_gpu,
+    check_host,
+    device_nbytes,
+    gpu_nbytes,
+    host_needs,
+)
 from thinpipe.launch.memory.microbatches import in_flight
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory, rank_memory
 from thinpipe.pipeline.schedule import ScheduleName
@@ -206,3 +213,17 @@ def test_blocks_of_hugging_face_models_are_counted_as_they_are(
         held = in_flight(run)[stage]
         assert counted.activations + held * counted.casts == pytest.approx(held * kept, rel=0.1)
         assert (counted.casts > 0) == (precision == "bf16")
+
+
+def test_what_does_not_fit_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_config()
+    run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"device": "cuda"})})
+    monkeypatch.setattr("thinpipe.launch.memory.rows.gpu_count", lambda: 2)
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**5)
+    each = device_nbytes(run, 8)
+    assert gpu_nbytes(run, 8, range(3)) == max(each[0] + each[2], each[1])
+    with pytest.raises(ConfigError, match=r"take .* of a GPU's memory, and 100 kB are free; use"):
+        check_gpu(run, 8, range(3))
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**9)
+    check_gpu(run, 8, range(3))
+    assert host_needs(run, 8, range(3)).copies > 0  # a checkpoint goes through RAM
