@@ -6,7 +6,7 @@ from thinpipe.launch.run import ending
 
 
 def test_an_operation_that_is_not_repeatable_is_named_with_the_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ending, "end_now", lambda code, text="": None)
     monkeypatch.delenv("RANK", raising=False)
@@ -15,7 +15,7 @@ def test_an_operation_that_is_not_repeatable_is_named_with_the_setting(
         "'torch.use_deterministic_algorithms(True)'."
     )
     ending.end_failed(error, None)
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "cumsum_cuda_kernel gives other bits each time on a GPU" in said
     assert "pipeline.deterministic = false" in said
     assert "Traceback" not in said
