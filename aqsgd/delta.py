@@ -154,8 +154,9 @@ class DeltaBoundary:
         if first.rows:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         # a change to a NaN or inf stays one: such a row is dropped, and comes as a first visit
-        for (visit, finite_1), wire_W in zip(visits, known.wire_BW, strict=True):
-            self.memory.close(visit, wire_W, keep=bool(finite_1))
+        finite = torch.cat([flag_1 for _, flag_1 in visits]).tolist() if visits else []
+        for (visit, _), wire_W, keep in zip(visits, known.wire_BW, finite, strict=True):
+            self.memory.close(visit, wire_W, keep=keep)
 
     def _parts(self, plan: MessagePlan, wire: Tensor) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""

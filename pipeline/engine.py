@@ -178,7 +178,7 @@ class PipelineEngine:
         if self.tied is not None:
             self.tied.sum_gradients()
         own = RankStep(
-            loss=sum(value.item() for value in losses),
+            loss=_sum(losses),
             tokens=self.objective.count(batch.targets),
             square_norm=self._square_norm(),
             seconds=time.perf_counter() - start,
@@ -397,6 +397,11 @@ def square_norm(tensors: Sequence[Tensor]) -> float:
     norms = torch._foreach_norm(pieces, dtype=torch.float64)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])  # one wait for a GPU
     return math.fsum(norm * norm for norm in together.tolist())
+
+
+def _sum(losses: list[Tensor]) -> float:
+    """In double precision, in order; a GPU is waited for once."""
+    return sum(torch.stack(losses).tolist()) if losses else 0.0
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:

@@ -20,11 +20,11 @@ class Stopwatch:
 
     def mark(self) -> Mark:
         """When all that the calling thread has queued on the device so far is done."""
-        return time.perf_counter() if self._device.type == "cpu" else self._queued()
+        return self._queued() if self._device.type == "cuda" else time.perf_counter()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """When the marks were reached; waits for a GPU to reach all that is queued."""
-        if self._device.type == "cpu":
+        if self._device.type != "cuda":
             return [float(mark) for mark in marks]  # type: ignore[arg-type]
         last = self._queued()
         last.synchronize()

@@ -26,7 +26,7 @@ fewer, each of the three with its codes laid out as in `kernels/__init__.py`. Sc
 Axes: B rows, N values per row, W bytes per row, K tiles, G values per tile, V bytes of a bit map.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -60,6 +60,13 @@ class _Plan(NamedTuple):
         if kind_BK.device.type == "cpu":  # numpy sorts bytes by counting, in a tenth of the time
             return torch.from_numpy(np.argsort(kind_BK.numpy(), axis=1, kind="stable")).int()
         return kind_BK.argsort(dim=1, stable=True).to(torch.int32)
+
+
+class _Part(NamedTuple):
+    """The values of a row's tiles with equally many bits, and their place in the message."""
+
+    value_1M: Tensor
+    codes: Codes
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,8 @@ class Hadamard:
 
         Returns, bool [B], whether all of a row's new memory is finite.
         """
-        plan, order_BK, tiles_BKG, scale_BK = self._encode(x_BN, memory_BN, wire_BW)
-        self._dequantize(plan, tiles_BKG, scale_BK, wire_BW)
+        plan, order_BK, tiles_BKG, parts = self._encode(x_BN, memory_BN, wire_BW)
+        self._dequantize(parts, x_BN.device)
         return self._kernels(x_BN).scatter_change(
             tiles_BKG, order_BK, plan.turned_BK, memory_BN, fresh_BN, None
         )
@@ -139,20 +146,21 @@ class Hadamard:
 
     def _encode(
         self, x_BN: Tensor, memory_BN: Tensor | None, wire_BW: Tensor
-    ) -> tuple[_Plan, Tensor, Tensor, Tensor]:
-        """Fill `wire_BW`; returns plan, order, room for the tiles, and scales in that order."""
+    ) -> tuple[_Plan, Tensor, Tensor, list[_Part]]:
+        """Fill `wire_BW`; returns plan, order, room for the tiles, and its parts."""
         plan = self._plan(x_BN, memory_BN)
         order_BK = plan.order()
         tiles_BKG = x_BN.new_empty((*order_BK.shape, TILE), dtype=torch.float32)
         self._kernels(x_BN).gather(x_BN, memory_BN, order_BK, plan.turned_BK, tiles_BKG)
         tiles, kernels = order_BK.shape[1], load_kernels(self.backend, x_BN.device)
         scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
-        for part_1M, codes in self._parts(plan, tiles_BKG, scale_BK, wire_BW):
+        parts = list(self._parts(plan, tiles_BKG, scale_BK, wire_BW))
+        for part_1M, codes in parts:
             clipped_1M = _clipped(part_1M) if codes.bits <= 2 else part_1M
             kernels.quantize(clipped_1M, codes, noise=None)
         wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([_packed(flag) for flag in plan], 1)
         wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
-        return plan, order_BK, tiles_BKG, scale_BK
+        return plan, order_BK, tiles_BKG, parts
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Plan, Tensor]:
         """Plan and tiles of a message."""
@@ -162,14 +170,12 @@ class Hadamard:
         scale_BK = out_BN.new_empty((rows, tiles), dtype=torch.bfloat16)
         scale_BK.view(torch.uint8).copy_(wire_BW[:, self._scales(tiles)])
         tiles_BKG = out_BN.new_empty((rows, tiles, TILE), dtype=torch.float32)
-        self._dequantize(plan, tiles_BKG, scale_BK, wire_BW)
+        self._dequantize(self._parts(plan, tiles_BKG, scale_BK, wire_BW), out_BN.device)
         return plan, tiles_BKG
 
-    def _dequantize(
-        self, plan: _Plan, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
-    ) -> None:
-        kernels = load_kernels(self.backend, tiles_BKG.device)
-        for part_1M, codes in self._parts(plan, tiles_BKG, scale_BK, wire_BW):
+    def _dequantize(self, parts: Iterable[_Part], device: torch.device) -> None:
+        kernels = load_kernels(self.backend, device)
+        for part_1M, codes in parts:
             kernels.dequantize(codes, part_1M)
 
     def _kernels(self, x_BN: Tensor) -> "TileKernels":
@@ -188,8 +194,8 @@ class Hadamard:
 
     def _parts(
         self, plan: _Plan, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
-    ) -> Iterator[tuple[Tensor, Codes]]:
-        """The values of a row's tiles with equally many bits, and their place in the message."""
+    ) -> Iterator[_Part]:
+        """The tiles of each row by their bits; a GPU is waited for, as counts are its own."""
         tiles = scale_BK.shape[1]
         for row, traded in enumerate(plan.raised_BK.sum(1).tolist()):
             at, k = self._scales(tiles).stop, 0
@@ -203,7 +209,7 @@ class Hadamard:
                         bits,
                         TILE,
                     )
-                    yield tiles_BKG[row : row + 1, k : k + count].flatten(1), codes
+                    yield _Part(tiles_BKG[row : row + 1, k : k + count].flatten(1), codes)
                     at, k = end, k + count
 
     @staticmethod

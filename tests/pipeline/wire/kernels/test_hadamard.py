@@ -90,30 +90,6 @@ def test_kernels_on_a_gpu_are_the_reference_bit_for_bit() -> None:
     assert differing("triton", "cuda") == []
 
 
-@pytest.mark.parametrize("name", ["_survey_kernel", "_gather_kernel", "_scatter_kernel"])
-def test_triton_kernels_compile_without_a_gpu_and_fuse_nothing(name: str) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from thinpipe.pipeline.wire.kernels.gpu import hadamard as hadamard_triton
-
-    kernel = getattr(hadamard_triton, name)
-    flags = {"HAS_MEMORY": True, "HAS_FRESH": True, "HAS_OUT": True}
-    constants = {n: v for n, v in ({"TILES": 16} | flags).items() if n in kernel.arg_names}
-    pointers = {"x_ptr": "*bf16", "turned_ptr": "*u8", "order_ptr": "*i32"}
-    pointers |= {"memory_ptr": "*bf16", "fresh_ptr": "*bf16"}
-    pointers |= dict.fromkeys(("peak_ptr", "tiles_ptr", "out_ptr"), "*fp32")
-    signature = {
-        n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
-    ptx = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
-    assert "fma." not in ptx  # a product and a sum round once each
-    assert ".ftz" not in ptx  # small values are not flushed to zero
-
-
 def test_a_rotation_keeps_lengths_and_undoes_itself() -> None:
     kernels = load("hadamard", "reference")
     x = torch.zeros(1, 3 * TILE)

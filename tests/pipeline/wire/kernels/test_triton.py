@@ -1,7 +1,6 @@
 """The CUDA kernels: interpreted against the reference, compiled without a GPU, and run on one."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,76 +151,6 @@ def test_the_reference_is_the_same_on_a_gpu(bits: int) -> None:
         )
         for expected, found in zip(on_cpu, on_gpu, strict=True):
             assert torch.equal(bits_of(expected), bits_of(found)), case
-
-
-POINTERS = {
-    "x_ptr": "*bf16",
-    "m_ptr": "*bf16",
-    "scale_ptr": "*bf16",
-    "payload_ptr": "*u8",
-    "fresh_ptr": "*bf16",
-    "out_ptr": "*fp32",
-    "finite_ptr": "*i32",
-    "row_ptr": "*i64",
-    "key": "i64",
-    "rate": "fp32",
-}
-
-
-def compiled(kernel: Any, capability: int, constants: dict[str, Any]) -> Any:
-    """A kernel compiled for a GPU that need not be there, pointers and strides 16-aligned."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    known = {name: value for name, value in constants.items() if name in names}
-    signature = {n: "constexpr" if n in known else POINTERS.get(n, "i32") for n in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in known and name not in ("first", "rate", "key", "step")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": False})
-
-
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What cuobjdump reports: REG, STACK, LOCAL."""
-    (folder / "kernel.cubin").write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run(
-        [tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
-    ).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-
-
-@pytest.mark.parametrize(
-    ("capability", "bits", "stochastic"),
-    [
-        (80, 4, False),
-        (90, 7, True),
-        pytest.param(80, 7, True, marks=pytest.mark.slow),
-        pytest.param(90, 4, False, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", ["scale_kernel", "rms", "_encode_kernel", "_decode_kernel"])
-def test_kernels_compile_without_a_gpu_and_without_spills(
-    capability: int, bits: int, stochastic: bool, name: str, tmp_path: Path
-) -> None:
-    from thinpipe.pipeline.wire.kernels.gpu import uniform as triton_gpu
-
-    rms = name == "rms"
-    chunk = {"CHUNK": 64 if rms else 128, "RMS": rms}
-    constants = {"BITS": bits, "GROUP": 128, "STOCHASTIC": stochastic, "DELTA": True, "FULL": True}
-    function = triton_gpu.scale_kernel if rms else getattr(triton_gpu, name)
-    kernel = compiled(function, capability, {**constants, **chunk})
-    ptx, used = kernel.asm["ptx"], resources(kernel.asm["cubin"], tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0
-    assert used["REG"] <= 96
-    assert "ld.global.v4.b32" in ptx  # values are loaded 16 bytes at a time
-    assert "fma." not in ptx  # a product and a sum round once each
-    assert ".ftz" not in ptx  # small values are not flushed to zero
 
 
 if __name__ == "__main__":

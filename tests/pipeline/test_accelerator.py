@@ -1,0 +1,130 @@
+"""Whole steps on a device that is no CPU (`tests/accelerator.py`): nothing mixes, waits count.
+
+What this proves without a GPU: tensors are where they must be. Streams and kernels it cannot show.
+All of it runs in one process of its own, as torch then has another kind of device.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.backend_registration
+
+from benchmarks.single_process import in_process
+from tests.gradcomp.test_contract import assert_equal, forms
+from tests.gradcomp.test_contract import start as start_replicas
+from tests.gradcomp.test_contract import train as train_replicas
+from tests.training import batch, config, weights
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch knows no devices in Python",
+)
+ROOT = Path(__file__).parents[2]
+WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transform": 22}
+"""Most of a step of two microbatches of four over one cut, with both of its ends."""
+
+
+def trained(kind: str, device: str) -> tuple[list[float], Any, int]:
+    """Losses, weights, and how often the last step waited for the device."""
+    from tests import accelerator
+    from thinpipe.launch import build
+
+    build.choose_devices = lambda name, per_rank: [torch.device(device)] * per_rank
+    both, found = {"kind": kind}, []
+    run = config(pipeline={"microbatches": 2}, boundary=[{"forward": both, "backward": both}])
+    with in_process(run, total_steps=10) as built:
+        for step in range(3):
+            accelerator.WAITS.clear()
+            ids = [8 * (step % 2) + i for i in range(8)]
+            found.append(built.engine.train_step(batch(ids), step).loss)
+        waits = accelerator.WAITS.total()
+        return found, {name: each.cpu() for name, each in weights(built).items()}, waits
+
+
+def compare_steps(kind: str) -> int:
+    """Waits of a step, after a check that it is the CPU's."""
+    (on_cpu, its, _), (elsewhere, others, waits) = (
+        trained(kind, device) for device in ("cpu", "fake:0")
+    )
+    assert elsewhere == pytest.approx(on_cpu, abs=1e-5)
+    for name, weight in its.items():
+        torch.testing.assert_close(others[name], weight, rtol=0, atol=1e-5)
+    return waits
+
+
+def compare_replicas(form: str) -> int:
+    """Replicas on the device that also restart, against the CPU's."""
+    on_cpu = train_replicas(start_replicas(form, 2, "cpu"))
+    assert_equal(train_replicas(start_replicas(form, 2, "fake"), restart_at=2), on_cpu)
+    return 0
+
+
+def mix(_: str) -> int:
+    """Fails, as on a GPU."""
+    torch.ones(2, device="fake") + torch.ones(2)
+    return 0
+
+
+def _tried(work: Callable[[str], int], what: str) -> int | str:
+    try:
+        return work(what)
+    except Exception:
+        return traceback.format_exc()
+
+
+def all_of_it() -> dict[str, int | str]:
+    """Waits of each case, or its traceback."""
+    from tests import accelerator  # noqa: F401  # makes the device
+
+    kinds = {kind: _tried(compare_steps, kind) for kind in WAITS_PER_STEP}
+    return (
+        kinds
+        | {form: _tried(compare_replicas, form) for form in forms()}
+        | {"mix": _tried(mix, "")}
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, int | str]:
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int | str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("kind", WAITS_PER_STEP)
+def test_a_step_is_the_cpus_and_waits_no_oftener_than_counted(
+    kind: str, results: dict[str, int | str]
+) -> None:
+    waits = results[kind]
+    assert isinstance(waits, int), waits
+    assert waits <= WAITS_PER_STEP[kind]
+
+
+@pytest.mark.parametrize("form", forms())
+def test_replicas_exchange_as_on_the_cpu_and_resume(
+    form: str, results: dict[str, int | str]
+) -> None:
+    assert results[form] == 0, results[form]
+
+
+def test_what_mixes_devices_is_refused(results: dict[str, int | str]) -> None:
+    assert "a tensor on the CPU meets one on fake" in str(results["mix"])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(all_of_it()))
