@@ -268,7 +268,9 @@ _ORDERS = ("plain:2 plain:7 change:4", "change:4 plain:7 plain:2")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A cache, and what processes printed that shared it but called in another order."""
     folder = tmp_path_factory.mktemp("cache")
+    # what the user's own cache has already would not be compiled here
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+    environment["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user"))
     printed = [
         subprocess.run(
             [sys.executable, "-c", _DIGESTS, order],
