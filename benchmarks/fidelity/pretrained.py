@@ -8,7 +8,9 @@
 `--model` is the folder of a Hugging Face model whose residual stream has massive activations, as
 that of every Llama-like model has. All weights are trained (or `--lora` additions), in one process
 (`benchmarks/single_process.py`: boundaries, messages and bytes are those of a run over a network).
-Seeds set the order of the sequences.
+Seeds set the order of the sequences. With `--labelled` files are CoLA's tables and the model learns
+to tell sentences apart; rows then have `matthews` and `matthews_gap`, of held-out sentences sent
+uncompressed.
 
 Rows that FILE has already are not measured again, so a comparison may take several sittings. A row
 has `method`, `seed`, `lr`, `cuts`, `epochs`, `lora`; `ratio_fp32` of the bytes from the second
@@ -39,6 +41,7 @@ from thinpipe.launch.data.load import load
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 BASELINE = "fp32"
+_SCORE = "matthews"
 _LOSSES = {
     "train_gap": "loss",
     "held_out_gap": "held out",
@@ -48,8 +51,10 @@ _COLUMNS = {
     "ratio_fp32": ".1f",
     "ratio_fp32_run": ".1f",
     **dict.fromkeys(_LOSSES, "+.4f"),
+    _SCORE: ".3f",
+    f"{_SCORE}_gap": "+.3f",
 }
-_KEY = ("method", "seed", "lr", "cuts", "epochs", "lora", "sequences")
+_KEY = ("method", "seed", "lr", "cuts", "epochs", "lora", "sequences", "batch")
 _EVAL_BATCH = 16
 
 
@@ -103,6 +108,9 @@ def run_config(
     model: dict[str, Any] = {"pretrained": str(options.model)}
     if options.lora:
         model["lora"] = {"rank": options.lora, "alpha": 2 * options.lora}
+    labelled = {"text_field": 3, "label_field": 1, "labels": ["0", "1"]} if options.labelled else {}
+    if options.labelled:
+        model |= {"task": "classification", "classes": 2, "dropout": 0.0}
     layers = json.loads((options.model / "config.json").read_text(encoding="utf-8"))[
         "num_hidden_layers"
     ]
@@ -117,14 +125,16 @@ def run_config(
                 "train_sequences": options.sequences,
                 "eval_sequences": options.held_out,
                 "sequence_length": options.tokens,
+                **labelled,
             },
+            "eval": {"metrics": ["matthews"] if options.labelled else None},
             "pipeline": {
                 "cuts": [round(layers * cut / (cuts + 1)) for cut in range(1, cuts + 1)],
                 "schedule": "GPipe",
                 "microbatches": 4,
             },
             "boundary": [METHODS[method]],
-            "train": {"epochs": options.epochs, "batch_size": 8, "lr": lr},
+            "train": {"epochs": options.epochs, "batch_size": options.batch, "lr": lr},
         }
     )
 
@@ -145,6 +155,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                         "epochs": options.epochs,
                         "lora": options.lora,
                         "sequences": options.sequences,
+                        "batch": options.batch,
                     }
                     if _key(about) not in known:
                         config = run_config(options, method, seed=seed, lr=lr, cuts=cuts)
@@ -172,11 +183,14 @@ def _measure(
     )
     numbers, epochs = found.numbers, [epoch["loss"] for epoch in found.detail["epochs"]]
     losses = {name: numbers[kind] for name, kind in _LOSSES.items()}
-    base = base or {"losses": losses, "epoch_losses": epochs}
+    scores = {_SCORE: numbers[_SCORE]} if _SCORE in numbers else {}
+    base = base or {"losses": losses, "epoch_losses": epochs, **scores}
     return {
         "ratio_fp32": numbers["x fp32"],
         "ratio_fp32_run": numbers["x fp32, whole run"],
         **{name: loss - base["losses"][name] for name, loss in losses.items()},
+        **scores,
+        **{f"{name}_gap": score - base[name] for name, score in scores.items()},
         "train_gaps": [a - b for a, b in zip(epochs, base["epoch_losses"], strict=True)],
         "bits_forward": numbers["bits forward"],
         "bits_backward": numbers["bits backward"],
@@ -201,11 +215,13 @@ def _append(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in _KEY)
+    return tuple({"batch": 8, **row}[name] for name in _KEY)
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    numbers = ", ".join(f"{name} {row[name]:{form}}" for name, form in _COLUMNS.items())
+    numbers = ", ".join(
+        f"{name} {row[name]:{form}}" for name, form in _COLUMNS.items() if name in row
+    )
     return f"{row['method']}, seed {row['seed']}, lr {row['lr']:g}: {numbers}"
 
 
@@ -214,7 +230,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     found = [
         Row(
             row["method"],
-            {name: row[name] for name in _COLUMNS},
+            {name: row.get(name) for name in _COLUMNS},
             {name: row[name] for name in ("lr", "cuts", "epochs", "lora")},
             row["seed"],
         )
@@ -249,8 +265,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--epochs", type=int, default=3, help="(3)")
     command.add_argument("--sequences", type=int, default=96, help="to train on (96)")
     command.add_argument("--held-out", type=int, default=64, help="sequences (64)")
+    command.add_argument("--batch", type=int, default=8, help="sequences of a step (8)")
     command.add_argument("--tokens", type=int, default=128, help="of a sequence (128)")
     command.add_argument("--lora", type=int, default=0, help="rank; 0 trains all weights (0)")
+    command.add_argument("--labelled", action="store_true", help="tables of labelled sentences")
     command.add_argument("--threads", type=int, default=0, help="of torch (0: its own choice)")
     quick = {"methods": _QUICK, "seeds": 1, "sequences": 48, "held_out": 16}
     return parse_options(command, arguments, "quick", quick)
