@@ -1,7 +1,8 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
@@ -11,12 +12,14 @@ from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.coding.entropy import Coding
-from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.uniform import Uniform
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from thinpipe.pipeline.comm.boundary import Boundary
     from thinpipe.pipeline.comm.message import Mode
+    from thinpipe.pipeline.wire.hadamard import Hadamard
 
 Bits = Annotated[int, Field(ge=1, le=8)]
 
@@ -136,10 +139,20 @@ class GuardConfig(BaseModel):
     mode: Literal["off", "warn"] = "warn"
 
 
+WHOLE_PENALTY = 2
+"""Bits that whole activations need more than gradients and changes. Forward 5 with backward 4
+reaches a lower loss than 4 with 6, in fewer bytes (see "One epoch" in
+benchmarks/results/aqsgd_beyond_cpu_202611.md).
+"""
+
+
 class BoundaryKind(BaseModel):
     """Common base of boundary kinds; they also have `kind` and `coding`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learns: ClassVar[bool] = False
+    """Whether its codec learns from what it sends, so that later messages are others."""
 
     if TYPE_CHECKING:
 
@@ -159,6 +172,19 @@ class BoundaryKind(BaseModel):
 
     @abstractmethod
     def words(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def fidelity(self) -> float:
+        """For comparisons: bits per value, after entropy coding without a learned transform."""
+
+    def settle(
+        self, ends: "Sequence[Boundary]", sent_ND: "Tensor", value_ND: "Tensor", *, known: bool
+    ) -> None:
+        """If its codec learns, let both ends know what a run learns from such tokens.
+
+        `sent_ND` is what is coded of the values: changes, if the samples are `known`.
+        """
 
     def row_nbytes(self, tokens: int, width: int) -> int:
         """Bytes that one end of the direction caches per sample; 0: nothing."""
@@ -196,6 +222,10 @@ class RawConfig(BoundaryKind):
 
     def words(self) -> str:
         return f"raw {self.format}"
+
+    @property
+    def fidelity(self) -> float:
+        return 32 if self.format == "fp32" else 16
 
 
 class QuantizerConfig(BoundaryKind):
@@ -240,6 +270,10 @@ class QuantizerConfig(BoundaryKind):
             return f"{self.kind} rate {self.rate:g}" + (" rans" if self.coding == "rans" else "")
         return f"{self.kind} {self.bits}-bit" + _named(self.coding)
 
+    @property
+    def fidelity(self) -> float:
+        return self.bits if self.rate is None else math.log2(4 / self.rate)
+
 
 class DirectConfig(QuantizerConfig):
     """Direct quantization, no activation cache (the baseline of AQ-SGD)."""
@@ -267,11 +301,17 @@ class TileConfig(BaseModel):
     bits: int = 4
 
     @model_validator(mode="after")
-    def _can_be_built(self) -> "TileConfig":
-        self.quantizer()
+    def _has_tiles_of_fewer_and_more(self) -> "TileConfig":
+        if not 2 <= self.bits <= 7:
+            raise ValueError(
+                f"bits = {self.bits}: use 2 to 7, as tiles have one bit more or less; "
+                'for 1 or 8 bits use kind = "direct"'
+            )
         return self
 
-    def quantizer(self) -> Hadamard:
+    def quantizer(self) -> "Hadamard":
+        from thinpipe.pipeline.wire.hadamard import Hadamard
+
         return Hadamard(self.bits)
 
 
@@ -292,6 +332,10 @@ class StatelessConfig(TileConfig, BoundaryKind):
 
     def words(self) -> str:
         return f"stateless {self.bits}-bit" + _named(self.coding)
+
+    @property
+    def fidelity(self) -> float:
+        return self.bits - WHOLE_PENALTY
 
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:

@@ -1,14 +1,19 @@
 """How transform coding is configured at a direction of a cut."""
 
+import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from thinpipe.pipeline.config import BoundaryKind
+from thinpipe.pipeline.config import WHOLE_PENALTY, BoundaryKind
 from thinpipe.pipeline.wire.coding.entropy import Coding
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
     from thinpipe.aqsgd.store import Store
     from thinpipe.aqsgd.transform.boundary import TransformBoundary
     from thinpipe.aqsgd.transform.steps import Steps
@@ -31,6 +36,10 @@ class TransformConfig(BoundaryKind):
     does not.
     `memory = false` sends every visit like a first one, for runs of one epoch.
     """
+
+    learns: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    """Whether values without history are whole activations."""
 
     kind: Literal["transform"] = "transform"
     step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
@@ -69,6 +78,16 @@ class TransformConfig(BoundaryKind):
         training = build_transform(self, width=width, store=store, capacity=capacity)
         return {"train": training, "eval": raw(), "eval_compressed": FirstVisits(training)}
 
+    def settle(
+        self, ends: "Sequence[Boundary]", sent_ND: "Tensor", value_ND: "Tensor", *, known: bool
+    ) -> None:
+        from thinpipe.aqsgd.transform.proposals import settled
+
+        step = self.step if known else self.first_step
+        basis = settled(sent_ND, value_ND, step, self.dimensions)
+        for end in cast("Sequence[TransformBoundary]", ends):
+            end.learned.adopt(basis)
+
     def row_nbytes(self, tokens: int, width: int) -> int:
         from thinpipe.aqsgd.transform.rows import row_nbytes
 
@@ -77,6 +96,11 @@ class TransformConfig(BoundaryKind):
     def words(self) -> str:
         share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
         return f"transform step {self.step:g}{share}"
+
+    @property
+    def fidelity(self) -> float:
+        bits = math.log2(4 / (self.step if self.memory else self.first_step))
+        return bits - WHOLE_PENALTY if self.whole and not self.memory else bits
 
     def remedy(self) -> str:
         return "use a smaller step, or first_step where samples are new"
@@ -93,6 +117,8 @@ class TransformConfig(BoundaryKind):
 
 class GradientTransformConfig(TransformConfig):
     """The transform for gradients, whose first visits need less precision."""
+
+    whole: ClassVar[bool] = False
 
     first_step: float = Field(0.15, gt=0, le=100, allow_inf_nan=False)
 

@@ -53,12 +53,12 @@ class Method:
     @property
     def remembers(self) -> bool:
         """Whether the first visit of a sample is sent differently."""
-        return isinstance(self.forward, AqsgdConfig | TransformConfig)
+        return self.forward.remembers
 
     @property
     def warm_steps(self) -> int:
         """Steps that are discarded before the first rate: a basis is found after one, and sent."""
-        return 5 if isinstance(self.forward, TransformConfig) else 1
+        return 5 if self.forward.learns else 1
 
 
 def _ours(name: str, forward: ForwardConfig, backward: BackwardConfig) -> Method:

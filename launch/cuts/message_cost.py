@@ -9,9 +9,6 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform.boundary import TransformBoundary
-from thinpipe.aqsgd.transform.config import TransformConfig
-from thinpipe.aqsgd.transform.proposals import settled
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.words import WireKey
@@ -83,7 +80,7 @@ def measure_message(
     )
     random = torch.Generator().manual_seed(0)  # a plan is the same each time; bits vary by 12 %
     x_BTD = _made_up(spec, shape_BTD, direction, random)
-    if isinstance(spec, TransformConfig):
+    if spec.learns:
         _settle((sender, receiver), spec, shape_BTD[-1], random, known=known)
     encode_s, decode_s, nbytes = [], [], []
     for number in range(_REPEATS + 1):
@@ -118,25 +115,21 @@ def mixing(width: int, direction: int) -> Tensor:
 
 def _made_up(spec: Spec, shape_BTD: torch.Size, direction: int, random: torch.Generator) -> Tensor:
     white_BTD = torch.randn(shape_BTD, generator=random)
-    if not isinstance(spec, TransformConfig):
+    if not spec.learns:
         return white_BTD
     return white_BTD @ mixing(shape_BTD[-1], direction)
 
 
 def _settle(
     codecs: Sequence[MessageCodec],
-    spec: TransformConfig,
+    spec: Spec,
     width: int,
     random: torch.Generator,
     *,
     known: bool,
 ) -> None:
-    """Let both ends know the basis that a run finds."""
+    """Let both ends know what a run learns."""
     shape_ND = torch.Size((_TOKENS * width, width))
     value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction, random) for _ in range(2))
     sent_ND = _CHANGE * other_ND if known else value_ND
-    step = spec.step if known else spec.first_step
-    basis = settled(sent_ND, value_ND, step, spec.dimensions)
-    for codec in codecs:
-        assert isinstance(codec.training, TransformBoundary)
-        codec.training.learned.adopt(basis)
+    spec.settle([codec.training for codec in codecs], sent_ND, value_ND, known=known)

@@ -12,7 +12,6 @@ directions, which send less for the same loss and compute more
 most fidelity are taken.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,10 +41,6 @@ _FORWARD_TRAINED: tuple[Spec, ...] = (AqsgdConfig(bits=3), *_FORWARD[2:])
 a rate falls behind for good (benchmarks/results/pretrained_cpu_202611.md)."""
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """In a single epoch, where no sample has a previous activation to send the change of."""
-_WHOLE_PENALTY = 2
-"""Bits. Forward 5 with backward 4 reaches a lower loss than 4 with 6, in fewer bytes (see "One
-epoch" in benchmarks/results/aqsgd_beyond_cpu_202611.md).
-"""
 _BACKWARD: tuple[Spec, ...] = (
     *(DirectConfig(bits=4, rate=rate, coding="zstd") for rate in (0.7, 0.5)),
     *(DirectConfig(bits=bits) for bits in (6, 8)),
@@ -125,7 +120,7 @@ def recommend(
 
 
 def _total_fidelity(advice: Recommendation) -> float:
-    return sum(map(fidelity, advice.specs.values()))
+    return sum(spec.fidelity for spec in advice.specs.values())
 
 
 def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> bool:
@@ -161,22 +156,6 @@ def levels(
     return [_like(configured, level) for level in ladder]
 
 
-def fidelity(spec: Spec) -> float:
-    """A measure of it: bits per value, after entropy coding without a learned transform.
-
-    Whole activations need more bits than gradients and changes, so theirs count for less.
-    """
-    if isinstance(spec, RawConfig):
-        return 32 if spec.format == "fp32" else 16
-    if isinstance(spec, StatelessConfig):
-        return spec.bits - _WHOLE_PENALTY
-    if isinstance(spec, TransformConfig):
-        bits = math.log2(4 / (spec.step if spec.memory else spec.first_step))
-        gradients = isinstance(spec, GradientTransformConfig)
-        return bits if spec.memory or gradients else bits - _WHOLE_PENALTY
-    return spec.bits if spec.rate is None else math.log2(4 / spec.rate)
-
-
 def _like(configured: Spec, level: Spec) -> Spec:
     """The level, with the run file's other settings of a codec of that kind.
 
@@ -210,7 +189,7 @@ def allocate_bits(
     overlaps, path = fits(level_of), [level_of]
     open_keys = set(level_of) if overlaps else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (fidelity(candidates[k][level_of[k]].spec), k[1], k[0]))
+        key = min(open_keys, key=lambda k: (candidates[k][level_of[k]].spec.fidelity, k[1], k[0]))
         raised = {**level_of, key: level_of[key] + 1}
         if raised[key] < len(candidates[key]) and fits(raised):
             level_of = raised

@@ -82,10 +82,7 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 7:
-            raise ValueError(
-                f"bits = {self.bits}: use 2 to 7, as tiles have one bit more or less; "
-                'for 1 or 8 bits use kind = "direct"'
-            )
+            raise ValueError(f"bits = {self.bits}: use 2 to 7; tiles have one bit more or less")
 
     @property
     def codec_id(self) -> int:

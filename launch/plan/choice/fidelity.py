@@ -20,7 +20,7 @@ from typing import Any
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import message_meter
 from thinpipe.launch.memory.exchange import ExchangeCost
-from thinpipe.launch.plan.bits import AS_FAST, Candidate, fidelity, levels
+from thinpipe.launch.plan.bits import AS_FAST, Candidate, levels
 from thinpipe.launch.plan.placement.workload import count_exchange
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
@@ -130,4 +130,4 @@ def raised(
 
 def _fidelity(cuts: Sequence[Sequence[Candidate]], settings: Settings, cut: int, way: int) -> float:
     ladder = cuts[way]
-    return fidelity(ladder[settings.cuts[cut][way]].spec) if len(ladder) > 1 else 0.0
+    return ladder[settings.cuts[cut][way]].spec.fidelity if len(ladder) > 1 else 0.0

@@ -21,7 +21,6 @@ from thinpipe.launch.plan.bits import (
     Candidate,
     Candidates,
     allocate_bits,
-    fidelity,
     measure_candidates,
     recommend,
 )
@@ -181,13 +180,13 @@ def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, leve
     )
     plain = measure_candidates(run)
     for key, ladder in measure_candidates(run, learned=True).items():
-        fidelities = [fidelity(candidate.spec) for candidate in ladder]
+        fidelities = [candidate.spec.fidelity for candidate in ladder]
         assert fidelities == sorted(fidelities)
         learned = [candidate for candidate in ladder if candidate.spec.kind == "transform"]
         assert len(learned) == levels
-        best = fidelity(learned[-1].spec)
-        as_good = [c.message.nbytes for c in plain[key] if fidelity(c.spec) >= best]
-        assert fidelity(plain[key][0].spec) < best
+        best = learned[-1].spec.fidelity
+        as_good = [c.message.nbytes for c in plain[key] if c.spec.fidelity >= best]
+        assert plain[key][0].spec.fidelity < best
         assert learned[-1].message.nbytes < min(as_good)
 
 

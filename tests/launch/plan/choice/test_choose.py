@@ -7,7 +7,6 @@ from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.memory.model import ModelMemory
-from thinpipe.launch.plan.bits import fidelity
 from thinpipe.launch.plan.choice.choose import PlannedRun, choose
 from thinpipe.launch.plan.choice.fidelity import exchanges
 from thinpipe.launch.plan.choice.show import show_choice
@@ -131,7 +130,7 @@ def test_bits_are_raised_where_links_allow_it() -> None:
         train = {"train": {"batch_size": 16, "epochs": 4}}
         best = chosen(parse_cluster(regions), run={**CONFIG, **wide, **train})[0]
         assert best.config.pipeline.stages == 2
-        found[gbps] = fidelity(best.specs[best.config.pipeline.cuts[0], "forward"])
+        found[gbps] = best.specs[best.config.pipeline.cuts[0], "forward"].fidelity
     assert found[10.0] == 32
     assert found[0.005] < 8
 
