@@ -13,13 +13,20 @@ from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Document, Encoder, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
-from thinpipe.launch.data.own import OwnSet, made
+from thinpipe.launch.data.own import Reading, made
 from thinpipe.launch.data.packing import Layout, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import open_source, stream_rows
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import SampleSet, WindowSet
-from thinpipe.launch.data.streams.stream import Carry, Items, Make, StreamSet, take_held_out
+from thinpipe.launch.data.streams.stream import (
+    Carry,
+    Items,
+    Make,
+    StreamSet,
+    own_block,
+    take_held_out,
+)
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
 from thinpipe.launch.data.tokens.store import says
@@ -63,7 +70,7 @@ def load_stream(
     make: Make
     if config.factory is not None:
         dataset: Any = made(config.factory, "data.factory")
-        items, make = Items(lambda: dataset), partial(_own, config.source)
+        items, make = Items(lambda: dataset), partial(own_block, config.source, Reading())
     else:
         assert tokenizer is not None, "loaded with the settings"
         items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, labelling)
@@ -174,9 +181,3 @@ def _labelled(
 ) -> tuple[SampleSet | None, Carry]:
     found = read(rows)
     return (LabelledSet(Listed(found), length, labelling) if found else None), carry
-
-
-def _own(
-    name: str, items: Sequence[Any], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
-    return (OwnSet(items, name) if items else None), carry
