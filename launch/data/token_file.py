@@ -7,10 +7,12 @@ token) and `targets` (float64, as many of each document). `manifest.json` comes 
 sizes and digests, so a folder without it is unfinished, and one that does not fit it is damaged.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +31,9 @@ _PROGRESS = "progress.json"
 _VERSION = 2
 _TYPES: Mapping[str, npt.DTypeLike] = {"counts": bool, "types": np.uint8, "targets": np.float64}
 _PART_NBYTES = 4 << 20
+_SEEN, _LOCK = "seen.json", "seen.lock"
+_TRUSTED_S = 3600.0
+"""For so long a file that does not change is not compared with its digest again."""
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
 """Of pages, before they are given back, and those that Linux maps around one that is read: without
 this a rank's resident set became that of the whole file (2 GB: 1.5 GB after 6,400 reads)."""
@@ -70,7 +75,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path) -> "TokenFile":
-        """Map a finished folder, after a look at every byte of it.
+        """Map a finished folder, once a process of the host has looked at every byte of it.
 
         Raises:
             FileNotFoundError: it is not there, or not finished.
@@ -80,9 +85,7 @@ class TokenFile:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 raise DamagedError(f"{folder}: of version {manifest['version']}")
-            for name, (nbytes, digest) in manifest["files"].items():
-                if (folder / name).stat().st_size != nbytes or _digest(folder / name) != digest:
-                    raise DamagedError(f"{folder / name}: not what was written")
+            _verify(folder, manifest["files"])
             return cls(folder, manifest)
         except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
@@ -214,6 +217,7 @@ class TokenWriter:
                 "facts": facts,
             },
         )
+        _write_json(self.folder / _SEEN, _states(self.folder, files))  # by the digests just made
         (self.folder / _PROGRESS).unlink(missing_ok=True)
         disk.flush_folder(self.folder)
 
@@ -252,6 +256,55 @@ def rejections(file: TokenFile) -> list[str]:
         rows = "row is" if count == 1 else "rows are"
         lines.append(f"{count} {rows} left out: {reason} ({', '.join(named)}{more})")
     return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
+
+
+def write_sizes(folder: Path, names: Sequence[str]) -> None:
+    """Have files on disk, and what `check_sizes` looks for."""
+    for name in names:
+        with (folder / name).open("rb") as file:
+            disk.flush(file.fileno())
+    _write_json(folder / _MANIFEST, {name: (folder / name).stat().st_size for name in names})
+    disk.flush_folder(folder)
+
+
+def check_sizes(folder: Path) -> None:
+    """Check that files are as long as they were.
+
+    Raises:
+        FileNotFoundError: they are not there, or unfinished.
+        DamagedError: one is not.
+    """
+    try:
+        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        wrong = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
+    except (ValueError, AttributeError) as error:
+        raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
+    if wrong:
+        raise DamagedError(f"{folder / wrong[0]}: not as long as it was")
+
+
+def _verify(folder: Path, files: Mapping[str, Any]) -> None:
+    """Compare files with their digests, unless a process has just done so; others wait for it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where nothing can be written each looks for itself
+            disk.lock(stack.enter_context((folder / _LOCK).open("a", encoding="utf-8")), wait=True)
+        states = _states(folder, files)
+        with contextlib.suppress(OSError, ValueError):
+            seen = json.loads((folder / _SEEN).read_bytes())
+            age = time.time() - (folder / _SEEN).stat().st_mtime
+            if seen == states and 0 <= age < _TRUSTED_S:
+                return
+        for name, (nbytes, digest) in files.items():
+            if states[name][0] != nbytes or _digest(folder / name) != digest:
+                raise DamagedError(f"{folder / name}: not what was written")
+        with contextlib.suppress(OSError):
+            _write_json(folder / _SEEN, states)
+
+
+def _states(folder: Path, files: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What changes when a file does."""
+    found = {name: (folder / name).stat() for name in files}
+    return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in found.items()}
 
 
 def _digest(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks, opened, seekable
-from thinpipe.launch.data.token_file import DamagedError
+from thinpipe.launch.data.token_file import DamagedError, check_sizes, write_sizes
 from thinpipe.launch.data.tokens.progress import Progress
 
 FILE, ROW, JSON, PROBLEM = (f"thinpipe_{name}" for name in ("file", "row", "json", "problem"))
@@ -26,6 +26,8 @@ _BLOCK_NBYTES = 8 << 20
 """Of CSV; the longest row may take as much."""
 _ROWS = 256
 """Of Parquet at a time: a row may be a whole document."""
+_PACKED = 4
+"""How many times as large files are when they are unpacked, roughly."""
 _LONGEST_WORD = 16
 """Of JSON's own, escapes included: an error before is none of a value that goes on."""
 
@@ -56,6 +58,7 @@ def write_table(forms: Sequence[Form], columns: Columns | None, folder: Path) ->
                 writer.write_batch(pa.record_batch([*places, *_fitted(batch, schema)], schema=full))
                 progress.at(done)
             done += form.path.stat().st_size
+    write_sizes(folder, [NAME])
 
 
 def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
@@ -65,6 +68,24 @@ def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
     for batch, rows in _batches(form, _own_schema(form).names):
         places = {FILE: [number] * len(rows), ROW: list(rows)}
         yield {**pa.Table.from_batches([batch]).to_pydict(), **places}
+
+
+def copy_nbytes(forms: Sequence[Form]) -> int:
+    """About how many bytes `write_table` writes, of all columns."""
+    return sum(map(_unpacked_nbytes, forms))
+
+
+def _unpacked_nbytes(form: Form) -> int:
+    nbytes = form.path.stat().st_size
+    if form.compression is not None:
+        return nbytes * _PACKED * (1 if form.kind in ("jsonl", "json", "csv", "tsv") else 2)
+    if form.kind != "parquet":
+        return nbytes
+    from pyarrow.parquet import read_metadata
+
+    with _reading(form):
+        facts = read_metadata(form.path)
+    return sum(int(facts.row_group(at).total_byte_size) for at in range(facts.num_row_groups))
 
 
 def row_count(forms: Sequence[Form]) -> int | None:
@@ -80,9 +101,10 @@ class Table:
     """An Arrow file, mapped; the pages that were read are given back now and then."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError, or DamagedError if it is cut."""
+        """Raises FileNotFoundError if it is not there or unfinished, DamagedError if it is cut."""
         import pyarrow as pa
 
+        check_sizes(folder)  # a stream that is cut between batches would seem to be over
         with (folder / NAME).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:

@@ -16,6 +16,7 @@ from thinpipe.launch.data.reading.arrow import (
     Columns,
     Table,
     all_columns,
+    copy_nbytes,
     write_table,
 )
 from thinpipe.launch.data.reading.digests import digest_of
@@ -23,7 +24,7 @@ from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.kinds import Form, Kind, form_of
 from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
 from thinpipe.launch.data.rows import Row, Rows, rows_of_columns
-from thinpipe.launch.data.tokens.store import key_of, obtain
+from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _FAMILIES: tuple[set[Kind], ...] = (
     {"text"},
@@ -225,11 +226,16 @@ def _rows(forms: Sequence[Form], columns: Columns, key: str, what: str) -> Rows:
     fields, optional = columns
     whole = forms[0].kind in ("jsonl", "json")  # records are kept as they are
     kept = None if whole or not fields else (list(fields), list(optional))
+
+    def make(folder: Path) -> None:
+        check_room(folder, copy_nbytes(forms), what)
+        write_table(forms, kept, folder)
+
     table = obtain(
         "rows",
         key_of(key, kept),
         Table,
-        lambda folder: write_table(forms, kept, folder),
+        make,
         what=what,
     )
     numbered = any(isinstance(field, int) for field in fields)

@@ -331,9 +331,12 @@ def _batch(places: Sequence[_Place]) -> Batch:
     ids_B = torch.tensor([sample for sample, _, _ in places])
     if len(parts) == 1:
         return replace(parts[0], ids_B=ids_B)
-    columns = [[getattr(part, field.name) for part in parts] for field in fields(Batch)]
-    joined = [None if column[0] is None else tree_map(_cat, *column) for column in columns]
-    return replace(Batch(*joined), ids_B=ids_B)
+    columns: dict[str, Any] = {"ids_B": ids_B}
+    for field in fields(Batch):
+        found = [getattr(part, field.name) for part in parts]
+        if field.name != "ids_B":
+            columns[field.name] = None if found[0] is None else tree_map(_cat, *found)
+    return Batch(**columns)
 
 
 def _cat(*parts: Tensor) -> Tensor:
