@@ -13,7 +13,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -203,7 +203,7 @@ class TokenWriter:
             disk.flush(file.fileno())
             file.close()
         paths = {name: self.folder / name for name in self._files}
-        files = {name: (path.stat().st_size, _digest(path)) for name, path in paths.items()}
+        files = {name: (path.stat().st_size, content_digest(path)) for name, path in paths.items()}
         _write_json(
             self.folder / _MANIFEST,
             {
@@ -295,7 +295,7 @@ def _verify(folder: Path, files: Mapping[str, Any]) -> None:
             if seen == states and 0 <= age < _TRUSTED_S:
                 return
         for name, (nbytes, digest) in files.items():
-            if states[name][0] != nbytes or _digest(folder / name) != digest:
+            if states[name][0] != nbytes or content_digest(folder / name) != digest:
                 raise DamagedError(f"{folder / name}: not what was written")
         with contextlib.suppress(OSError):
             _write_json(folder / _SEEN, states)
@@ -307,17 +307,13 @@ def _states(folder: Path, files: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in found.items()}
 
 
-def _digest(path: Path) -> str:
-    digest = xxh3_128()  # against accidents, several times as fast as SHA-256
-    for part in _parts(path):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while part := file.read(_PART_NBYTES):
-            yield part
+def content_digest(file: Path) -> str:
+    """A digest (hex) of a file: against accidents, and several times as fast as SHA-256."""
+    found = xxh3_128()
+    with file.open("rb") as opened:
+        while part := opened.read(_PART_NBYTES):
+            found.update(part)
+    return found.hexdigest()
 
 
 def _progress(folder: Path) -> dict[str, Any]:

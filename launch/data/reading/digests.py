@@ -6,11 +6,11 @@ import os
 import time
 from pathlib import Path
 
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128_hexdigest
 
+from thinpipe.launch.data.token_file import content_digest
 from thinpipe.launch.host.cache import cache_folder
 
-_PART_NBYTES = 4 << 20
 _REMEMBERED_NBYTES = 64 << 20
 """Smaller files are read faster than what is remembered of them is looked up and trusted."""
 _SETTLED_S = 2.0
@@ -21,14 +21,14 @@ def digest_of(file: Path) -> str:
     """A digest (hex) of a file's content: against accidents, not against an attacker."""
     before = file.stat()
     if before.st_size < _REMEMBERED_NBYTES:
-        return _digest(file)
+        return content_digest(file)
     state = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
     name = xxh3_128_hexdigest(os.fsencode(file.resolve()))
     with contextlib.suppress(OSError, ValueError):
         saved, digest = json.loads((cache_folder() / "digests" / name).read_bytes())
         if saved == state:
             return str(digest)
-    digest = _digest(file)
+    digest = content_digest(file)
     with contextlib.suppress(OSError):
         if time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S:
             folder = cache_folder() / "digests"
@@ -37,11 +37,3 @@ def digest_of(file: Path) -> str:
             partial.write_text(json.dumps([state, digest]), encoding="utf-8")
             partial.replace(folder / name)
     return digest
-
-
-def _digest(file: Path) -> str:
-    found = xxh3_128()
-    with file.open("rb") as opened:
-        while part := opened.read(_PART_NBYTES):
-            found.update(part)
-    return found.hexdigest()

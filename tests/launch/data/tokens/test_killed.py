@@ -23,7 +23,7 @@ MOMENTS = {
     "replace": (disk, "replace"),
     "flush_folder": (disk, "flush_folder"),
     "extend": (TokenWriter, "extend"),
-    "digest": (token_file, "_digest"),
+    "digest": (token_file, "content_digest"),
     "settle": (store, "_settle"),
     "rename": (Path, "rename"),
 }

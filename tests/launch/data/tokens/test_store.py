@@ -242,14 +242,14 @@ def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
     load(config)
     (made,) = _made(folder)
     looked = list[str]()
-    digest = token_file._digest
+    digest = token_file.content_digest
 
     def slow(path: Path) -> str:
         looked.append(path.name)
         time.sleep(0.05)
         return digest(path)
 
-    monkeypatch.setattr(token_file, "_digest", slow)
+    monkeypatch.setattr(token_file, "content_digest", slow)
     TokenFile.open(made)
     assert looked == []  # it was written just now
     (made / "seen.json").unlink()
