@@ -152,3 +152,10 @@ def rows_of_columns(columns: Mapping[str, Sequence[Any]], parser: Parser) -> lis
 
 def _row(where: str, found: Mapping[Field, Any] | str) -> Row:
     return Row(where, {}, found) if isinstance(found, str) else Row(where, found)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without keys that are null: Arrow gives a record of a list all keys of the others."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -5,7 +5,7 @@ Axes: B samples of a batch, T tokens.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.data.documents import Chosen, Document, Documents
-from thinpipe.launch.data.token_file import TokenFile
 from thinpipe.pipeline.batch import Batch
+
+if TYPE_CHECKING:
+    from thinpipe.launch.data.token_file import TokenFile
 
 Ids = Sequence[int] | Tensor
 
@@ -43,7 +45,7 @@ class SampleSet(Protocol):
 class Windows:
     """Running text as documents of `length` + 1 tokens: each has the first token of the next."""
 
-    def __init__(self, tokens: TokenFile, length: int) -> None:
+    def __init__(self, tokens: "TokenFile", length: int) -> None:
         self._tokens, self._length = tokens, length
 
     def __len__(self) -> int:
@@ -89,6 +91,25 @@ class WindowSet:
     @property
     def digest(self) -> str:
         return self._documents.digest
+
+
+class Counted:
+    """The samples of others, of which there are `count`: the first ones, or more than are known."""
+
+    def __init__(self, samples: SampleSet, count: int, notes: Sequence[str] = ()) -> None:
+        self._samples, self._count = samples, count
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, ids: Ids) -> Batch:
+        """Raises ValueError for samples that are not known."""
+        return self._samples.batch(ids)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
 
 
 def spread(

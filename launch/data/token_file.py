@@ -7,12 +7,10 @@ token) and `targets` (float64, as many of each document). `manifest.json` comes 
 sizes and digests, so a folder without it is unfinished, and one that does not fit it is damaged.
 """
 
-import contextlib
 import hashlib
 import json
 import mmap
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,17 +19,15 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
 from thinpipe.launch.data.documents import Column, Document, Rejected
+from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.host import disk
 
 _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
 _VERSION = 2
 _TYPES: Mapping[str, npt.DTypeLike] = {"counts": bool, "types": np.uint8, "targets": np.float64}
-_PART_NBYTES = 4 << 20
-_SEEN, _LOCK = "seen.json", "seen.lock"
 _TRUSTED_S = 3600.0
 """For so long a file that does not change is not compared with its digest again."""
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
@@ -75,7 +71,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path) -> "TokenFile":
-        """Map a finished folder, once a process of the host has looked at every byte of it.
+        """Map a finished folder; a process of the host has looked at every byte of it.
 
         Raises:
             FileNotFoundError: it is not there, or not finished.
@@ -85,7 +81,10 @@ class TokenFile:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 raise DamagedError(f"{folder}: of version {manifest['version']}")
-            _verify(folder, manifest["files"])
+            for name, (nbytes, digest) in manifest["files"].items():
+                place = folder / name
+                if place.stat().st_size != nbytes or digest_of(place, _TRUSTED_S) != digest:
+                    raise DamagedError(f"{place}: not what was written")
             return cls(folder, manifest)
         except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
@@ -203,7 +202,7 @@ class TokenWriter:
             disk.flush(file.fileno())
             file.close()
         paths = {name: self.folder / name for name in self._files}
-        files = {name: (path.stat().st_size, content_digest(path)) for name, path in paths.items()}
+        files = {name: (path.stat().st_size, digest_of(path)) for name, path in paths.items()}
         _write_json(
             self.folder / _MANIFEST,
             {
@@ -217,7 +216,6 @@ class TokenWriter:
                 "facts": facts,
             },
         )
-        _write_json(self.folder / _SEEN, _states(self.folder, files))  # by the digests just made
         (self.folder / _PROGRESS).unlink(missing_ok=True)
         disk.flush_folder(self.folder)
 
@@ -281,39 +279,6 @@ def check_sizes(folder: Path) -> None:
         raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
     if wrong:
         raise DamagedError(f"{folder / wrong[0]}: not as long as it was")
-
-
-def _verify(folder: Path, files: Mapping[str, Any]) -> None:
-    """Compare files with their digests, unless a process has just done so; others wait for it."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # where nothing can be written each looks for itself
-            disk.lock(stack.enter_context((folder / _LOCK).open("a", encoding="utf-8")), wait=True)
-        states = _states(folder, files)
-        with contextlib.suppress(OSError, ValueError):
-            seen = json.loads((folder / _SEEN).read_bytes())
-            age = time.time() - (folder / _SEEN).stat().st_mtime
-            if seen == states and 0 <= age < _TRUSTED_S:
-                return
-        for name, (nbytes, digest) in files.items():
-            if states[name][0] != nbytes or content_digest(folder / name) != digest:
-                raise DamagedError(f"{folder / name}: not what was written")
-        with contextlib.suppress(OSError):
-            _write_json(folder / _SEEN, states)
-
-
-def _states(folder: Path, files: Mapping[str, Any]) -> dict[str, list[int]]:
-    """What changes when a file does."""
-    found = {name: (folder / name).stat() for name in files}
-    return {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in found.items()}
-
-
-def content_digest(file: Path) -> str:
-    """A digest (hex) of a file: against accidents, and several times as fast as SHA-256."""
-    found = xxh3_128()
-    with file.open("rb") as opened:
-        while part := opened.read(_PART_NBYTES):
-            found.update(part)
-    return found.hexdigest()
 
 
 def _progress(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.kinds import Form, Kind, form_of
 from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
-from thinpipe.launch.data.rows import Row, Rows, rows_of_columns
+from thinpipe.launch.data.rows import Row, Rows, rows_of_columns, without_nulls
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _FAMILIES: tuple[set[Kind], ...] = (
@@ -260,7 +260,7 @@ class _Parser:
         own = {name: value for name, value in columns.items() if name not in _PLACES}
         if self._numbered:
             return {int(name): value for name, value in own.items()}
-        return {name: saved.without_nulls(value) for name, value in own.items()}
+        return {name: without_nulls(value) for name, value in own.items()}
 
 
 def _record(text: str | None) -> Mapping[Field, Any] | str:

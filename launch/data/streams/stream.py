@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thinpipe.launch.data.own import OwnSet, Reading
-from thinpipe.launch.data.sample_set import Ids, SampleSet
+from thinpipe.launch.data.sample_set import Counted, Ids, SampleSet
 from thinpipe.launch.data.sampler import EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
@@ -283,24 +283,7 @@ def position(samples: SampleSet) -> StreamSet | None:
     return samples if isinstance(samples, StreamSet) else None
 
 
-class FirstSamples:
-    """The first of others, to evaluate on."""
-
-    def __init__(self, samples: SampleSet, count: int) -> None:
-        self._samples, self._count, self.notes = samples, count, samples.notes
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, ids: Ids) -> Batch:
-        return self._samples.batch(ids)
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
-
-
-def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSamples:
+def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
     """Read a stream until there are so many samples; what was read is not trained on.
 
     Raises:
@@ -314,7 +297,7 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSampl
         samples, _ = make(read, torch.zeros(0, dtype=torch.int32), -1)
         have = 0 if samples is None else len(samples)
         if samples is not None and have >= count:
-            return FirstSamples(samples, count)
+            return Counted(samples, count, samples.notes)
         if len(found) < wanted:
             raise ValueError(
                 f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.launch.data.tokens.test_store import TEXT, _tokenizer
-from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
+from thinpipe.launch.data.reading import digests
 from thinpipe.launch.data.token_file import TokenWriter
 from thinpipe.launch.data.tokens import encoded, pieces, running, store
 from thinpipe.launch.host import cache, disk
@@ -23,7 +23,7 @@ MOMENTS = {
     "replace": (disk, "replace"),
     "flush_folder": (disk, "flush_folder"),
     "extend": (TokenWriter, "extend"),
-    "digest": (token_file, "content_digest"),
+    "digest": (digests, "_digest"),
     "settle": (store, "_settle"),
     "rename": (Path, "rename"),
 }

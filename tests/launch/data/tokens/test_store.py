@@ -13,6 +13,7 @@ import pytest
 from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
+from thinpipe.launch.data.reading import digests
 from thinpipe.launch.data.reading.source import open_source
 from thinpipe.launch.data.token_file import TokenFile
 from thinpipe.launch.data.tokens import pieces, running, store
@@ -241,18 +242,16 @@ def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
     config, folder = _folder(tmp_path)
     load(config)
     (made,) = _made(folder)
-    looked = list[str]()
-    digest = token_file.content_digest
+    monkeypatch.setattr(digests, "_REMEMBERED_NBYTES", 0)
+    monkeypatch.setattr(digests, "_SETTLED_S", -1.0)
+    looked, digest = list[str](), digests._digest
 
     def slow(path: Path) -> str:
         looked.append(path.name)
         time.sleep(0.05)
         return digest(path)
 
-    monkeypatch.setattr(token_file, "content_digest", slow)
-    TokenFile.open(made)
-    assert looked == []  # it was written just now
-    (made / "seen.json").unlink()
+    monkeypatch.setattr(digests, "_digest", slow)
     threads = [threading.Thread(target=TokenFile.open, args=(made,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -262,6 +261,9 @@ def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
     monkeypatch.setattr(token_file, "_TRUSTED_S", 0.0)
     TokenFile.open(made)
     assert len(looked) == 6
+    monkeypatch.setenv(cache.CACHE, "/proc/none")
+    TokenFile.open(made)  # where nothing can be remembered
+    assert len(looked) == 9
 
 
 def test_the_next_run_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
