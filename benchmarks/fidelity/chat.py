@@ -112,7 +112,7 @@ def plain(folder: str, talks: list[list[dict[str, str]]], steps: int) -> Iterato
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
     for step in range(steps):
         total, count = _loss(model, [training[i] for i in sampler.ids(step).tolist()])
-        (total / count).backward()
+        torch.autograd.backward(total / count)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
