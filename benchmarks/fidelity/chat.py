@@ -134,10 +134,11 @@ def main() -> None:
     folder.mkdir(parents=True)
     talks = [conversation(number) for number in range(_COUNT)]
     rows = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
-    (folder / "talks.jsonl").write_text(rows)
+    (folder / "talks.jsonl").write_text(rows, encoding="utf-8")
     sizes = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": options.steps}
     run_file = folder / "run.toml"
-    run_file.write_text(_RUN.format(folder=folder, model=Path(options.model).resolve(), **sizes))
+    text = _RUN.format(folder=folder, model=Path(options.model).resolve(), **sizes)
+    run_file.write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "thinpipe.launch", "train", str(run_file)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     records = read_metrics(folder / "run" / "metrics.jsonl")
