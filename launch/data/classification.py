@@ -1,22 +1,31 @@
 """Labelled texts, padded: per sample one class, several labels, or numbers.
 
-Axes: N samples, T tokens, C classes.
+Axes: B samples of a batch, T tokens, C classes or numbers.
 """
 
+import hashlib
 import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thinpipe.launch.data.columns import Field, RowFields
-from thinpipe.launch.data.rows import Row
-from thinpipe.launch.data.sample_set import ColumnSet
+from thinpipe.launch.data.columns import RowFields
+from thinpipe.launch.data.documents import Chosen, Column, Document, Documents, Rejected
+from thinpipe.launch.data.rows import Row, RowError
+from thinpipe.launch.data.sample_set import Ids, checked_ids
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 from thinpipe.pipeline.models.kind import Problem
+
+_ONE_CLASS: Problem = "single_label_classification"
+TRUNCATED = "texts truncated to fit data.sequence_length"
 
 
 @dataclass(frozen=True)
@@ -27,92 +36,131 @@ class Labelling:
     """
 
     classes: int = 2
-    problem: Problem = "single_label_classification"
+    problem: Problem = _ONE_CLASS
     types: int = 1
 
 
-def labelled_set(
-    rows: Sequence[Row],
-    fields: RowFields,
-    tokenizer: Tokenizer,
-    *,
-    length: int,
-    labelling: Labelling,
-) -> ColumnSet:
-    """Texts as sequences of `length` tokens with a mask, longer ones truncated.
+class LabelledSet:
+    """Texts as sequences of `length` tokens with a mask, read when they are asked for."""
+
+    def __init__(
+        self, documents: Documents, length: int, labelling: Labelling, notes: Sequence[str] = ()
+    ) -> None:
+        self._documents, self._length, self._labelling = documents, length, labelling
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def batch(self, ids: Ids) -> Batch:
+        ids_B = checked_ids(ids, len(self))
+        inputs_BT = torch.zeros(len(ids_B), self._length, dtype=torch.int64)
+        mask_BT = torch.zeros(inputs_BT.shape, dtype=torch.bool)
+        types_BT = torch.zeros(inputs_BT.shape, dtype=torch.uint8)
+        targets_BC = torch.zeros(len(ids_B), self._labelling.classes)
+        for row, number in enumerate(ids_B.tolist()):
+            document = self._documents.document(number)
+            inputs_BT[row, : len(document)] = torch.from_numpy(document.tokens)
+            mask_BT[row, : len(document)] = True
+            if document.types is not None:
+                types_BT[row, : len(document)] = torch.from_numpy(document.types)
+            targets_BC[row] = torch.from_numpy(document.targets)
+        targets = targets_BC
+        if self._labelling.problem == _ONE_CLASS:
+            targets = targets_BC[:, 0].to(torch.int64)
+        types = types_BT if self._labelling.types > 1 else None
+        return Batch(inputs_BT, targets, ids_B, mask_BT, types_BT=types)
+
+    def select(self, indices: Tensor) -> "LabelledSet":
+        """Some of the samples, renumbered from 0."""
+        chosen = Chosen(self._documents, indices.numpy())
+        return LabelledSet(chosen, self._length, self._labelling, self.notes)
+
+    @cached_property
+    def digest(self) -> str:
+        parts = f"{self._documents.digest} {self._length} {self._labelling}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+
+class LabelledEncoder:
+    """Rows as the tokens of one or two texts, and what is to be predicted of them.
 
     Of two texts the longer one loses tokens first; special tokens stay.
-
-    Raises:
-        ValueError: a row has no text, or a label that does not fit; `length` has no room for text.
     """
-    assert fields.text_field is not None, "checked with the config"
-    assert fields.label_field is not None, "checked with the config"
-    inputs_NT = torch.zeros(len(rows), length, dtype=torch.int32)
-    mask_NT = torch.zeros(len(rows), length, dtype=torch.bool)
-    types_NT = torch.zeros(len(rows), length, dtype=torch.uint8)
-    truncated = 0
-    for number, row in enumerate(rows):
-        other = None if fields.pair_field is None else row.text(fields.pair_field)
-        fitted = tokenizer.fitted(row.text(fields.text_field), other, length)
-        truncated += fitted.truncated
-        count = len(fitted.ids)
-        inputs_NT[number, :count] = torch.tensor(fitted.ids, dtype=torch.int32)
-        mask_NT[number, :count] = True
-        types_NT[number, :count] = torch.tensor(fitted.types, dtype=torch.uint8)
-    notes = []
-    if truncated:
-        notes.append(
-            f"note: {truncated} of {len(rows)} texts are longer than data.sequence_length = "
-            f"{length} {tokenizer.unit} and are truncated"
+
+    def __init__(
+        self,
+        fields: RowFields,
+        tokenizer: Tokenizer,
+        length: int,
+        labelling: Labelling,
+        *,
+        key: str,
+    ) -> None:
+        self.key, self.ids = key, tokenizer.vocab
+        self.columns: tuple[Column, ...] = ("targets",)
+        if labelling.types > 1:
+            self.columns = ("targets", "types")
+        self._fields, self._tokenizer = fields, tokenizer
+        self._length, self._labelling = length, labelling
+
+    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
+        """Raises ValueError if the length has no room for text, or the model lacks a type."""
+        return [self._encode(row) for row in rows]
+
+    def _encode(self, row: Row) -> Document | Rejected:
+        fields = self._fields
+        assert fields.text_field is not None, "checked with the config"
+        assert fields.label_field is not None, "checked with the config"
+        try:
+            text = row.text(fields.text_field)
+            other = None if fields.pair_field is None else row.text(fields.pair_field)
+            found = row.value(fields.label_field)
+        except RowError as error:
+            return Rejected(row.where, error.reason)
+        try:
+            targets = _targets(found, fields.labels, self._labelling)
+        except _LabelError as error:
+            where = f"{row.where} has {reprlib.repr(found)}"
+            return Rejected(where, f"field {fields.label_field!r} {error}")
+        fitted = self._tokenizer.fitted(text, other, self._length)
+        return Document(
+            np.array(fitted.ids, dtype=np.int32),
+            remark=TRUNCATED if fitted.truncated else None,
+            types=self._types(fitted.types),
+            targets=np.array(targets, dtype=np.float64),
         )
-    columns = Batch(
-        inputs_NT,
-        _targets(rows, fields.label_field, fields.labels, labelling),
-        torch.arange(len(rows)),
-        mask_NT,
-        types_BT=_types(types_NT, labelling.types),
-    )
-    return ColumnSet(columns, notes)
+
+    def _types(self, types: Sequence[int]) -> npt.NDArray[np.uint8] | None:
+        known = self._labelling.types
+        if known == 1:
+            return None
+        if max(types, default=0) >= known:
+            raise ValueError(
+                f"data.tokenizer: gives tokens of type {max(types)}, and the model knows types 0 "
+                f"to {known - 1} (its config.json); use the tokenizer that belongs to it"
+            )
+        return np.array(types, dtype=np.uint8)
 
 
-def _types(types_NT: Tensor, known: int) -> Tensor | None:
-    """Types of tokens for a model that tells some apart."""
-    if known == 1 or not types_NT.any():
-        return None
-    if int(types_NT.max()) >= known:
-        raise ValueError(
-            f"data.tokenizer: gives tokens of type {int(types_NT.max())}, and the model knows "
-            f"types 0 to {known - 1} (its config.json); use the tokenizer that belongs to it"
-        )
-    return types_NT
+class _LabelError(ValueError):
+    """What is wrong with a label, after the name of its field."""
 
 
-def _targets(
-    rows: Sequence[Row], field: Field, labels: Sequence[str] | None, labelling: Labelling
-) -> Tensor:
+def _targets(found: Any, labels: Sequence[str] | None, labelling: Labelling) -> list[float]:
+    """What is predicted: a number of the class, a flag for each, or numbers."""
     classes = labelling.classes
     if labelling.problem == "regression":
-        values = [_numbers(row, field, classes) for row in rows]
-        return torch.tensor(values, dtype=torch.float32).view(len(rows), classes)
-    if labelling.problem == "multi_label_classification":
-        flags_NC = torch.zeros(len(rows), classes)
-        for number, row in enumerate(rows):
-            flags_NC[number, _several(row, field, labels, classes)] = 1
-        return flags_NC
-    found = [_class_of(row, field, row.value(field), labels, classes) for row in rows]
-    return torch.tensor(found, dtype=torch.int64)
+        return _numbers(found if isinstance(found, list) else [found], classes)
+    if labelling.problem == _ONE_CLASS:
+        return [_class_of(found, labels, classes)]
+    chosen = _several(found, labels, classes)
+    return [float(number in chosen) for number in range(classes)]
 
 
-def _numbers(row: Row, field: Field, count: int) -> list[float]:
-    """The numbers of a row to predict."""
-    found = row.value(field)
-    values = found if isinstance(found, list) else [found]
-    where = f"{row.where}: field {field!r} = {reprlib.repr(found)}"
+def _numbers(values: list[Any], count: int) -> list[float]:
     if len(values) != count:
-        raise ValueError(
-            f"{where}: {len(values)} numbers where model.classes = {count}; make them equal"
-        )
+        raise _LabelError(f"has {len(values)} numbers where model.classes = {count}")
     numbers = []
     for value in values:
         try:
@@ -120,59 +168,44 @@ def _numbers(row: Row, field: Field, count: int) -> list[float]:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"{where}: not a number, which regression needs; correct the row")
+            raise _LabelError("is not a number, which regression needs")
         if number == IGNORED_TARGET:
-            raise ValueError(
-                f"{where}: {IGNORED_TARGET} stands for a target that is not counted; shift or "
+            raise _LabelError(
+                f"is {IGNORED_TARGET}, which stands for a target that is not counted; shift or "
                 "scale the numbers"
             )
         numbers.append(number)
     return numbers
 
 
-def _several(row: Row, field: Field, labels: Sequence[str] | None, classes: int) -> list[int]:
+def _several(found: Any, labels: Sequence[str] | None, classes: int) -> set[int]:
     """The labels of a row that has any number of them: listed, or as one flag per class."""
-    found = row.value(field)
-    where = f"{row.where}: field {field!r} = {reprlib.repr(found)}"
     if not isinstance(found, list):
-        raise ValueError(f"{where}: not a list of labels; write one per row, such as [0, 2] or []")
+        raise _LabelError("is not a list of labels, such as [0, 2] or []")
     if found and all(isinstance(value, bool | float) for value in found):
         if len(found) != classes or any(value not in (0, 1) for value in found):
-            raise ValueError(
-                f"{where}: not {classes} flags of 0 and 1 (model.classes); correct the row"
-            )
-        return [number for number, value in enumerate(found) if value]
-    numbers = [_class_of(row, field, value, labels, classes) for value in found]
+            raise _LabelError(f"is not {classes} flags of 0 and 1 (model.classes)")
+        return {number for number, value in enumerate(found) if value}
+    numbers = [_class_of(value, labels, classes) for value in found]
     if len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"{where}: a label is there twice; list each once, or write flags as true and false"
-        )
-    return numbers
+        raise _LabelError("has a label twice; list each once, or write flags as true and false")
+    return set(numbers)
 
 
-def _class_of(
-    row: Row, field: Field, found: object, labels: Sequence[str] | None, classes: int
-) -> int:
+def _class_of(found: Any, labels: Sequence[str] | None, classes: int) -> int:
     if not isinstance(found, str | int):
-        raise ValueError(
-            f"{row.where}: field {field!r} = {reprlib.repr(found)}: {type(found).__name__}, not "
-            "a label; use text or whole numbers"
-        )
+        raise _LabelError(f"is {type(found).__name__}, not a label of text or a whole number")
     name = str(found).lower() if isinstance(found, bool) else str(found)  # as JSON spells it
-    where = f"{row.where}: field {field!r} = {name!r}"
     if labels is not None:
         if name not in labels:
-            raise ValueError(f"{where}: not one of data.labels = {list(labels)}; correct it")
+            raise _LabelError(f"is not one of data.labels = {list(labels)}")
         return labels.index(name)
     try:
         number = int(name)
     except ValueError:
-        raise ValueError(
-            f"{where}: not a whole number; name the labels, in order, in data.labels"
-        ) from None
+        raise _LabelError("is not a whole number; name the labels in data.labels") from None
     if not 0 <= number < classes:
-        raise ValueError(
-            f"{where}: model.classes = {classes} allows labels 0 to {classes - 1}; raise "
-            "model.classes or correct the label"
+        raise _LabelError(
+            f"is not one of labels 0 to {classes - 1}, which model.classes = {classes} allows"
         )
     return number

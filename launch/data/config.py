@@ -10,7 +10,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class SourceConfig(BaseModel):
-    """One source of a mixture: a path as in `data.path`, and its relative share of the examples."""
+    """One source of a mixture: a path as in `data.path`, and its relative share of the samples."""
 
     model_config = _STRICT
 
@@ -25,10 +25,10 @@ class DataConfig(RowFields):
     hub as `hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]`; `sources` are a mixture; without any, the
     text is the source code of Python's standard library. Evaluation data are in `eval_path`, or
     held out from the rest. The content decides the format, unless `format` does. `max_bytes` limits
-    how much running text is read, `train_sequences = "all"` takes all of it. With `stream_block`
-    rows are a stream, read in one pass and shuffled in blocks of so many. `factory` and
-    `eval_factory` ("module:function") return your own datasets, whose items are (input, target);
-    without the second, the last `eval_sequences` samples are held out.
+    how much running text of a source is read, `train_sequences = "all"` takes all of it. With
+    `stream_block` rows are a stream, read in one pass and shuffled in blocks of so many. `factory`
+    and `eval_factory` ("module:function") return your own datasets, whose items are (input,
+    target); without the second, the last `eval_sequences` samples are held out.
     """
 
     factory: str | None = None
@@ -77,11 +77,6 @@ class DataConfig(RowFields):
 
     @model_validator(mode="after")
     def _kind_fits(self) -> "DataConfig":
-        if self.sources and self.kind != "instructions":
-            raise ValueError(
-                f"sources = {self.sources!r}: mixtures are of instruction data; set prompt_field "
-                "and response_field, or name several files by a glob in path"
-            )
         if self.max_bytes is not None and self.kind != "text":
             raise ValueError(
                 f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
@@ -94,7 +89,8 @@ class DataConfig(RowFields):
             return self
         what = f"stream_block = {self.stream_block}"
         if self.path is None and self.factory is None:
-            raise ValueError(f"{what}: streams need rows; set path or factory")
+            remedy = "remove sources, and name one" if self.sources else "set"
+            raise ValueError(f"{what}: streams need rows of one source; {remedy} path or factory")
         if self.train_sequences != "all":
             raise ValueError(
                 f"train_sequences = {self.train_sequences}: a stream is read as far as "

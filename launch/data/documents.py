@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,23 @@ from thinpipe.launch.data.rows import Row
 
 Tokens = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
+Column = Literal["counts", "types", "targets"]
 
 
 @dataclass(frozen=True)
 class Document:
     """Token ids (int32 [n]), and which of them are learnt as targets (bool [n]; None: all).
 
-    `remark` says what was done to the row to make it one, such as cutting it.
+    A text to classify has `targets` (float64 [classes or numbers]), and `types` of its tokens
+    (uint8 [n]) if the model tells some apart. `remark` says what was done to the row to make it
+    one, such as cutting it.
     """
 
     tokens: Tokens
     counts: Flags | None = None
     remark: str | None = None
+    types: npt.NDArray[np.uint8] | None = None
+    targets: npt.NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -54,8 +59,8 @@ class Encoder(Protocol):
         """One more than the highest token id; files use one, two or four bytes a token for it."""
 
     @property
-    def counted(self) -> bool:
-        """Whether documents say which of their tokens are learnt."""
+    def columns(self) -> tuple[Column, ...]:
+        """What documents have beside tokens."""
 
     def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
         """A document, or why there is none, for each row, in their order."""
@@ -79,6 +84,30 @@ class Documents(Protocol):
     @property
     def digest(self) -> str:
         """SHA-256 (hex): equal if the numbers mean the same tokens."""
+
+
+class Listed:
+    """Documents in memory: those of a block of a stream."""
+
+    digest = ""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @property
+    def lengths(self) -> npt.NDArray[Any]:
+        return np.array([len(document) for document in self._documents], dtype=np.int64)
+
+    def document(self, number: int) -> Document:
+        return self._documents[number]
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        whole = self._documents[number]
+        counts = None if whole.counts is None else whole.counts[start:stop]
+        return Document(whole.tokens[start:stop], counts)
 
 
 class Chosen:

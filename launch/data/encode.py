@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, PromptEncoder
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of, question_and_answer
 from thinpipe.launch.data.chat.template import load_template, template_text
+from thinpipe.launch.data.classification import LabelledEncoder, Labelling
 from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Encoder
@@ -45,14 +47,19 @@ def describe_marks(tokenizer: Tokenizer, marks: Marks) -> str:
     return f"{' and '.join(shown)} between documents"
 
 
-def encoder_for(config: DataConfig, tokenizer: Tokenizer) -> Encoder:
-    """The encoder of a run's prompts or conversations.
+def encoder_for(
+    config: DataConfig, tokenizer: Tokenizer, labelling: Labelling | None = None
+) -> Encoder:
+    """The encoder of a run's prompts, conversations or labelled texts.
 
     Raises:
         ValueError: a file of the settings is missing, or an end mark.
         ImportError: an optional package is needed and not installed.
     """
-    key = _key(config, tokenizer)
+    labelling = labelling or Labelling()
+    key = _key(config, tokenizer, labelling)
+    if config.kind == "labelled":
+        return LabelledEncoder(config, tokenizer, config.sequence_length, labelling, key=key)
     limits = Limits(config.sequence_length + 1, config.loss_on)
     _ = tokenizer.end  # else every row would be told that there is none
     if config.messages_field is None and config.chat_template is None:
@@ -83,8 +90,10 @@ def _question(fields: RowFields, row: Row) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
 
 
-def _key(config: DataConfig, tokenizer: Tokenizer) -> str:
-    names = ("prompt_field", "response_field", "messages_field", "loss_on")
+def _key(config: DataConfig, tokenizer: Tokenizer, labelling: Labelling) -> str:
+    names: tuple[str, ...] = ("prompt_field", "response_field", "messages_field", "loss_on")
+    if config.kind == "labelled":
+        names = ("text_field", "pair_field", "label_field", "labels")
     folder = tokenizer.folder if isinstance(tokenizer, FolderTokenizer) else None
     parts: dict[str, Any] = {
         "version": _VERSION,
@@ -93,7 +102,9 @@ def _key(config: DataConfig, tokenizer: Tokenizer) -> str:
         "fields": {name: getattr(config, name) for name in names},
         "room": config.sequence_length,
     }
-    if config.chat_template or config.messages_field is not None:
+    if config.kind == "labelled":
+        parts["labelling"] = asdict(labelling)
+    elif config.chat_template or config.messages_field is not None:
         parts["template"] = template_text(config.chat_template)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

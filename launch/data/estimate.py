@@ -13,33 +13,16 @@ from thinpipe.launch.data.reading.saved import HUB, is_saved
 from thinpipe.launch.data.reading.source import Source, open_source, rows_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
 from thinpipe.launch.data.rows import Row
-from thinpipe.launch.data.sample_set import Ids, SampleSet
+from thinpipe.launch.data.sample_set import Counted, SampleSet
 from thinpipe.launch.data.streams.blocks import make_of
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.words import format_bytes, format_count
-from thinpipe.pipeline.batch import Batch
 
 _LARGE_NBYTES = 64 << 20
 """Less than this is read as in a run, within a minute."""
 _HEAD_NBYTES = 1 << 20
 _PACKED = 4
 """How many times as long text is when it is unpacked, roughly."""
-
-
-class EstimatedSet:
-    """The samples of the beginning, and about how many there are in all."""
-
-    digest = ""
-
-    def __init__(self, head: SampleSet, count: int, notes: Sequence[str]) -> None:
-        self._head, self._count, self.notes = head, count, tuple(notes)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, ids: Ids) -> Batch:
-        """Raises ValueError for samples that were not looked at."""
-        return self._head.batch(ids)
 
 
 def estimate(
@@ -89,7 +72,7 @@ def _estimated(
     wanted = config.train_sequences
     count = int(total * kept) if wanted == "all" else min(wanted, int(total * kept))
     held_out = 1 if config.eval_sequences == "all" else config.eval_sequences
-    return EstimatedSet(head, max(1, count), notes), EstimatedSet(head, held_out, ())
+    return Counted(head, max(1, count), notes), Counted(head, held_out)
 
 
 def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, str]:

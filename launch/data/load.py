@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thinpipe.launch.data.chat.template import OWN, PLAIN
-from thinpipe.launch.data.classification import Labelling, labelled_set
+from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
@@ -21,14 +21,13 @@ from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
 from thinpipe.launch.data.reading.source import Source, open_source
 from thinpipe.launch.data.reading.text import HELD_OUT, Part
-from thinpipe.launch.data.rows import Row
-from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, WindowSet, spread
+from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet, spread
 from thinpipe.launch.data.token_file import TokenFile, rejections
 from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from thinpipe.launch.data.tokens.encoded import encoded_rows
 from thinpipe.launch.data.tokens.running import Marks, running_tokens
 
-Selectable = TypeVar("Selectable", ColumnSet, PackedSet)
+Selectable = TypeVar("Selectable", LabelledSet, PackedSet, WindowSet)
 
 
 def files(config: DataConfig) -> list[Path]:
@@ -78,13 +77,7 @@ def load(
     tokenizer = _tokenizer(config, vocab)
     if config.kind == "text":
         return _load_text(config, tokenizer, seed)
-    if config.kind == "instructions":
-        return _load_examples(config, tokenizer, seed)
-    sets = [_labelled(rows, config, tokenizer, labelling) for rows in _labelled_rows(config)]
-    return (
-        _selected(sets[0], "train_sequences", config=config),
-        _selected(sets[1], "eval_sequences", config=config),
-    )
+    return _load_rows(config, tokenizer, seed, labelling)
 
 
 def _tokenizer(config: DataConfig, vocab: int | None) -> Tokenizer:
@@ -120,77 +113,99 @@ def _load_stream(
     return load_stream(config, tokenizer, held_out, seed=seed, labelling=labelling, total=drawn)
 
 
-def _load_examples(
-    config: DataConfig, tokenizer: Tokenizer, seed: int
-) -> tuple[PackedSet, PackedSet]:
-    """Prompts or conversations: each source is encoded as a whole, then divided by its rows."""
-    encoder = encoder_for(config, tokenizer)
-    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
-    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
-    sources = [_source(config, path, setting) for setting, path in paths.items()]
+def _load_rows(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling
+) -> tuple[SampleSet, SampleSet]:
+    """Prompts, conversations or labelled texts: each source is encoded whole, then divided."""
+    encoder = encoder_for(config, tokenizer, labelling)
+    sources, rest = _sources(config)
     files = [encoded_rows(source, config.fields, encoder) for source in sources]
-    rest = [source.held_out for source in sources]
-    if config.eval_path is not None:
-        rest = [_source(config, config.eval_path, "data.eval_path")]
-    weights = [source.weight for source in config.sources] or None
-    if all(rest):
-        kept = [np.arange(len(file)) for file in files]
-        others = [encoded_rows(source, config.fields, encoder) for source in rest if source]
-        held_out: Documents = Joined(others)
-    else:
-        last = [file.rows % HELD_OUT == HELD_OUT - 1 for file in files]
-        kept = [np.flatnonzero(~own) for own in last]
-        others = []
-        held_out = Joined(
-            [Chosen(file, np.flatnonzero(own)) for file, own in zip(files, last, strict=True)]
-        )
-    chosen = mix([len(own) for own in kept], weights, seed)
-    parts = zip(files, kept, chosen, strict=True)
-    training = Joined([Chosen(file, own[picked]) for file, own, picked in parts])
+    others = [encoded_rows(source, config.fields, encoder) for source in rest]
+    last = [
+        file.rows % HELD_OUT == HELD_OUT - 1 if not rest else np.zeros(len(file), dtype=bool)
+        for file in files
+    ]
+    parts = [*zip(files, last, strict=True)]
+    training = _mixed([Chosen(file, np.flatnonzero(~own)) for file, own in parts], config, seed)
+    held_out: list[Documents] = [Chosen(file, np.flatnonzero(own)) for file, own in parts]
     notes = [
         f"note: {source.what}: {note}"
-        for source, file in zip([*sources, *filter(None, rest)], [*files, *others], strict=False)
+        for source, file in zip([*sources, *rest], [*files, *others], strict=True)
         for note in rejections(file)
     ]
+
+    def samples(documents: Documents, setting: str, notes: Sequence[str] = ()) -> SampleSet:
+        if not len(documents):
+            raise ValueError(
+                f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
+                "set data.eval_path or use more rows"
+            )
+        if config.kind == "labelled":
+            labelled = LabelledSet(documents, config.sequence_length, labelling, notes)
+            return _selected(labelled, setting, config=config)
+        return _packed(documents, setting, config, seed, notes)
+
     return (
-        _packed(training, "train_sequences", config, seed, notes),
-        _packed(held_out, "eval_sequences", config, seed),
+        samples(training, "train_sequences", notes),
+        samples(Joined(others or held_out), "eval_sequences"),
     )
 
 
 def _packed(
-    documents: Documents, setting: str, config: DataConfig, seed: int, notes: Sequence[str] = ()
+    documents: Documents, setting: str, config: DataConfig, seed: int, notes: Sequence[str]
 ) -> PackedSet:
-    if not len(documents):
-        raise ValueError(
-            f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
-            "set data.eval_path or use more rows"
-        )
     prefix = config.objective == "prefix"
     found = pack(documents, Layout(config.sequence_length, config.packs, prefix, seed), notes)
     return _selected(found, setting, config=config)
 
 
+def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documents:
+    """The documents of all sources, in proportion to their weights."""
+    if not config.sources:
+        return parts[0]
+    weights = [source.weight for source in config.sources]
+    chosen = mix([len(part) for part in parts], weights, seed)
+    return Joined([Chosen(part, own) for part, own in zip(parts, chosen, strict=True)])
+
+
 def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[SampleSet, SampleSet]:
-    source = _source(config, config.path, "data.path")
-    rest = source.held_out
-    if config.eval_path is not None:
-        rest = _source(config, config.eval_path, "data.eval_path")
+    """Running text: whole documents, or windows over it."""
+    sources, rest = _sources(config)
     field, limit = _text_field(config), config.max_bytes
     begin, finish = document_marks(tokenizer, config.document_marks)
     marks = Marks(begin, finish) if begin or finish or config.packs else None
 
-    def windows(source: Source, part: Part, setting: str) -> SampleSet:
-        tokens = running_tokens(source, part, field, tokenizer, limit=limit, marks=marks)
+    def samples(sources: Sequence[Source], part: Part, setting: str) -> SampleSet:
+        files = [
+            running_tokens(source, part, field, tokenizer, limit=limit, marks=marks)
+            for source in sources
+        ]
+        named = [*zip(files, (source.what for source in sources), strict=True)]
+        notes = [note for file, what in named for note in _notes(file, what, config, tokenizer)]
+        parts: Sequence[Documents] = files
+        if not config.packs:
+            parts = [_windows(*each, setting, config=config, tokenizer=tokenizer) for each in named]
+        trained = setting == "train_sequences"
+        documents = _mixed(parts, config, seed) if trained else Joined(parts)
         if config.packs:
-            notes = _notes(tokens, source.what, config, tokenizer)
-            return _packed(tokens, setting, config, seed, notes)
-        return _windows(tokens, setting, source.what, config=config, tokenizer=tokenizer)
+            return _packed(documents, setting, config, seed, notes)
+        return _selected(WindowSet(documents, notes), setting, config=config)
 
     return (
-        windows(source, "training" if rest is None else "all", "train_sequences"),
-        windows(rest or source, "held out" if rest is None else "all", "eval_sequences"),
+        samples(sources, "all" if rest else "training", "train_sequences"),
+        samples(rest or sources, "all" if rest else "held out", "eval_sequences"),
     )
+
+
+def _sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
+    """Those to train on, and to evaluate on: none if every tenth row or part is held out."""
+    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
+    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
+    sources = [_source(config, path, setting) for setting, path in paths.items()]
+    if config.eval_path is not None:
+        return sources, [_source(config, config.eval_path, "data.eval_path")]
+    rest = [source.held_out for source in sources if source.held_out is not None]
+    return sources, rest if len(rest) == len(sources) else []
 
 
 def _source(config: DataConfig, path: str | None, setting: str) -> Source:
@@ -201,30 +216,6 @@ def _source(config: DataConfig, path: str | None, setting: str) -> Source:
 
 def _text_field(config: DataConfig) -> RowField:
     return "text" if config.text_field is None else config.text_field
-
-
-def _labelled_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and every tenth, or those of a file of their own."""
-    source = _source(config, config.path, "data.path")
-    rows, rest = source.rows(config.fields), source.held_out
-    if config.eval_path is not None:
-        rest = _source(config, config.eval_path, "data.eval_path")
-    if rest is not None:
-        return list(rows), list(rest.rows(config.fields))
-    last = HELD_OUT - 1
-    kept = [row for number, row in enumerate(rows) if number % HELD_OUT != last]
-    return kept, list(rows[last::HELD_OUT])
-
-
-def _labelled(
-    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, labelling: Labelling
-) -> ColumnSet:
-    if not rows:
-        raise ValueError(
-            f"{config.source}: fewer than {HELD_OUT} rows, so none is held out; "
-            "set data.eval_path or use more rows"
-        )
-    return labelled_set(rows, config, tokenizer, length=config.sequence_length, labelling=labelling)
 
 
 def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:
@@ -239,33 +230,22 @@ def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selec
 
 
 def _windows(
-    tokens: TokenFile, setting: str, what: str, *, config: DataConfig, tokenizer: Tokenizer
-) -> WindowSet:
+    tokens: TokenFile, what: str, setting: str, *, config: DataConfig, tokenizer: Tokenizer
+) -> Windows:
     length = config.sequence_length
     if not tokens.facts["bytes"] and tokens.rejected:
         raise ValueError(f"{what}: no row can be used: {'; '.join(rejections(tokens))}; correct it")
     if not tokens.facts["bytes"] and setting == "train_sequences":
         raise ValueError(f"{what}: the text is empty; name one with some text")
-    available = (tokens.size - 1) // length
-    found = f"the text of {what} leaves {tokens.size} {tokenizer.unit} for {setting}"
-    if available < 1:
+    windows = Windows(tokens, length)
+    if not len(windows):
         raise ValueError(
-            f"data.sequence_length = {length}: {found} and one sequence takes {length + 1}; "
+            f"data.sequence_length = {length}: the text of {what} leaves {tokens.size} "
+            f"{tokenizer.unit} for {setting} and one sequence takes {length + 1}; "
             f"use a longer text or shorter sequences"
             + (f", or raise data.max_bytes = {config.max_bytes}" if config.max_bytes else "")
         )
-    sequences = f"{available} sequence{'' if available == 1 else 's'}"
-    chosen = spread(
-        available,
-        getattr(config, setting),
-        setting=setting,
-        found=f"{found}, enough for {sequences} of {length}",
-        remedy="a longer text or shorter sequences",
-    )
-    notes = _notes(tokens, what, config, tokenizer)
-    if not tokens.facts["utf8"]:
-        notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
-    return WindowSet(tokens, length, chosen, notes)
+    return windows
 
 
 def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenizer) -> list[str]:
@@ -277,4 +257,6 @@ def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenize
             f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
             "places where it had to be cut; tokens there may differ"
         )
+    if not tokens.facts["utf8"]:
+        notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
     return notes

@@ -67,8 +67,9 @@ class OwnSet:
         stop: int | None = None,
         notes: Sequence[str] = (),
         reading: Reading | None = None,
+        block: int = 0,
     ) -> None:
-        """`name` is how messages call the dataset.
+        """`name` is how messages call the dataset, `block` its number among those of a stream.
 
         Raises:
             ValueError: it is not a map-style dataset, or empty.
@@ -78,7 +79,7 @@ class OwnSet:
                 f"{name}: {type(dataset).__name__} is not a map-style dataset; it needs "
                 "__len__ and __getitem__, as sample ids are indices"
             )
-        self._dataset, self._name, self._first = dataset, name, first
+        self._dataset, self._name, self._first, self._block = dataset, name, first, block
         self.reading = reading or Reading()
         self._count = (len(dataset) if stop is None else stop) - first
         if self._count < 1:
@@ -98,18 +99,11 @@ class OwnSet:
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        return self._made([self._dataset[self._first + i] for i in ids_B.tolist()], ids_B)
-
-    def batch_as(self, ids: Sequence[int]) -> Batch:
-        """All samples, in order, under other ids."""
-        ids_B = torch.tensor(ids, dtype=torch.int64)
-        return self._made([self._dataset[i] for i in range(len(self))], ids_B)
-
-    def _made(self, items: list[Any], ids_B: Tensor) -> Batch:
+        items = [self._dataset[self._first + i] for i in ids_B.tolist()]
         if self.reading.collate is None:
             batch = self._stack([self._checked(i) for i in zip(ids_B.tolist(), items, strict=True)])
         else:
-            with _drawing_alike(ids_B):
+            with _drawing_alike(ids_B, self._block):
                 batch = _tensors(self.reading.collate(items))
             self._check_collated(batch, len(ids_B))
         inputs, targets = _parted(batch)
@@ -281,8 +275,8 @@ def _parted(batch: PyTree) -> tuple[PyTree, PyTree]:
 class _drawing_alike:  # noqa: N801  a context manager
     """What a collate function draws at random is alike on all ranks: it follows from the ids."""
 
-    def __init__(self, ids_B: Tensor) -> None:
-        digest = hashlib.sha256(ids_B.numpy().tobytes()).digest()
+    def __init__(self, ids_B: Tensor, block: int) -> None:
+        digest = hashlib.sha256(ids_B.numpy().tobytes() + bytes(f"{block}", "ascii")).digest()
         self._seed = int.from_bytes(digest[:8], "big") >> 1
         self._fork = torch.random.fork_rng(devices=[])
 

@@ -24,17 +24,24 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One record; `where` is its location in error messages."""
+    """One record; `where` is its location in error messages.
+
+    One with a `problem`, such as damaged JSON, has no fields.
+    """
 
     where: str
     fields: Mapping[Field, Any]
+    problem: str | None = None
 
     def value(self, field: Field) -> Any:
         """Return a field.
 
         Raises:
-            RowError: it is missing or null, or text with an unpaired surrogate.
+            RowError: it is missing or null, or text with an unpaired surrogate; or the row has a
+                problem.
         """
+        if self.problem is not None:
+            raise RowError(f"{self.where}: {self.problem}; correct or remove it", self.problem)
         found = self.fields.get(field)
         if found is None:
             if field in self.fields:
@@ -95,12 +102,8 @@ class Parser(Protocol):
     def where(self, columns: Mapping[str, Any]) -> str:
         """How messages call a row."""
 
-    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any]:
-        """The fields of a row.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any] | str:
+        """The fields of a row, or what is wrong with it."""
 
 
 class Rows(Sequence[Row]):
@@ -144,4 +147,15 @@ class Rows(Sequence[Row]):
 def rows_of_columns(columns: Mapping[str, Sequence[Any]], parser: Parser) -> list[Row]:
     """Rows of what a table holds by column."""
     cells = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return [Row(parser.where(cell), parser.fields(cell)) for cell in cells]
+    return [_row(parser.where(cell), parser.fields(cell)) for cell in cells]
+
+
+def _row(where: str, found: Mapping[Field, Any] | str) -> Row:
+    return Row(where, {}, found) if isinstance(found, str) else Row(where, found)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without keys that are null: Arrow gives a record of a list all keys of the others."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,25 +1,28 @@
 """Samples whose ids mean the same on every peer, in every epoch and at every resume.
 
-Axes: N samples of a set, B samples of a batch, T tokens.
+Axes: B samples of a batch, T tokens.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thinpipe.launch.data.token_file import TokenFile
+from thinpipe.launch.data.documents import Chosen, Document, Documents
 from thinpipe.pipeline.batch import Batch
+
+if TYPE_CHECKING:
+    from thinpipe.launch.data.token_file import TokenFile
 
 Ids = Sequence[int] | Tensor
 
 
 class SampleSet(Protocol):
-    """Samples with ids 0 to N - 1."""
+    """Samples with ids from 0."""
 
     notes: tuple[str, ...]
     """Notes for the user on how the set was made."""
@@ -39,101 +42,74 @@ class SampleSet(Protocol):
         """SHA-256 (hex) of shape and content: equal if ids mean the same samples on both sides."""
 
 
-class SequenceSet:
-    """Plain text; `tokens` is an integer tensor [N, T + 1], kept, not copied.
+class Windows:
+    """Running text as documents of `length` + 1 tokens: each has the first token of the next."""
 
-    The targets are the inputs shifted by one.
-    """
-
-    def __init__(self, tokens: Tensor, notes: Sequence[str] = ()) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] < 2:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)}: a set needs [N, T + 1] with T at least 1"
-            )
-        self._tokens = tokens
-        self.notes = tuple(notes)
+    def __init__(self, tokens: "TokenFile", length: int) -> None:
+        self._tokens, self._length = tokens, length
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return max(0, self._tokens.size - 1) // self._length
 
-    def batch(self, ids: Ids) -> Batch:
-        ids_B = checked_ids(ids, len(self))
-        tokens = self._tokens[ids_B].to(torch.int64)
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
+    @property
+    def lengths(self) -> npt.NDArray[Any]:
+        return np.full(len(self), self._length + 1)
 
-    @cached_property
+    def document(self, number: int) -> Document:
+        return self.part(number, 0, self._length + 1)
+
+    def part(self, number: int, start: int, stop: int) -> Document:
+        first = number * self._length
+        return self._tokens.span(first + start, first + stop)
+
+    @property
     def digest(self) -> str:
-        return _digest([self._tokens])
+        return hashlib.sha256(f"{self._length} {self._tokens.digest}".encode()).hexdigest()
 
 
 class WindowSet:
-    """Running text: samples of `length` inputs follow each other in a token file.
+    """Running text: each document is a sample, whose targets are the inputs shifted by one."""
 
-    The targets are the inputs shifted by one, so a sample has the first token of the next.
-    """
+    def __init__(self, documents: Documents, notes: Sequence[str] = ()) -> None:
+        """`documents` have as many tokens each, at least two."""
+        self._documents = documents
+        self.notes = tuple(notes)
 
-    def __init__(
-        self, tokens: TokenFile, length: int, chosen: Tensor | None, notes: Sequence[str] = ()
-    ) -> None:
-        """`chosen` are the windows that are samples; None: all."""
-        self._tokens, self._length, self._chosen = tokens, length, chosen
-        self._count = (tokens.size - 1) // length if chosen is None else len(chosen)
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def batch(self, ids: Ids) -> Batch:
+        ids_B = checked_ids(ids, len(self))
+        found = [self._documents.document(number).tokens for number in ids_B.tolist()]
+        tokens = torch.from_numpy(np.stack(found)).to(torch.int64)
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
+
+    def select(self, indices: Tensor) -> "WindowSet":
+        """Some of the samples, renumbered from 0."""
+        return WindowSet(Chosen(self._documents, indices.numpy()), self.notes)
+
+    @property
+    def digest(self) -> str:
+        return self._documents.digest
+
+
+class Counted:
+    """The samples of others, of which there are `count`: the first ones, or more than are known."""
+
+    def __init__(self, samples: SampleSet, count: int, notes: Sequence[str] = ()) -> None:
+        self._samples, self._count = samples, count
         self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return self._count
 
     def batch(self, ids: Ids) -> Batch:
-        ids_B = checked_ids(ids, len(self))
-        windows_B = ids_B if self._chosen is None else self._chosen[ids_B]
-        tokens = torch.stack([self._window(number) for number in windows_B.tolist()])
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
+        """Raises ValueError for samples that are not known."""
+        return self._samples.batch(ids)
 
-    def _window(self, number: int) -> Tensor:
-        start = number * self._length
-        tokens = self._tokens.span(start, start + self._length + 1).tokens
-        return torch.from_numpy(tokens).to(torch.int64)
-
-    @cached_property
+    @property
     def digest(self) -> str:
-        shape = f"{self._length} {self._count} {self._chosen is None}"
-        return hashlib.sha256(f"{shape} {self._tokens.digest}".encode()).hexdigest()
-
-
-class ColumnSet:
-    """Samples stored by column: `columns` has a row per sample in every tensor."""
-
-    def __init__(self, columns: Batch, notes: Sequence[str] = ()) -> None:
-        self._columns = columns
-        self.notes = tuple(notes)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    def batch(self, ids: Ids) -> Batch:
-        ids_B = checked_ids(ids, len(self))
-        columns = self._columns
-        return Batch(
-            columns.inputs_BT[ids_B].to(torch.int64),
-            _whole_numbers(columns.targets[ids_B]),
-            ids_B,
-            mask_BT=_rows(columns.mask_BT, ids_B),
-            segments_BT=_rows(columns.segments_BT, ids_B),
-            prefix_BT=_rows(columns.prefix_BT, ids_B),
-            types_BT=_rows(columns.types_BT, ids_B),
-        )
-
-    def select(self, indices: Tensor) -> "ColumnSet":
-        """Return some of the samples, renumbered from 0."""
-        part = self.batch(indices)
-        return ColumnSet(replace(part, ids_B=torch.arange(len(part))), self.notes)
-
-    @cached_property
-    def digest(self) -> str:
-        parts = self._columns
-        columns = [parts.inputs_BT, parts.targets, parts.mask_BT]
-        types = [] if parts.types_BT is None else [parts.types_BT]
-        return _digest([*columns, parts.segments_BT, parts.prefix_BT, *types])
+        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
 
 
 def spread(
@@ -165,24 +141,3 @@ def checked_ids(ids: Ids, count: int) -> Tensor:
             f"use ids from 0 to {count - 1}"
         )
     return ids_B
-
-
-def _whole_numbers(targets: Tensor) -> Tensor:
-    """Classes and tokens as int64; numbers to predict stay what they are."""
-    return targets if targets.is_floating_point() else targets.to(torch.int64)
-
-
-def _rows(column: Tensor | None, ids_B: Tensor) -> Tensor | None:
-    return None if column is None else column[ids_B]
-
-
-def _digest(columns: Sequence[Tensor | None]) -> str:
-    digest = hashlib.sha256()
-    for column in columns:
-        if column is None:
-            digest.update(b"none")
-            continue
-        digest.update(f"{tuple(column.shape)} {column.dtype}".encode())
-        for row in column:  # row by row: sequences overlap in memory, a copy would not
-            digest.update(row.numpy())
-    return digest.hexdigest()

@@ -1,31 +1,35 @@
 """Documents as token ids on disk: written once, piece by piece, and memory-mapped by every rank.
 
 A folder holds flat arrays: `tokens` (uint8, uint16 or int32, as the ids need), `stops` and `rows`
-(int64, of each document: the token after its last, and the row that it came from) and, where some
-tokens are not learnt, `counts` (bool). `manifest.json` comes last. It has their sizes and digests,
-so a folder without it is unfinished, and one that does not fit it is damaged.
+(int64, of each document: the token after its last, and the row that it came from). Where they are
+needed there are `counts` (bool, of each token: whether it is learnt), `types` (uint8, of each
+token) and `targets` (float64, as many of each document). `manifest.json` comes last. It has their
+sizes and digests, so a folder without it is unfinished, and one that does not fit it is damaged.
 """
 
 import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_128
 
-from thinpipe.launch.data.documents import Document, Rejected
+from thinpipe.launch.data.documents import Column, Document, Rejected
+from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.host import disk
 
 _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
-_VERSION = 1
-_PART_NBYTES = 4 << 20
+_VERSION = 2
+_TYPES: Mapping[str, npt.DTypeLike] = {"counts": bool, "types": np.uint8, "targets": np.float64}
+_TRUSTED_S = 3600.0
+"""For so long a file that does not change is not compared with its digest again."""
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
 """Of pages, before they are given back, and those that Linux maps around one that is read: without
 this a rank's resident set became that of the whole file (2 GB: 1.5 GB after 6,400 reads)."""
@@ -58,14 +62,16 @@ class TokenFile:
         """What was done to rows to make documents of them, and to how many."""
         self.facts: Mapping[str, Any] = manifest["facts"]
         self._tokens = _Mapped(folder / "tokens", np.dtype(manifest["type"]))
-        self._counts = _Mapped(folder / "counts", np.dtype(bool)) if manifest["counted"] else None
+        self._columns = {
+            name: _Mapped(folder / name, np.dtype(_TYPES[name])) for name in manifest["columns"]
+        }
         self._stops = _Mapped(folder / "stops", np.dtype(np.int64)).array
         self.rows: npt.NDArray[np.int64] = _Mapped(folder / "rows", np.dtype(np.int64)).array
         """The row of the source that each document came from, ascending."""
 
     @classmethod
     def open(cls, folder: Path) -> "TokenFile":
-        """Map a finished folder, after a look at every byte of it.
+        """Map a finished folder; a process of the host has looked at every byte of it.
 
         Raises:
             FileNotFoundError: it is not there, or not finished.
@@ -76,8 +82,9 @@ class TokenFile:
             if manifest["version"] != _VERSION:
                 raise DamagedError(f"{folder}: of version {manifest['version']}")
             for name, (nbytes, digest) in manifest["files"].items():
-                if (folder / name).stat().st_size != nbytes or _digest(folder / name) != digest:
-                    raise DamagedError(f"{folder / name}: not what was written")
+                place = folder / name
+                if place.stat().st_size != nbytes or digest_of(place, _TRUSTED_S) != digest:
+                    raise DamagedError(f"{place}: not what was written")
             return cls(folder, manifest)
         except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
@@ -109,7 +116,12 @@ class TokenFile:
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)}")
         start = 0 if number == 0 else int(self._stops[number - 1])
-        return self.span(start, int(self._stops[number]))
+        found = self.span(start, int(self._stops[number]))
+        if "targets" not in self._columns:
+            return found
+        targets = self._columns["targets"]
+        each = len(targets.array) // len(self)
+        return replace(found, targets=targets.read(number * each, (number + 1) * each))
 
     def part(self, number: int, start: int, stop: int) -> Document:
         """Read some of a document's tokens."""
@@ -119,17 +131,25 @@ class TokenFile:
     def span(self, start: int, stop: int) -> Document:
         """Read tokens by their place in the file, across documents."""
         tokens = self._tokens.read(start, stop).astype(np.int32)
-        return Document(tokens, None if self._counts is None else self._counts.read(start, stop))
+        own: dict[str, Any] = {
+            name: column.read(start, stop)
+            for name, column in self._columns.items()
+            if name != "targets"
+        }
+        return Document(tokens, **own)
 
 
 class TokenWriter:
     """Writes a folder, document by document; what was flushed survives an interruption."""
 
-    def __init__(self, folder: Path, *, ids: int, counted: bool) -> None:
-        """Go on with what the folder holds; `done` says how far that is."""
-        self.folder, self._type, self._counted = folder, token_type(ids), counted
+    def __init__(self, folder: Path, *, ids: int, columns: Sequence[Column] = ()) -> None:
+        """Go on with what the folder holds; `done` says how far that is.
+
+        `columns` are what all documents have beside tokens.
+        """
+        self.folder, self._type, self._columns = folder, token_type(ids), {*columns}
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("tokens", "stops", "rows", *(["counts"] if counted else []))
+        names = ("tokens", "stops", "rows", *columns)
         saved = _progress(folder)
         self.done: Any = saved["done"]
         """What the last `flush` was given; None at the start."""
@@ -144,17 +164,20 @@ class TokenWriter:
         self.extend(document)
         if document.remark is not None:
             self.remarks[document.remark] = self.remarks.get(document.remark, 0) + 1
+        if document.targets is not None:
+            self._files["targets"].write(document.targets.astype(np.float64).tobytes())
         stop = self._files["tokens"].tell() // self._type.itemsize
         self._files["stops"].write(np.int64(stop).tobytes())
         self._files["rows"].write(np.int64(row).tobytes())
 
     def extend(self, part: Document) -> None:
         """Append a part of a document that is too long for one piece; `add` takes its last."""
-        if (part.counts is not None) != self._counted:
-            raise ValueError("an encoder's documents all say what counts, or none does")
+        given = {name for name in _TYPES if getattr(part, name) is not None}
+        if given != self._columns:
+            raise ValueError(f"a document has {sorted(given)}, and others {sorted(self._columns)}")
         self._files["tokens"].write(part.tokens.astype(self._type).tobytes())
-        if part.counts is not None:
-            self._files["counts"].write(part.counts.astype(bool).tobytes())
+        for name in given - {"targets"}:
+            self._files[name].write(getattr(part, name).astype(_TYPES[name]).tobytes())
 
     def reject(self, rejected: Rejected) -> None:
         """Count a row that gives no document."""
@@ -179,13 +202,13 @@ class TokenWriter:
             disk.flush(file.fileno())
             file.close()
         paths = {name: self.folder / name for name in self._files}
-        files = {name: (path.stat().st_size, _digest(path)) for name, path in paths.items()}
+        files = {name: (path.stat().st_size, digest_of(path)) for name, path in paths.items()}
         _write_json(
             self.folder / _MANIFEST,
             {
                 "version": _VERSION,
                 "type": self._type.name,
-                "counted": self._counted,
+                "columns": sorted(self._columns),
                 "files": files,
                 "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
                 "rejected": self.rejected,
@@ -233,17 +256,29 @@ def rejections(file: TokenFile) -> list[str]:
     return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
 
 
-def _digest(path: Path) -> str:
-    digest = xxh3_128()  # against accidents, several times as fast as SHA-256
-    for part in _parts(path):
-        digest.update(part)
-    return digest.hexdigest()
+def write_sizes(folder: Path, names: Sequence[str]) -> None:
+    """Have files on disk, and what `check_sizes` looks for."""
+    for name in names:
+        with (folder / name).open("rb") as file:
+            disk.flush(file.fileno())
+    _write_json(folder / _MANIFEST, {name: (folder / name).stat().st_size for name in names})
+    disk.flush_folder(folder)
 
 
-def _parts(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while part := file.read(_PART_NBYTES):
-            yield part
+def check_sizes(folder: Path) -> None:
+    """Check that files are as long as they were.
+
+    Raises:
+        FileNotFoundError: they are not there, or unfinished.
+        DamagedError: one is not.
+    """
+    try:
+        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        wrong = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
+    except (ValueError, AttributeError) as error:
+        raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
+    if wrong:
+        raise DamagedError(f"{folder / wrong[0]}: not as long as it was")
 
 
 def _progress(folder: Path) -> dict[str, Any]:

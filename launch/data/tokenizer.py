@@ -56,11 +56,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """The text of ids, with special tokens if asked; half a character is U+FFFD."""
 
-    def sample(self, text: str, other: str | None) -> list[int]:
-        """One or two texts to classify, with the tokenizer's special tokens."""
-
     def fitted(self, text: str, other: str | None, length: int) -> Fitted:
-        """As `sample`, in at most `length` tokens.
+        """One or two texts to classify, with special tokens, in at most `length` tokens.
 
         Of two texts the longer one is truncated first.
 
@@ -106,9 +103,6 @@ class Bytes:
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def sample(self, text: str, other: str | None) -> list[int]:
-        return self.encode(text if other is None else f"{text}\0{other}")
-
     def fitted(self, text: str, other: str | None, length: int) -> Fitted:
         first, second = self.encode(text), [] if other is None else self.encode(other)
         marks = [] if other is None else [self.end]
@@ -143,7 +137,7 @@ class FolderTokenizer:
         self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
 
     def _begin(self) -> tuple[int, ...]:
-        alone, given = self.encode("a"), self.sample("a", None)
+        alone, given = self.encode("a"), list(self.backend.encode("a").ids)
         places = range(len(given) - len(alone) + 1)
         first = next((at for at in places if given[at : at + len(alone)] == alone), 0)
         return tuple(given[:first])
@@ -173,9 +167,6 @@ class FolderTokenizer:
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         return str(self.backend.decode(ids, skip_special_tokens=not special))
-
-    def sample(self, text: str, other: str | None) -> list[int]:
-        return list(self.backend.encode(text, other, add_special_tokens=True).ids)
 
     def fitted(self, text: str, other: str | None, length: int) -> Fitted:
         found = self.backend.encode(text, other, add_special_tokens=True)

@@ -24,12 +24,12 @@ from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
+from thinpipe.launch.data.streams.stream import StreamSet, own_stream
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.pipeline import Pipeline, config_of
 from thinpipe.launch.run.run import RankRun
-from thinpipe.launch.run.stream import OwnStream
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.functions import name_of
 from thinpipe.pipeline.models.own.program import LOOKING, NotRun
@@ -143,14 +143,14 @@ class Run(RankRun):
         self._reading = found.reading
         return self.batches_of(found, size)
 
-    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> OwnStream:
+    def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
         """The same object every time: it goes on where it was."""
         if size is None or steps is None:
             raise ValueError(
                 f"run.batches: {name} has no length; give the samples of a step and the most steps,"
                 " as in size=32, steps=1000"
             )
-        return OwnStream(samples, name, size, steps, self._reading)
+        return own_stream(samples, name, size, steps, self._reading)
 
     def evaluate(
         self, samples: Dataset | DataLoader[Any], *, collate: Collate | None = None

@@ -14,8 +14,10 @@ from thinpipe.launch.checkpoint.reshard import Layout
 from thinpipe.launch.checkpoint.resume import Resume, common_resume
 from thinpipe.launch.checkpoint.run_folder import RunFolder
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.data.streams.stream import StreamSet
 from thinpipe.launch.host.device import device_type
 from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.host.resources import rank_threads
@@ -25,7 +27,6 @@ from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
-from thinpipe.launch.run.stream import check_stream
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -258,3 +259,25 @@ def _problem_if_writing(config: RunConfig) -> str | None:
         except ValueError as error:
             return str(error)
     return None
+
+
+def check_stream(config: RunConfig, samples: object) -> None:
+    """Check that nothing is cached of samples that come once.
+
+    Raises:
+        ConfigError: a boundary does, or there are several epochs.
+    """
+    if not isinstance(samples, StreamSet):
+        return
+    for (cut, direction), spec in config.specs.items():
+        if spec.remembers:
+            raise ConfigError(
+                f'boundary.{direction}.kind = "{spec.kind}" (cut {cut}): caches what it was sent '
+                'of a sample, and a stream has each sample once; use kind = "stateless" '
+                "(tp.Stateless) or a dataset with indices"
+            )
+    if config.train.epochs > 1:
+        raise ConfigError(
+            f"run.epochs({config.train.epochs}): a stream is read once; use run.epochs(1), with as "
+            "many steps as you want"
+        )

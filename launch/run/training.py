@@ -17,7 +17,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.streams.stream import position, sampler_for
+from thinpipe.launch.data.streams.stream import StreamSampler, position, sampler_for
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
@@ -29,7 +29,6 @@ from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
-from thinpipe.launch.run.stream import OwnStream
 from thinpipe.launch.run.together import Together
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -180,10 +179,9 @@ class Training:
 
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if a stream of them has ended before."""
-        if not isinstance(self._samples, OwnStream):
+        if not isinstance(self._sampler, StreamSampler):
             return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
-        mesh = self._session.mesh
-        batch = self._samples.step_batch(step, mesh.dp_rank, mesh.dp_size)
+        batch = self._sampler.batch(step)
         if batch is None:
             self.steps = step
             self.built.sync.finish()
@@ -312,8 +310,6 @@ class Training:
         return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
-        if isinstance(self._samples, OwnStream):
-            return  # there are none
         try:
             repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
         except OSError as error:
@@ -326,8 +322,8 @@ class Training:
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
-        nothing_follows = step >= self.steps or isinstance(self._samples, OwnStream)
-        return torch.empty(0, dtype=torch.int64) if nothing_follows else self._sampler.ids(step)
+        over = step >= self.steps
+        return torch.empty(0, dtype=torch.int64) if over else self._sampler.ids(step)
 
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
         engine, this = self.built.engine, self._wanted.begin()

@@ -129,7 +129,10 @@ def _look_at_data(found: Draft, data: str | None) -> None:
         raise ConfigError(f"--data = {data!r}: no rows; name a file that has some")
     folder = found.model.get("pretrained", found.model.get("config"))
     own = folder is not None and has_chat_template(Path(folder).expanduser())
-    found.data |= find_fields(rows[0], data, has_template=own)
+    readable = next((row for row in rows if row.problem is None), None)
+    if readable is None:
+        raise ConfigError(f"--data = {data!r}: {rows[0].where}: {rows[0].problem}; correct it")
+    found.data |= find_fields(readable, data, has_template=own)
 
 
 def _fit(found: Draft, stages: int) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import load_run
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.chat.template import OWN, template_text
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.tokenizer import BYTES
 from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
@@ -64,6 +66,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         tensors, labels = trained.state_dict(), config.data.labels
         notes += write_folder(model, tensors, folder, dtype=dtype, labels=labels)
         notes += _copy_tokenizer(model.folder, config.data.tokenizer, folder)
+        notes += _write_template(config.data, folder)
     return notes
 
 
@@ -131,6 +134,27 @@ def _copy_tokenizer(source: Path | None, tokenizer: str, folder: Path) -> list[s
     if tokenizer == BYTES:
         return ['data.tokenizer = "bytes": the tokenizer is the source\'s, which was not used']
     return [] if used == source.resolve() else [f"the tokenizer is that of {used}"]
+
+
+def _write_template(data: DataConfig, folder: Path) -> list[str]:
+    """In place of the tokenizer's own chat templates, the one that the run file names.
+
+    Raises:
+        ValueError: its file cannot be read.
+    """
+    if data.chat_template in (None, OWN) or data.tokenizer == BYTES:
+        return []
+    source = template_text(data.chat_template)
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    for found in folder.glob("chat_template*"):
+        found.unlink()
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    facts = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if "chat_template" in facts:  # older programs read it there
+        text = json.dumps({**facts, "chat_template": source}, indent=2, ensure_ascii=False)
+        settings.write_text(text + "\n", encoding="utf-8")
+    return [f'the chat template is data.chat_template = "{data.chat_template}"']
 
 
 class _Export:

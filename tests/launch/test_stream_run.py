@@ -80,3 +80,18 @@ def test_steps_end_a_run_within_an_epoch(tmp_path: Path) -> None:
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record.epoch for record in records] == [1] * 6 + [2]
     assert [record.step for record in records if record.eval] == [6, 7]
+
+
+@pytest.mark.dist
+def test_a_stream_that_ends_early_ends_the_run_and_is_saved(tmp_path: Path) -> None:
+    rows = [{"text": f"{n} squared is {n * n}, and {n} doubled {2 * n}."} for n in range(120)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN.format(folder=tmp_path / "run", rows=tmp_path / "rows.jsonl"))
+    settings = ["--set", "train.max_steps=99", "--set", "pipeline.cuts=[]"]
+    done = Command("train", run_file, *settings).done()
+    assert done.returncode == 0, done.stderr
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert 5 < len(records) < 99
+    assert f"the stream of samples ended after {len(records)} steps" in done.stdout + done.stderr
+    assert [*(tmp_path / "run" / "checkpoints").glob(f"*{len(records)}*")]

@@ -14,7 +14,7 @@ import numpy as np
 from thinpipe.launch.data.chat.answers import Encoded, UnclearError, encode_chat
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message, tools_of
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
-from thinpipe.launch.data.documents import Document, Rejected
+from thinpipe.launch.data.documents import Column, Document, Rejected
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class PromptEncoder:
     ) -> None:
         """`read` gives prompt and response of a row."""
         self.key, self.ids = key, tokenizer.vocab
-        self.counted = limits.loss_on != "all"
+        self.columns = _columns(limits)
         self._tokenizer, self._read, self._limits = tokenizer, read, limits
 
     def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
@@ -80,7 +80,7 @@ class ChatEncoder:
     ) -> None:
         """`template` is called when the first row is encoded; `read` gives a row's messages."""
         self.key, self.ids = key, tokenizer.vocab
-        self.counted = limits.loss_on != "all"
+        self.columns = _columns(limits)
         self._tokenizer, self._load, self._read = tokenizer, template, read
         self._limits = limits
 
@@ -142,6 +142,10 @@ class ChatEncoder:
         for text in self._end_texts:
             content = content.removesuffix(text)
         return {**message, "content": content}
+
+
+def _columns(limits: Limits) -> tuple[Column, ...]:
+    return () if limits.loss_on == "all" else ("counts",)
 
 
 def answer_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:

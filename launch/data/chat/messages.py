@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thinpipe.launch.data.columns import Field
-from thinpipe.launch.data.rows import Row, RowError
+from thinpipe.launch.data.rows import Row, RowError, without_nulls
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
@@ -73,13 +73,13 @@ def tools_of(row: Row) -> list[Any] | None:
         return None
     if not isinstance(found, Sequence):
         raise _bad(row, "field 'tools' is no list", reprlib.repr(found))
-    return [_without_nulls(tool) for tool in found]
+    return [without_nulls(tool) for tool in found]
 
 
 def _message(row: Row, number: int, found: Any) -> Message:
     if not isinstance(found, Mapping):
         raise _bad(row, "a message is no object", f"number {number}: {reprlib.repr(found)}")
-    given = _without_nulls(found)
+    given = without_nulls(found)
     if "role" not in given and "from" in given:
         role = _ROLES.get(str(given["from"]).lower())
         content = given.get("value")
@@ -140,15 +140,6 @@ def _with_arguments(call: Any) -> Any:
     except (TypeError, ValueError, KeyError):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _without_nulls(found: Any) -> Any:
-    """Tables give every object all the keys that one of them has."""
-    if isinstance(found, Mapping):
-        return {key: _without_nulls(one) for key, one in found.items() if one is not None}
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        return [_without_nulls(one) for one in found]
-    return found
 
 
 def _parsed(row: Row, field: Field, text: str) -> Any:

@@ -7,28 +7,29 @@ own types, a value of another type or a key that only some records have would be
 import codecs
 import json
 import mmap
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks, opened, seekable
-from thinpipe.launch.data.token_file import DamagedError
+from thinpipe.launch.data.token_file import DamagedError, check_sizes, write_sizes
 from thinpipe.launch.data.tokens.progress import Progress
 
-FILE, ROW, JSON = "thinpipe_file", "thinpipe_row", "thinpipe_json"
-"""Columns of our own: the number of the file, that of the row in it, and a record of JSON."""
+FILE, ROW, JSON, PROBLEM = (f"thinpipe_{name}" for name in ("file", "row", "json", "problem"))
+"""Columns of our own: the number of the file, that of the row in it, a record of JSON, and what is
+wrong with a row that could not be read."""
 NAME = "rows.arrow"
 _BLOCK_NBYTES = 8 << 20
 """Of CSV; the longest row may take as much."""
 _ROWS = 256
 """Of Parquet at a time: a row may be a whole document."""
+_PACKED = 4
+"""How many times as large files are when they are unpacked, roughly."""
 _LONGEST_WORD = 16
 """Of JSON's own, escapes included: an error before is none of a value that goes on."""
-_WRONG_ROW = re.compile(r"Row #(\d+): (.*)", re.DOTALL)
 
 Columns = tuple[Sequence[Field], Sequence[Field]]
 """Those that are needed, and those that are read where there are some."""
@@ -57,6 +58,7 @@ def write_table(forms: Sequence[Form], columns: Columns | None, folder: Path) ->
                 writer.write_batch(pa.record_batch([*places, *_fitted(batch, schema)], schema=full))
                 progress.at(done)
             done += form.path.stat().st_size
+    write_sizes(folder, [NAME])
 
 
 def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
@@ -66,6 +68,24 @@ def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
     for batch, rows in _batches(form, _own_schema(form).names):
         places = {FILE: [number] * len(rows), ROW: list(rows)}
         yield {**pa.Table.from_batches([batch]).to_pydict(), **places}
+
+
+def copy_nbytes(forms: Sequence[Form]) -> int:
+    """About how many bytes `write_table` writes, of all columns."""
+    return sum(map(_unpacked_nbytes, forms))
+
+
+def _unpacked_nbytes(form: Form) -> int:
+    nbytes = form.path.stat().st_size
+    if form.compression is not None:
+        return nbytes * _PACKED * (1 if form.kind in ("jsonl", "json", "csv", "tsv") else 2)
+    if form.kind != "parquet":
+        return nbytes
+    from pyarrow.parquet import read_metadata
+
+    with _reading(form):
+        facts = read_metadata(form.path)
+    return sum(int(facts.row_group(at).total_byte_size) for at in range(facts.num_row_groups))
 
 
 def row_count(forms: Sequence[Form]) -> int | None:
@@ -81,9 +101,10 @@ class Table:
     """An Arrow file, mapped; the pages that were read are given back now and then."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError, or DamagedError if it is cut."""
+        """Raises FileNotFoundError if it is not there or unfinished, DamagedError if it is cut."""
         import pyarrow as pa
 
+        check_sizes(folder)  # a stream that is cut between batches would seem to be over
         with (folder / NAME).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
@@ -129,7 +150,7 @@ def _schema(forms: Sequence[Form], columns: Columns | None) -> Any:
                 f"{forms[0].path}: no field {name!r} among {schema.names}; correct the field's "
                 "name in [data]"
             )
-    wanted += [name for name in optional if name in schema.names]
+    wanted += [name for name in (*optional, PROBLEM) if name in schema.names]
     return pa.schema([schema.field(name) for name in wanted])
 
 
@@ -139,7 +160,7 @@ def _own_schema(form: Form) -> Any:
     if form.kind in ("jsonl", "json"):
         return pa.schema([pa.field(JSON, pa.string())])
     if form.kind in ("csv", "tsv"):
-        return pa.schema([pa.field(name, pa.string()) for name in form.columns])
+        return pa.schema([pa.field(name, pa.string()) for name in (*form.columns, PROBLEM)])
     with seekable(form.path, form.compression) as file:
         if form.kind == "parquet":
             from pyarrow.parquet import ParquetFile
@@ -165,14 +186,6 @@ def _reading(form: Form) -> Iterator[None]:
         said = " ".join(str(error).split())[:200]
     else:
         return
-    wrong = _WRONG_ROW.search(said)
-    if "UTF8" in said:
-        raise ValueError(f"{form.path}: not UTF-8 ({said}); convert it")
-    if wrong is not None:
-        raise ValueError(
-            f"{form.path}, row {int(wrong[1]) - 1}: {wrong[2]}; give every row as many cells as "
-            "the first, and quote cells that hold a delimiter"
-        )
     raise ValueError(
         f"{form.path}: cannot be read as {form.kind} ({said}); write or download it again"
     )
@@ -199,7 +212,24 @@ def _with_end(parts: Iterator[bytes]) -> Iterator[bytes]:
 def _records(texts: Sequence[bytes] | Sequence[str]) -> Any:
     import pyarrow as pa
 
-    return pa.record_batch([pa.array(texts, pa.binary()).cast(pa.string())], names=[JSON])
+    return pa.record_batch([_text(pa.array(texts, pa.binary()))], names=[JSON])
+
+
+def _text(column: Any) -> Any:
+    """Bytes as text; null where they are not UTF-8."""
+    import pyarrow as pa
+
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([_utf8(cell) for cell in column.to_pylist()], pa.string())
+
+
+def _utf8(cell: bytes) -> str | None:
+    try:
+        return cell.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _values(form: Form, _: Sequence[str]) -> Iterator[Batch]:
@@ -254,6 +284,13 @@ def _csv(form: Form, columns: Sequence[str]) -> Iterator[Batch]:
         return
     numbered = list(form.columns) == [str(at) for at in range(len(form.columns))]
     names = {"column_names": list(form.columns)} if numbered else {}
+    wrong: dict[int, str] = {}
+
+    def note(row: Any) -> Literal["skip"]:
+        cells = f"{row.expected_columns} columns, and it has {row.actual_columns}"
+        wrong[row.number - (not numbered)] = f"the table has {cells}"
+        return "skip"
+
     with opened(form.path, form.compression) as file:
         reader = csv.open_csv(
             pa.PythonFile(file, mode="r"),
@@ -262,15 +299,41 @@ def _csv(form: Form, columns: Sequence[str]) -> Iterator[Batch]:
                 delimiter=form.delimiter,
                 quote_char=False if form.kind == "tsv" else '"',
                 newlines_in_values=form.kind == "csv",
+                invalid_row_handler=note,
             ),
             convert_options=csv.ConvertOptions(
-                column_types=dict.fromkeys(form.columns, pa.string()),
+                column_types=dict.fromkeys(form.columns, pa.binary()),
                 include_columns=[name for name in columns if name in form.columns],
                 strings_can_be_null=False,
                 null_values=[],
             ),
         )
-        yield from _numbered(reader)
+        yield from _with_wrong(reader, reader.schema.names, wrong)
+
+
+def _with_wrong(
+    batches: Iterable[Any], columns: Sequence[str], wrong: dict[int, str]
+) -> Iterator[Batch]:
+    """Batches of text with the rows' problems; rows of another width, `wrong`, come last."""
+    import pyarrow as pa
+
+    done = 0
+    for batch in batches:
+        texts = [_text(column) for column in batch.columns]
+        problems = pa.nulls(batch.num_rows, pa.string())
+        if any(column.null_count for column in texts):
+            whole = zip(*(column.is_valid().to_pylist() for column in texts), strict=True)
+            problems = pa.array([None if all(own) else "not UTF-8" for own in whole], pa.string())
+        numbers = list[int]()
+        while len(numbers) < batch.num_rows:
+            done += 1
+            if done not in wrong:
+                numbers.append(done)
+        yield pa.record_batch([*texts, problems], names=[*columns, PROBLEM]), numbers
+    if wrong:
+        none = [pa.nulls(len(wrong), pa.string())] * len(columns)
+        problems = pa.array([*wrong.values()], pa.string())
+        yield pa.record_batch([*none, problems], names=[*columns, PROBLEM]), [*wrong]
 
 
 def _typed(form: Form, columns: Sequence[str]) -> Iterator[Batch]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.arrow import Columns
-from thinpipe.launch.data.rows import Row, Rows
+from thinpipe.launch.data.rows import Row, Rows, without_nulls
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
 
@@ -183,13 +183,6 @@ def rows_of(dataset: Any, columns: Columns, name: str) -> Rows:
     kept = [*fields, *(field for field in optional if field in dataset.column_names)]
     chosen = dataset.select_columns(kept) if fields else dataset
     return Rows(_Table(chosen), _Parser(name))
-
-
-def without_nulls(value: Any) -> Any:
-    """A value without keys that are null: Arrow gives a record of a list all keys of the others."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 class _Table:

@@ -11,18 +11,20 @@ from thinpipe.launch.data.reading import saved
 from thinpipe.launch.data.reading.arrow import (
     FILE,
     JSON,
+    PROBLEM,
     ROW,
     Columns,
     Table,
     all_columns,
+    copy_nbytes,
     write_table,
 )
 from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.kinds import Form, Kind, form_of
 from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
-from thinpipe.launch.data.rows import Row, Rows, rows_of_columns
-from thinpipe.launch.data.tokens.store import key_of, obtain
+from thinpipe.launch.data.rows import Row, Rows, rows_of_columns, without_nulls
+from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _FAMILIES: tuple[set[Kind], ...] = (
     {"text"},
@@ -31,6 +33,7 @@ _FAMILIES: tuple[set[Kind], ...] = (
     {"parquet", "arrow"},
 )
 """Kinds that may stand side by side."""
+_PLACES = (FILE, ROW, PROBLEM)
 _LOOKED_AT = 100
 """Rows in which a field has to be once; else its name is wrong, not the rows."""
 
@@ -65,9 +68,10 @@ class Source:
         if not len(rows):
             raise ValueError(f"{self.what}: no rows; name a file that has some")
         first = rows[: min(_LOOKED_AT, len(rows))]
+        read = next((row for row in first if row.problem is None), first[0])
         for field in fields:
             if not any(field in row.fields for row in first):
-                first[0].value(field)  # says which there are
+                read.value(field)  # says which there are
         return rows
 
     def texts(self, field: Field, *, lines: bool) -> Texts:
@@ -222,11 +226,16 @@ def _rows(forms: Sequence[Form], columns: Columns, key: str, what: str) -> Rows:
     fields, optional = columns
     whole = forms[0].kind in ("jsonl", "json")  # records are kept as they are
     kept = None if whole or not fields else (list(fields), list(optional))
+
+    def make(folder: Path) -> None:
+        check_room(folder, copy_nbytes(forms), what)
+        write_table(forms, kept, folder)
+
     table = obtain(
         "rows",
         key_of(key, kept),
         Table,
-        lambda folder: write_table(forms, kept, folder),
+        make,
         what=what,
     )
     numbered = any(isinstance(field, int) for field in fields)
@@ -243,23 +252,28 @@ class _Parser:
         form = self._forms[columns[FILE]]
         return f"{form.path}{':' if form.kind == 'jsonl' else ', row '}{columns[ROW]}"
 
-    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any]:
+    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any] | str:
         if JSON in columns:
-            return self._record(columns)
-        own = {name: value for name, value in columns.items() if name not in (FILE, ROW)}
+            return _record(columns[JSON])
+        if problem := columns.get(PROBLEM):
+            return str(problem)
+        own = {name: value for name, value in columns.items() if name not in _PLACES}
         if self._numbered:
             return {int(name): value for name, value in own.items()}
-        return {name: saved.without_nulls(value) for name, value in own.items()}
+        return {name: without_nulls(value) for name, value in own.items()}
 
-    def _record(self, columns: Mapping[str, Any]) -> Mapping[Field, Any]:
-        where = self.where(columns)
-        try:
-            found = json.loads(columns[JSON])
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON ({error}); correct the line") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"{where}: not a JSON object; write one object with fields per line")
-        return found
+
+def _record(text: str | None) -> Mapping[Field, Any] | str:
+    """The fields of a record of JSON, or what is wrong with it; None is not UTF-8."""
+    if text is None:
+        return "not UTF-8"
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error.msg})"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    return found if isinstance(found, dict) else "not a JSON object with fields"
 
 
 def _of_dataset(found: Any, columns: Columns, what: str, name: str) -> Source:

@@ -6,21 +6,27 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from thinpipe.launch.data.classification import Labelling, labelled_set
+from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Document, Encoder, Rejected
+from thinpipe.launch.data.documents import Document, Encoder, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
-from thinpipe.launch.data.own import OwnSet, made
+from thinpipe.launch.data.own import Reading, made
 from thinpipe.launch.data.packing import Layout, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import open_source, stream_rows
 from thinpipe.launch.data.rows import Row, RowError
-from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
-from thinpipe.launch.data.streams.stream import Carry, Items, Make, StreamSet, take_held_out
+from thinpipe.launch.data.sample_set import SampleSet, WindowSet
+from thinpipe.launch.data.streams.stream import (
+    Carry,
+    Items,
+    Make,
+    StreamSet,
+    own_block,
+    take_held_out,
+)
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
 from thinpipe.launch.data.tokens.store import says
@@ -64,7 +70,7 @@ def load_stream(
     make: Make
     if config.factory is not None:
         dataset: Any = made(config.factory, "data.factory")
-        items, make = Items(lambda: dataset), partial(_own, config.source)
+        items, make = Items(lambda: dataset), partial(own_block, config.source, Reading())
     else:
         assert tokenizer is not None, "loaded with the settings"
         items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, labelling)
@@ -95,13 +101,13 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
     """How rows become samples, a block at a time."""
-    if config.kind == "labelled":
-        length = config.sequence_length
-        return partial(_labelled, config, tokenizer, length=length, labelling=labelling)
     tally, length = Tally(config.source), config.sequence_length
     layout = Layout(length, config.packs, config.objective == "prefix", seed)
-    if config.kind == "instructions":
-        return partial(_packed, partial(_encoded, encoder_for(config, tokenizer), tally), layout)
+    if config.kind != "text":
+        rows = partial(_encoded, encoder_for(config, tokenizer, labelling), tally)
+        if config.kind == "labelled":
+            return partial(_labelled, rows, length=length, labelling=labelling)
+        return partial(_packed, rows, layout)
     marks = Marks(*document_marks(tokenizer, config.document_marks))
     lines = not config.packs and marks == Marks()
     field: Field = "text" if config.text_field is None else config.text_field
@@ -150,7 +156,10 @@ def _running(
     tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in read(rows))])
     count = (len(tokens) - 1) // length if len(tokens) else 0
     left = tokens[count * length :].clone()
-    return (SequenceSet(tokens.unfold(0, length + 1, length)) if count else None), left
+    if not count:
+        return None, left
+    windows = [Document(window.numpy()) for window in tokens.unfold(0, length + 1, length)]
+    return WindowSet(Listed(windows)), left
 
 
 def _packed(
@@ -162,8 +171,7 @@ def _packed(
 
 
 def _labelled(
-    config: DataConfig,
-    tokenizer: Tokenizer,
+    read: Read,
     rows: Sequence[Row],
     carry: Carry,
     number: int,
@@ -171,36 +179,5 @@ def _labelled(
     length: int,
     labelling: Labelling,
 ) -> tuple[SampleSet | None, Carry]:
-    if not rows:
-        return None, carry
-    return labelled_set(rows, config, tokenizer, length=length, labelling=labelling), carry
-
-
-def _own(
-    name: str, items: Sequence[Any], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
-    return (OwnSet(items, name) if items else None), carry
-
-
-class Listed:
-    """Documents in memory: those of a block."""
-
-    digest = ""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    @property
-    def lengths(self) -> npt.NDArray[Any]:
-        return np.array([len(document) for document in self._documents], dtype=np.int64)
-
-    def document(self, number: int) -> Document:
-        return self._documents[number]
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        whole = self._documents[number]
-        counts = None if whole.counts is None else whole.counts[start:stop]
-        return Document(whole.tokens[start:stop], counts)
+    found = read(rows)
+    return (LabelledSet(Listed(found), length, labelling) if found else None), carry

@@ -12,14 +12,16 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from functools import cached_property
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from thinpipe.launch.data.sample_set import Ids, SampleSet
+from thinpipe.launch.data.own import OwnSet, Reading
+from thinpipe.launch.data.sample_set import Counted, Ids, SampleSet
 from thinpipe.launch.data.sampler import EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
@@ -27,6 +29,8 @@ Carry = Tensor
 """Token ids that were too few for a sample (int32, 1-d)."""
 Make = Callable[[Sequence[Any], Carry, int], tuple[SampleSet | None, Carry]]
 """Samples of a block (items, carry, number of the block), and what is left; None if too few."""
+_Place = tuple[int, SampleSet, int]
+"""A sample: its id, the samples of its block, and its number among them."""
 
 
 class Items:
@@ -37,7 +41,11 @@ class Items:
     """
 
     def __init__(self, source: Callable[[], Iterable[Any]]) -> None:
-        """`source` gives the iterable from its beginning."""
+        """`source` gives the iterable from its beginning.
+
+        Raises:
+            ValueError: it can be read once only.
+        """
         self._source, self._taken = source, 0
         self._iterable: Any = ()
         self._iterator: Iterator[Any] = iter(())
@@ -60,6 +68,11 @@ class Items:
         if own is not None:
             self._iterable.load_state_dict(own)
         self._taken, self._iterator = state["taken"], iter(self._iterable)
+        if self._iterator is self._iterable:
+            raise ValueError(
+                f"{type(self._iterable).__name__} can be read once only, and a resumed run reads "
+                "it again from its beginning; give an object whose __iter__ begins anew"
+            )
         if own is None:
             for _ in itertools.islice(self._iterator, self._taken):
                 pass
@@ -70,7 +83,10 @@ class Items:
 
 
 class StreamSet:
-    """The samples of a stream, `total` of them; each is given once, in ascending order."""
+    """The samples of a stream, at most `total` of them; each is given once, in ascending order.
+
+    `longest` are the most tokens of one, if they differ in length.
+    """
 
     def __init__(
         self,
@@ -79,18 +95,22 @@ class StreamSet:
         *,
         what: str,
         block: int,
-        seed: int,
+        seed: int | None,
         total: int,
-        notes: Sequence[str] = (),
+        longest: int | None = None,
     ) -> None:
-        """Samples begin with the next of the items; `block` of them are shuffled together."""
+        """Samples begin with the next of the items, which are read `block` at a time.
+
+        These are shuffled together, by a seed if there is one.
+        """
         self._items, self._make, self._what = items, make, what
         self._size, self._seed, self._total = block, seed, total
-        self.notes = tuple(notes)
+        self.notes: tuple[str, ...] = ()
+        self.longest = longest
         self._start = {
             "first": 0,
             "number": 0,
-            "items": json.dumps(items.state()),
+            "items": self._place(),
             "carry": torch.zeros(0, dtype=torch.int32),
         }
         self.load_state_dict(self._start)
@@ -104,25 +124,31 @@ class StreamSet:
         Raises:
             ValueError: the stream ends before them.
         """
-        ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
-        parts = []
-        for sample in ids_B.tolist():
-            if sample < self._state["first"]:
-                self.load_state_dict(self._start)
-            while self._samples is None or sample >= self._state["first"] + len(self._samples):
-                self._next(sample)
-            parts.append(self._samples.batch([sample - self._state["first"]]))
-        return _joined(parts, ids_B)
+        found = self._places([int(each) for each in ids])
+        if len(found) < len(ids):
+            raise ValueError(
+                f"{self._what}: the stream ended after {self._stop} samples, and sample "
+                f"{int(ids[len(found)]) + 1} is needed; use fewer"
+            )
+        return _batch(found)
+
+    def share(self, ids: Sequence[int], replica: int, replicas: int) -> Batch | None:
+        """A replica's samples of a step, as many as the others have.
+
+        None once the stream has ended, on all replicas alike: each looks for all samples.
+        """
+        found = self._places(ids)
+        own = found[replica : len(found) // replicas * replicas : replicas]
+        return _batch(own) if own else None
 
     @cached_property
     def digest(self) -> str:
         """Of the first sample: the others are not known, nor how many a run will take."""
         digest = hashlib.sha256(f"{self._size} {self._seed}".encode())
         part = self.batch([0])
-        for field in fields(part):
-            column = getattr(part, field.name)
-            if column is not None:
-                digest.update(column.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        for leaf in tree_leaves([getattr(part, field.name) for field in fields(part)]):
+            if leaf is not None:
+                digest.update(leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,29 +161,77 @@ class StreamSet:
         self._items.go_to(json.loads(state["items"]))
         self._read()
 
-    def _next(self, wanted: int) -> None:
+    @property
+    def _stop(self) -> int:
+        """The sample after the last of the block."""
+        return int(self._state["first"]) + (0 if self._samples is None else len(self._samples))
+
+    def _places(self, ids: Sequence[int]) -> list[_Place]:
+        """Where samples are; fewer if the stream ends before."""
+        found = list[_Place]()
+        for sample in ids:
+            if sample < self._state["first"]:
+                self.load_state_dict(self._start)
+            while sample >= self._stop:
+                if self._over:
+                    return found
+                self._next()
+            assert self._samples is not None, "it has the sample"
+            found.append((sample, self._samples, sample - self._state["first"]))
+        return found
+
+    def _next(self) -> None:
         """Go on to the next block."""
-        if self._over:
-            have = self._state["first"] + (0 if self._samples is None else len(self._samples))
-            raise ValueError(
-                f"{self._what}: the stream ended after {have} samples, and sample {wanted + 1} is "
-                "needed; lower train.max_steps, or train.batch_size"
-            )
         self._state = {
-            "first": self._state["first"] + (0 if self._samples is None else len(self._samples)),
+            "first": self._stop,
             "number": self._state["number"] + 1,
-            "items": json.dumps(self._items.state()),
+            "items": self._place(),
             "carry": self._left,
         }
         self._read()
+
+    def _place(self) -> str:
+        state = self._items.state()
+        try:
+            return json.dumps(state)
+        except TypeError as error:
+            raise ValueError(
+                f"{self._what}: its state_dict cannot be saved ({error}); return numbers, strings, "
+                "lists and dicts of them"
+            ) from None
 
     def _read(self) -> None:
         number = int(self._state["number"])
         items = self._items.take(self._size)
         self._over = len(items) < self._size
-        order = shuffled(len(items), self._seed, f"block {number}").tolist()
-        chosen = [items[place] for place in order]
-        self._samples, self._left = self._make(chosen, self._state["carry"], number)
+        if self._seed is not None:
+            order = shuffled(len(items), self._seed, f"block {number}").tolist()
+            items = [items[place] for place in order]
+        self._samples, self._left = self._make(items, self._state["carry"], number)
+
+
+def own_stream(dataset: Any, name: str, size: int, steps: int, reading: Reading) -> StreamSet:
+    """The samples of a program's dataset, in its order, of which a step takes `size`.
+
+    Raises:
+        ValueError: it can be read once only.
+    """
+    return StreamSet(
+        Items(lambda: dataset),
+        partial(own_block, name, reading),
+        what=name,
+        block=size,
+        seed=None,
+        total=size * steps,
+        longest=reading.longest,
+    )
+
+
+def own_block(
+    name: str, reading: Reading, items: Sequence[Any], carry: Carry, number: int
+) -> tuple[SampleSet | None, Carry]:
+    """A block of samples that are batches as they are."""
+    return (OwnSet(items, name, reading=reading, block=number) if items else None), carry
 
 
 class StreamSampler:
@@ -165,9 +239,10 @@ class StreamSampler:
 
     dropped = 0
 
-    def __init__(self, steps: int, *, batch_size: int, replicas: int, replica: int) -> None:
-        self.steps_per_epoch = steps
-        self._batch, self._replicas, self._replica = batch_size, replicas, replica
+    def __init__(self, samples: StreamSet, *, batch_size: int, replicas: int, replica: int) -> None:
+        self.steps_per_epoch = len(samples) // batch_size
+        self._samples, self._batch = samples, batch_size
+        self._replicas, self._replica = replicas, replica
 
     def all_ids(self) -> Tensor:
         """None: no activation of a stream is cached, and its samples may be without end."""
@@ -175,6 +250,11 @@ class StreamSampler:
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> Batch | None:
+        """This replica's samples of a step; None if the stream has ended."""
+        ids = range(step * self._batch, (step + 1) * self._batch)
+        return self._samples.share(ids, self._replica, self._replicas)
 
     def ids(self, step: int) -> Tensor:
         """This replica's samples of a step."""
@@ -187,8 +267,7 @@ def sampler_for(
 ) -> EpochSampler | StreamSampler:
     """What chooses the samples of every step."""
     if isinstance(samples, StreamSet):
-        steps = len(samples) // batch_size
-        return StreamSampler(steps, batch_size=batch_size, replicas=replicas, replica=replica)
+        return StreamSampler(samples, batch_size=batch_size, replicas=replicas, replica=replica)
     return EpochSampler(
         len(samples),
         batch_size=batch_size,
@@ -204,24 +283,7 @@ def position(samples: SampleSet) -> StreamSet | None:
     return samples if isinstance(samples, StreamSet) else None
 
 
-class FirstSamples:
-    """The first of others, to evaluate on."""
-
-    def __init__(self, samples: SampleSet, count: int) -> None:
-        self._samples, self._count, self.notes = samples, count, samples.notes
-
-    def __len__(self) -> int:
-        return self._count
-
-    def batch(self, ids: Ids) -> Batch:
-        return self._samples.batch(ids)
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
-
-
-def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSamples:
+def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
     """Read a stream until there are so many samples; what was read is not trained on.
 
     Raises:
@@ -235,7 +297,7 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSampl
         samples, _ = make(read, torch.zeros(0, dtype=torch.int32), -1)
         have = 0 if samples is None else len(samples)
         if samples is not None and have >= count:
-            return FirstSamples(samples, count)
+            return Counted(samples, count, samples.notes)
         if len(found) < wanted:
             raise ValueError(
                 f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "
@@ -243,10 +305,22 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> FirstSampl
             )
 
 
-def _joined(parts: Sequence[Batch], ids_B: Tensor) -> Batch:
+def _batch(places: Sequence[_Place]) -> Batch:
+    """The samples of these places; those of one block are made into a batch together."""
+    parts = []
+    for _, group in itertools.groupby(places, key=lambda place: id(place[1])):
+        own = [*group]
+        parts.append(own[0][1].batch([number for _, _, number in own]))
+    ids_B = torch.tensor([sample for sample, _, _ in places])
+    if len(parts) == 1:
+        return replace(parts[0], ids_B=ids_B)
     columns: dict[str, Any] = {"ids_B": ids_B}
     for field in fields(Batch):
         found = [getattr(part, field.name) for part in parts]
         if field.name != "ids_B":
-            columns[field.name] = None if found[0] is None else torch.cat(found)
+            columns[field.name] = None if found[0] is None else tree_map(_cat, *found)
     return Batch(**columns)
+
+
+def _cat(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)

@@ -38,7 +38,7 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
 
 def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
     """Write the folder, from where an interrupted process left off."""
-    writer = TokenWriter(folder, ids=encoder.ids, counted=encoder.counted)
+    writer = TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)
     done = int(writer.done or 0)
     progress = Progress(f"{what}: encoding rows", len(rows), done, unit="rows")
     flushed, tokens = time.monotonic(), 0
@@ -47,7 +47,7 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
             found = encoder.encode(batch)
             if not tokens:  # check the disk before anything is written, by the first rows
                 tokens = sum(len(one) for one in found if not isinstance(one, Rejected))
-                width = token_type(encoder.ids).itemsize + encoder.counted
+                width = token_type(encoder.ids).itemsize + len(encoder.columns)
                 check_room(folder, tokens * len(rows) // len(batch) * width, what)
             for row, one in enumerate(found, start=done):
                 if isinstance(one, Rejected):

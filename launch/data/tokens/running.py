@@ -116,7 +116,7 @@ class _Maker:
 
     def make(self, folder: Path) -> None:
         """Write the folder, from where an interrupted process left off."""
-        writer = TokenWriter(folder, ids=self._tokenizer.vocab, counted=False)
+        writer = TokenWriter(folder, ids=self._tokenizer.vocab)
         done, context, self._utf8, self._forced = writer.done or (0, "", True, 0)
         writer.rejected.clear()  # those before are met again on the way
         progress = Progress(f"{self._what}: tokenizing", self._nbytes, done)

@@ -58,7 +58,8 @@ def obtain(
                 found = _read(folder, read)  # made meanwhile
                 if found is None:
                     _sweep(root)
-                    _make(partial, make)
+                    if not _is_whole(partial, read):
+                        _make(partial, make)
                     _settle(partial, folder)
                     found = read(folder)
         with contextlib.suppress(OSError):
@@ -106,6 +107,18 @@ def _read(folder: Path, read: Callable[[Path], T]) -> T | None:
     except DamagedError as error:
         _log.warning("%s; it is made again", error)
         return None
+
+
+def _is_whole(partial: Path, read: Callable[[Path], object]) -> bool:
+    """Whether it was finished by a process that was killed before it gave it its name."""
+    try:
+        read(partial)
+    except FileNotFoundError:
+        return False
+    except DamagedError:
+        shutil.rmtree(partial)
+        return False
+    return True
 
 
 def _make(partial: Path, make: Callable[[Path], None]) -> None:

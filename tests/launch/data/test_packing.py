@@ -16,7 +16,7 @@ from thinpipe.launch.data.token_file import TokenFile, TokenWriter
 
 def _file(folder: Path, lengths: list[int], *, learnt: int | None = None) -> TokenFile:
     """Documents whose tokens all differ; with `learnt` that many of each are learnt, at its end."""
-    writer = TokenWriter(folder, ids=1 << 20, counted=learnt is not None)
+    writer = TokenWriter(folder, ids=1 << 20, columns=[] if learnt is None else ["counts"])
     first = 0
     for row, length in enumerate(lengths):
         tokens = np.arange(first, first + length, dtype=np.int32)

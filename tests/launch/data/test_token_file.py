@@ -12,7 +12,7 @@ DOCUMENTS = [Document(np.arange(n, dtype=np.int32) * 7 % 251) for n in (5, 0, 3,
 
 
 def _write(folder: Path, ids: int = 256) -> TokenFile:
-    writer = TokenWriter(folder, ids=ids, counted=False)
+    writer = TokenWriter(folder, ids=ids)
     for row, document in enumerate(DOCUMENTS):
         writer.add(document, 2 * row)
     writer.reject(Rejected("a.jsonl, row 1", "field 'text' is null"))
@@ -46,7 +46,7 @@ def test_token_types_hold_their_ids() -> None:
 
 
 def test_what_counts_comes_back(tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path, ids=300, counted=True)
+    writer = TokenWriter(tmp_path, ids=300, columns=["counts"])
     counts = np.array([False, True, True])
     writer.add(Document(np.array([1, 299, 3], dtype=np.int32), counts), 0)
     writer.finish({})
@@ -57,7 +57,7 @@ def test_what_counts_comes_back(tmp_path: Path) -> None:
 
 def test_a_writer_goes_on_where_it_was_flushed(tmp_path: Path) -> None:
     whole = _write(tmp_path / "whole")
-    writer = TokenWriter(tmp_path / "part", ids=256, counted=False)
+    writer = TokenWriter(tmp_path / "part", ids=256)
     for row, document in enumerate(DOCUMENTS[:3]):
         writer.add(document, 2 * row)
     writer.reject(Rejected("a.jsonl, row 1", "field 'text' is null"))
@@ -66,7 +66,7 @@ def test_a_writer_goes_on_where_it_was_flushed(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(FileNotFoundError):
         TokenFile.open(tmp_path / "part")
-    again = TokenWriter(tmp_path / "part", ids=256, counted=False)
+    again = TokenWriter(tmp_path / "part", ids=256)
     assert again.done == 3
     for row in (3, 4):
         again.add(DOCUMENTS[row], 2 * row)
@@ -86,6 +86,6 @@ def test_damage_is_found(tmp_path: Path, name: str) -> None:
 
 def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
     _write(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"version": 1}')
+    (tmp_path / "manifest.json").write_text('{"version": 2}')
     with pytest.raises(DamagedError, match="cannot be read"):
         TokenFile.open(tmp_path)

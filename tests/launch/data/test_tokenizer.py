@@ -44,8 +44,8 @@ def test_tokenizer_json_adds_its_special_tokens_to_samples_only(tmp_path: Path) 
     whole.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode("yes no") == [2, 3]
-    assert tokenizer.sample("yes", None) == [0, 2, 1]
-    assert tokenizer.sample("yes", "no") == [0, 2, 1, 3, 1]
+    assert tokenizer.fitted("yes", None, 99).ids == [0, 2, 1]
+    assert tokenizer.fitted("yes", "no", 99).ids == [0, 2, 1, 3, 1]
     assert tokenizer.end == 1
 
 
@@ -65,7 +65,7 @@ def test_bytes_need_nothing() -> None:
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, Bytes)
     assert tokenizer.encode("é") == [0xC3, 0xA9]
-    assert tokenizer.sample("a", "b") == [97, tokenizer.end, 98]
+    assert tokenizer.fitted("a", "b", 99).ids == [97, tokenizer.end, 98]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_truncation_and_padding_of_a_file_are_not_applied(tmp_path: Path) -> Non
     tokenizer = _saved(tmp_path / "t", whole)
     assert tokenizer.encode(TEXT) == expected
     assert tokenizer.encode_after("b") == tokenizer.encode("b")
-    assert len(tokenizer.sample(TEXT, None)) == len(expected)
+    assert len(tokenizer.fitted(TEXT, None, 9999).ids) == len(expected)
 
 
 def test_ids_above_the_number_of_tokens_are_counted(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Reading
-from thinpipe.launch.run.stream import OwnStream, check_stream
+from thinpipe.launch.data.streams.stream import StreamSampler, StreamSet, own_stream
+from thinpipe.launch.run.run import check_stream
 
 
 class Numbers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
@@ -22,14 +23,15 @@ class Numbers(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
             yield torch.tensor([number]), torch.tensor([number + 1])
 
 
-def stream(count: int = 100, size: int = 4, steps: int = 10) -> OwnStream:
-    return OwnStream(Numbers(count), "numbers", size, steps, Reading())
+def stream(count: int = 100, size: int = 4, steps: int = 10) -> StreamSet:
+    return own_stream(Numbers(count), "numbers", size, steps, Reading())
 
 
-def seen(samples: OwnStream, steps: range, replica: int = 0, replicas: int = 1) -> list[list[int]]:
+def seen(samples: StreamSet, steps: range, replica: int = 0, replicas: int = 1) -> list[list[int]]:
+    sampler = StreamSampler(samples, batch_size=4, replicas=replicas, replica=replica)
     found = []
     for step in steps:
-        batch = samples.step_batch(step, replica, replicas)
+        batch = sampler.batch(step)
         if batch is None:
             break
         assert batch.ids_B.tolist() == batch.inputs_BT[:, 0].tolist(), "the i-th has id i"
@@ -44,10 +46,12 @@ def test_replicas_share_every_step_without_doubles() -> None:
 
 
 def test_a_resume_goes_on_with_the_next_sample_and_reads_none_twice() -> None:
-    resumed = stream()
+    before, resumed = stream(), stream()
+    seen(before, range(2))
+    resumed.load_state_dict(before.state_dict())
     assert seen(resumed, range(2, 4)) == [[8, 9, 10, 11], [12, 13, 14, 15]]
     numbers = Numbers(1000)
-    samples = OwnStream(numbers, "numbers", 4, 20, Reading())
+    samples = own_stream(numbers, "numbers", 4, 20, Reading())
     seen(samples, range(20))
     assert numbers.read == 80
 
@@ -61,7 +65,7 @@ def test_its_end_is_the_same_on_all_replicas(count: int, last: list[int]) -> Non
 
 def test_what_cannot_be_read_again_or_is_cached_is_refused() -> None:
     with pytest.raises(ValueError, match="can be read once only, and a resumed run reads it again"):
-        OwnStream(iter(Numbers(3)), "numbers", 4, 2, Reading())
+        own_stream(iter(Numbers(3)), "numbers", 4, 2, Reading())
     config = RunConfig.model_validate(
         {
             "pipeline": {"cuts": [2]},
@@ -75,3 +79,37 @@ def test_what_cannot_be_read_again_or_is_cached_is_refused() -> None:
     twice = config.updated(boundary=(), train={"epochs": 2})
     with pytest.raises(ConfigError, match=r"run\.epochs\(2\): a stream is read once"):
         check_stream(twice.updated(boundary=[{"forward": {"kind": "raw"}}]), stream())
+
+
+def test_batches_of_any_shape_are_collated_as_a_whole_and_draw_anew() -> None:
+    """Of variable lengths, which a batch of single samples could not join."""
+
+    def padded(items: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        longest = max(int(first) for first, _ in items) + 1
+        drawn = torch.rand(len(items))
+        words = torch.stack([first.expand(longest) for first, _ in items])
+        return {"words": words, "drawn": drawn, "labels": torch.cat([last for _, last in items])}
+
+    samples = own_stream(Numbers(100), "numbers", 4, 10, Reading(padded, longest=100))
+    assert samples.longest == 100
+    sampler = StreamSampler(samples, batch_size=4, replicas=2, replica=1)
+    first, second = sampler.batch(0), sampler.batch(1)
+    assert first is not None
+    assert second is not None
+    assert first.inputs_BT["words"].tolist() == [[1] * 4, [3] * 4]
+    assert second.inputs_BT["words"].tolist() == [[5] * 8, [7] * 8]
+    assert not torch.equal(first.inputs_BT["drawn"], second.inputs_BT["drawn"])
+    assert second.targets.tolist() == [6, 8]
+    assert len(samples.digest) == 64
+
+
+def test_a_state_that_cannot_be_saved_is_named() -> None:
+    class Odd(Numbers):
+        def state_dict(self) -> dict[str, object]:
+            return {"at": object()}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    samples = own_stream(Odd(9), "odd", 4, 2, Reading())
+    with pytest.raises(ValueError, match=r"odd: its state_dict cannot be saved .*return numbers"):
+        samples.batch([5])

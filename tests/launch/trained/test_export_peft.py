@@ -133,3 +133,45 @@ def test_tokenizer_template_and_generation_settings_go_along(tmp_path: Path) -> 
     found = {path.name for path in (tmp_path / "out2").iterdir()}
     assert "chat_template.jinja" not in found
     assert {"generation_config.json", "tokenizer.json"} < found
+
+
+@pytest.mark.parametrize("named", ["plain", "file"])
+def test_the_template_of_the_run_file_is_that_of_the_folder(tmp_path: Path, named: str) -> None:
+    """Whatever templates the tokenizer has, and wherever it has them."""
+    import json
+
+    from tests.launch.data.chat.styles import STYLES, saved
+    from thinpipe.launch.data.chat.template import load_template
+    from thinpipe.launch.data.tokenizer import load_tokenizer
+
+    source, style = tmp_path / "source", STYLES["qwen2.5"]
+    saved_model("llama", source)
+    saved(style, source)
+    settings = source / "tokenizer_config.json"
+    facts = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": "{{ 'old' }}"}
+    settings.write_text(json.dumps(facts))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'old' }}")
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}é{% endfor %}")
+    template = str(file) if named == "file" else named
+    data = {"path": "a.jsonl", "messages_field": "m", "chat_template": template}
+    data |= {"tokenizer": str(source), "sequence_length": 9}
+    run = run_config(section("llama", source), tmp_path / "run").updated(data=data)
+    saved_run(run, steps=0)
+    notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert f'the chat template is data.chat_template = "{template}"' in notes
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ours = load_template(template, load_tokenizer(str(source))).render(messages)
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.apply_chat_template(messages, tokenize=False) == ours
+    assert theirs.apply_chat_template(messages, tokenize=False, tools=[{"name": "f"}]) == ours
+    held = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert held["chat_template"] == (tmp_path / "out" / "chat_template.jinja").read_text("utf-8")
+    if named == "file":
+        file.unlink()
+        with pytest.raises(ValueError, match=r"mine.jinja\": cannot be read .*; name a file"):
+            export(tmp_path / "run", tmp_path / "out2", step=None, dtype="source")
+        assert not (tmp_path / "out2").exists()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from thinpipe.launch.data.reading.source import first_rows, open_source
+from thinpipe.launch.data.reading.source import first_rows, open_source, stream_rows
+from thinpipe.launch.data.rows import RowError
 
 ROWS = [{"text": "one, two", "label": "0"}, {"text": 'say "three"\nfour', "label": "1"}]
 Maker = Callable[[Path], Path]
@@ -233,21 +235,12 @@ WRONG: dict[str, tuple[Maker, str]] = {
         _file("a.arrow", _arrow(ROWS, stream=True)[:-200]),
         "cannot be read as arrow .*; write or download it again",
     ),
-    "no JSON": (_file("a.jsonl", _lines(ROWS) + '{"text": \n'), "a.jsonl:3: not JSON"),
-    "JSON of other things": (_file("a.jsonl", '{"text": "a"}\n[1]\n'), "a.jsonl:2: not a JSON obj"),
     "cut JSON array": (_file("a.json", ARRAY[:-20]), "a.json, row 2: not JSON"),
     "damaged JSON array": (
         _file("a.json", ARRAY.replace('"label": "0"', '"label" "0"') + " " * 99),
         "a.json, row 1: not JSON",
     ),
-    "JSON array of other things": (_file("a.json", "[{}, 1]"), "a.json, row 2: not a JSON object"),
-    "narrow csv": (_file("a.csv", "text,label\na,1\nb\n"), r"row 2: Expected 2 columns, got 1"),
-    "wide csv": (_file("a.csv", "text,label\na,1\nb,2,3\n"), r"row 2: Expected 2 columns, got 3"),
     "csv in Latin-1": (_file("a.csv", "text,label\ncafé,1\n".encode("latin-1")), "not UTF-8"),
-    "jsonl in Latin-1": (
-        _file("a.jsonl", '{"text": "café"}\n'.encode("latin-1")),
-        "not UTF-8 .*; convert it",
-    ),
     "csv with a column twice": (_file("a.csv", "text,text\na,b\n"), "two columns .* 'text'"),
     "empty jsonl": (_file("a.jsonl", ""), "no rows; name a file that has some"),
     "empty csv": (_file("a.csv", ""), "no rows; name a file that has some"),
@@ -259,6 +252,50 @@ WRONG: dict[str, tuple[Maker, str]] = {
         r"no field 'text' among \['body'\]",
     ),
 }  # fmt: skip
+
+
+LATIN = '{"text": "café"}\n'.encode("latin-1")
+WIDE = "text,label\na,1\nb\nc,2,3\nd,4\n"
+LATE = (WIDE[:15] + "x,1\n" * 20_000).encode() + "café,1\ny,1\n".encode("latin-1")
+DAMAGED: dict[str, tuple[Maker, dict[int, str]]] = {
+    "no JSON": (_file("a.jsonl", '{"text": \n' + _lines(ROWS)), {1: "not JSON (Expecting value)"}),
+    "deep JSON": (
+        _file("a.jsonl", _lines(ROWS) + "[" * 99_999),
+        {3: "not JSON (maximum"},
+    ),
+    "JSON of other things": (_file("a.jsonl", '{"text": "a"}\n[1]\n'), {2: "not a JSON object"}),
+    "JSON array of other things": (_file("a.json", '[{"text": ""}, 1]'), {2: "not a JSON object"}),
+    "JSON lines in Latin-1": (_file("a.jsonl", _lines(ROWS).encode() + LATIN), {3: "not UTF-8"}),
+    "csv": (
+        _file("a.csv", WIDE),
+        {2: "the table has 2 columns, and it has 1", 3: "the table has 2 columns, and it has 3"},
+    ),
+    "csv of no whole row": (
+        _file("a.csv", "text,label\nb\n"),
+        {1: "the table has 2 columns, and it has 1"},
+    ),
+    "csv in Latin-1, far down": (_file("a.csv", LATE), {20_002: "not UTF-8"}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_rows_are_told_from_the_others(tmp_path: Path, name: str) -> None:
+    make, wrong = DAMAGED[name]
+    path = make(tmp_path)
+    source = open_source(str(path), "data.path", kind=None, fields=["text"])
+    rows = [*source.open_rows()] if source.open_rows is not None else []
+    numbers = [int(re.findall(r"\d+", row.where)[-1]) for row in rows]
+    assert sorted(numbers) == list(range(1, len(rows) + 1))
+    for number, row in zip(numbers, rows, strict=True):
+        if number in wrong:
+            assert (row.problem or "").startswith(wrong[number])
+            with pytest.raises(RowError, match=rf"{path.name}.*{number}: .*; correct or remove"):
+                row.text("text")
+        else:
+            assert row.problem is None
+            assert row.text("text", blank=True) is not None
+    streamed = [*stream_rows(source, ["text"])]
+    assert [(row.where, row.problem) for row in streamed] == [(r.where, r.problem) for r in rows]
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -1,5 +1,6 @@
 """What is made once on a host: by one process, found again, gone on with, made again if damaged."""
 
+import json
 import shutil
 import threading
 import time
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
+from thinpipe.launch.data.reading import digests
+from thinpipe.launch.data.reading.source import open_source
 from thinpipe.launch.data.token_file import TokenFile
 from thinpipe.launch.data.tokens import pieces, running, store
 from thinpipe.launch.data.tokens.pieces import Cutter
@@ -117,6 +121,51 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_room_for_the_copy_of_rows_is_counted_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About four times a packed file; of Parquet what its columns take unpacked."""
+    import gzip
+
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    lines = "".join(json.dumps({"text": f"{n} " + "x" * 500}) + "\n" for n in range(2000)).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    rows = pa.table({"text": [f"{n} " + "x" * 500 for n in range(2000)]})
+    parquet.write_table(rows, tmp_path / "c.parquet", compression="zstd", use_dictionary=False)
+    packed = (tmp_path / "b.jsonl.gz").stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    for name, needed in (("a.jsonl", len(lines)), ("b.jsonl.gz", 4 * packed), ("c.parquet", 10**6)):
+        source = open_source(str(tmp_path / name), "data.path", kind=None, fields=["text"])
+        free = usage._replace(free=needed - 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
+        with pytest.raises(OSError, match=rf"{name}': takes about .* free; free disk space, or"):
+            source.rows(["text"])
+        assert not [*(tmp_path / "cache" / "rows").rglob("*.arrow")]
+        free = usage._replace(free=needed * 2)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
+        assert len(source.rows(["text"])) == 2000
+        shutil.rmtree(tmp_path / "cache")
+
+
+def test_a_copy_of_rows_that_was_cut_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two batches a stream of Arrow that is cut looks as if it were whole."""
+    path = str(tmp_path / "a.jsonl")
+    Path(path).write_text("".join(f'{{"text": "{n}"}}\n' for n in range(200_000)))
+    rows = open_source(path, "data.path", kind=None, fields=["text"]).rows(["text"])
+    (file,) = (tmp_path / "cache").rglob("*.arrow")
+    content = file.read_bytes()
+    cut = content.rindex(b"\xff\xff\xff\xff", 0, len(content) - 8)
+    file.write_bytes(content[:cut])
+    again = open_source(path, "data.path", kind=None, fields=["text"]).rows(["text"])
+    assert len(again) == len(rows) == 200_000
+    assert "not as long as it was; it is made again" in caplog.text
+
+
 def _folder(tmp_path: Path, **changes: Any) -> tuple[DataConfig, Path]:
     (tmp_path / "text.txt").write_text(TEXT)
     choices: dict[str, Any] = {
@@ -185,6 +234,36 @@ def test_damage_is_found_and_made_again(tmp_path: Path, caplog: pytest.LogCaptur
     assert load(config)[0].digest == whole
     assert "tokens: not what was written; it is made again" in caplog.text
     assert TokenFile.open(made).size == len(TEXT)
+
+
+def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, folder = _folder(tmp_path)
+    load(config)
+    (made,) = _made(folder)
+    monkeypatch.setattr(digests, "_REMEMBERED_NBYTES", 0)
+    monkeypatch.setattr(digests, "_SETTLED_S", -1.0)
+    looked, digest = list[str](), digests._digest
+
+    def slow(path: Path) -> str:
+        looked.append(path.name)
+        time.sleep(0.05)
+        return digest(path)
+
+    monkeypatch.setattr(digests, "_digest", slow)
+    threads = [threading.Thread(target=TokenFile.open, args=(made,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(looked) == ["rows", "stops", "tokens"]
+    monkeypatch.setattr(token_file, "_TRUSTED_S", 0.0)
+    TokenFile.open(made)
+    assert len(looked) == 6
+    monkeypatch.setenv(cache.CACHE, "/proc/none")
+    TokenFile.open(made)  # where nothing can be remembered
+    assert len(looked) == 9
 
 
 def test_the_next_run_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
