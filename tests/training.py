@@ -1,7 +1,7 @@
 """A small run, as ranks and as one process, for tests that compare the two."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,14 +13,19 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import build_layers
-from thinpipe.pipeline.schedule import fit_microbatches
+from thinpipe.pipeline.schedule import ZERO_BUBBLE, ScheduleName, fit_microbatches
 from thinpipe.pipeline.step_stats import StepTotals
 
 WIDTH, TOKENS, VOCAB = 16, 12, 256
 RAW = {"kind": "raw"}
-ZERO_BUBBLE = pytest.mark.skipif(
+TORCH_2_13 = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="needs torch >= 2.13"
 )
+"""For zero-bubble schedules and `pipeline.shards`, which are refused before."""
+SCHEDULES = [
+    pytest.param(name, marks=TORCH_2_13 if name in ZERO_BUBBLE else ())
+    for name in get_args(ScheduleName)
+]
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:

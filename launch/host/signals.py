@@ -1,9 +1,13 @@
-"""Signals that end a run: what is ignored stays ignored; the first process of a container."""
+"""Signals that end a run: what is ignored stays ignored; the first process of a container.
+
+Around a fork they are blocked: in the child our handlers would act as if it were its parent, or
+raise in an interpreter that is not ready, which prints that and forgets the signal.
+"""
 
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 
 ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
@@ -38,6 +42,16 @@ def pass_on_signals(child: int) -> Collection[int]:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     return came
+
+
+@contextlib.contextmanager
+def held(numbers: Iterable[int]) -> Iterator[None]:
+    """Signals that come meanwhile are handled afterwards; what is forked here has them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def handled(numbers: Iterable[int]) -> list[int]:

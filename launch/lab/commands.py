@@ -13,11 +13,11 @@ from types import FrameType
 from typing import BinaryIO
 
 from thinpipe.launch.config.network import KEY_FILE
-from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.signals import handled, held
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab.names import environment, host_name, substitute
 from thinpipe.launch.lab.network import ShapedNetwork
-from thinpipe.launch.lab.ranks import ENDING, ProcessMonitor
+from thinpipe.launch.lab.ranks import ENDING, STOPPING, ProcessMonitor
 from thinpipe.launch.net.overlay import keys
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -60,12 +60,13 @@ def _run(network: ShapedNetwork, command: Sequence[str], show: int | None, key: 
     with _stopped_by_signals():
         try:
             for host in range(network.hosts):
-                if host == show:
-                    monitor.process(host, network.start(host, partial(start, host)))
-                    continue
-                kept[host] = deque(maxlen=_KEPT_LINES)
-                sinks = _sinks(host, kept[host] if show is not None else None)
-                _start_piped(network, monitor, start, host=host, sinks=sinks)
+                with held(STOPPING):  # until the monitor knows of its process
+                    if host == show:
+                        monitor.process(host, network.start(host, partial(start, host)))
+                        continue
+                    kept[host] = deque(maxlen=_KEPT_LINES)
+                    sinks = _sinks(host, kept[host] if show is not None else None)
+                    _start_piped(network, monitor, start, host=host, sinks=sinks)
             failed = monitor.wait()
         except (KeyboardInterrupt, StoppedError) as stop:
             return _stop(monitor, stop)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.signals import handled, held
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab import linux
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (*ENDING, signal.SIGINT)
 _CHUNK = 65536
 _DRAIN_S = 2.0
 
@@ -33,48 +34,47 @@ def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():  # other threads hold no lock that the child could need
+    with warnings.catch_warnings(), held(STOPPING):
+        # other threads hold no lock that the child could need
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid == 0:
-        _run_proxy(namespaces, body)
+        if pid == 0:
+            _run_proxy(namespaces, body)
     return pid
 
 
 def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
-    """Fork the process inside and wait for it; the sandbox kills it when our parent has exited."""
-    inside = 0
+    """Fork the process inside and wait for it; the sandbox kills it when our parent has exited.
+
+    `STOPPING` is blocked until each of both has its own way to take it.
+    """
 
     def forward(signum: int, _: FrameType | None) -> None:
-        if not inside:
-            os._exit(128 + signum)
         os.kill(inside, signum)
 
     try:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # a terminal sends it to the process inside too
-        ending = handled(ENDING)
-        for signum in ending:
-            signal.signal(signum, forward)
         folder = os.getcwd()
         myself = os.pidfd_open(os.getpid())
         for descriptor, flag in namespaces:
             linux.setns(descriptor, flag)
         os.chdir(folder)  # a mount namespace is entered at its root
-        # a forked Python loses signals until its interpreter is ready; blocked ones stay pending
-        signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+        ending = handled(ENDING)
         inside = os.fork()
         if inside == 0:
             linux.die_with_parent(myself)
             for signum in ending:
                 signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
             os._exit(body())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to that process too
+        for signum in ending:
+            signal.signal(signum, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
+    except KeyboardInterrupt:  # it came before `body` had its own way to take it
+        os._exit(128 + signal.SIGINT)
     except BaseException as error:
         print_error(f"cannot enter the emulated host: {error!r}")
     os._exit(1)

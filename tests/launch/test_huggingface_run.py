@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.single_process import in_process
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
-from tests.training import RAW, config, share, start, weights
+from tests.training import RAW, TORCH_2_13, config, share, start, weights
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
@@ -116,6 +116,7 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
 
 
 @pytest.mark.dist
+@TORCH_2_13
 def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """LoRA, tied weights, classifiers; exported from the parts of all shards."""
     more: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tests.ranks import Ranks
-from tests.training import RAW, batch, config, share, start
+from tests.training import RAW, TORCH_2_13, batch, config, share, start
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig
@@ -120,6 +120,7 @@ def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.slow
+@TORCH_2_13
 def test_every_choice_of_shards_starts(ranks: Ranks) -> None:
     def make(options: Options) -> RunConfig:
         return small(pipeline={"shards": 2}, shards=options)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from psutil import Process
 from pydantic import ValidationError
 
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start, train_steps, weights
+from tests.training import TORCH_2_13, batch, config, share, start, train_steps, weights
 from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.components import Built
@@ -24,7 +25,7 @@ from thinpipe.pipeline.step_stats import StepTotals
 NOWHERE = Path("unused")
 """Where frozen weights would be named from; these models have none."""
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, TORCH_2_13]
 
 BATCHES = [batch(list(range(first, first + 8))) for first in (0, 8, 0)]
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
@@ -134,15 +135,15 @@ def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
     assert abs(quantized - exact) > 1e-3
 
 
-QSDP = config(
-    pipeline={"cuts": [2], "shards": 2, "replicas": 2},
-    boundary=AQSGD,
-    shards={"method": "qsdp", "keep_below": 64, "bucket": 64, "weight_rounding": "learned"},
-    gradcomp={
+QSDP: dict[str, Any] = {
+    "pipeline": {"cuts": [2], "shards": 2, "replicas": 2},
+    "boundary": AQSGD,
+    "shards": {"method": "qsdp", "keep_below": 64, "bucket": 64, "weight_rounding": "learned"},
+    "gradcomp": {
         "method": "cocktail",
         "cocktail": {"subset": 0.5, "topk": 0.3, "bits": 4, "bucket_mb": 0.01, "warmup_steps": 1},
     },
-)
+}
 
 
 def _step(built: Built, number: int) -> StepTotals:
@@ -167,7 +168,7 @@ def _first_step(rank: int, run: RunConfig) -> StepTotals:
 
 def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
     """AQ-SGD across cuts, QSDP between shards, Cocktail between replicas."""
-    found = ranks(8, _train, QSDP)
+    found = ranks(8, _train, config(**QSDP))
     plain = config(pipeline={"cuts": [2], "shards": 2, "replicas": 2})
     exact = ranks(8, _first_step, plain)
     for (*_, last), same in found:
@@ -178,14 +179,14 @@ def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
     assert last.gradient_bytes < 0.45 * exact[0].gradient_bytes
 
 
-DIFFERENCES = config(
-    pipeline={"cuts": [], "shards": 2},
-    shards={"method": "qsdp", "weights": "differences", "weight_bits": 3, "keep_below": 64},
-)
+DIFFERENCES: dict[str, Any] = {
+    "pipeline": {"cuts": [], "shards": 2},
+    "shards": {"method": "qsdp", "weights": "differences", "weight_bits": 3, "keep_below": 64},
+}
 
 
 def test_remembered_weights_survive_a_restart_bit_for_bit(ranks: Ranks) -> None:
-    for (*_, last), same in ranks(2, _train, DIFFERENCES):
+    for (*_, last), same in ranks(2, _train, config(**DIFFERENCES)):
         assert same
         assert last.weight_bytes < 0.5 * last.gradient_bytes
 
@@ -297,6 +298,12 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert 'use gather = "step"' in refused(shards={**differences, "gather": "microbatch"})
     assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
     assert 'bucket = 64: method = "fsdp" does not quantize' in refused(shards={"bucket": 64})
+
+
+def test_an_older_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    needed = r"pipeline.shards = 2: needs torch >= 2.13 \(this is 2.12.1\+cpu\)"
+    assert re.search(needed, refused(pipeline={"shards": 2}))
 
 
 def test_settings_that_do_nothing_are_noted() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start, weights
+from tests.training import TORCH_2_13, batch, config, share, start, weights
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.run.first_weights import begin_alike
@@ -169,6 +169,7 @@ def _train_shards(rank: int) -> Any:
     return kind, losses, built.shards.remembered
 
 
+@TORCH_2_13
 def test_shards_remember_the_same_bits(ranks: Ranks) -> None:
     (new, losses, one), (old, others, other) = ranks(2, _train_shards)
     assert new != old

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from tests.training import RAW, ZERO_BUBBLE, batch, config, single_process, train_steps
+from tests.training import RAW, TORCH_2_13, batch, config, single_process, train_steps
 from thinpipe.launch.config.run import RunConfig
 
 pytestmark = pytest.mark.dist
@@ -43,8 +43,8 @@ def test_weights_equal_single_process_bit_for_bit(
     "schedule",
     [
         "Interleaved1F1B",
-        pytest.param("InterleavedZeroBubble", marks=ZERO_BUBBLE),
-        pytest.param("ZBVZeroBubble", marks=ZERO_BUBBLE),
+        pytest.param("InterleavedZeroBubble", marks=TORCH_2_13),
+        pytest.param("ZBVZeroBubble", marks=TORCH_2_13),
     ],
 )
 def test_several_stages_per_rank_equal_single_process(ranks: Ranks, schedule: str) -> None:
@@ -119,7 +119,7 @@ def test_an_exact_tie_over_a_cut_equals_the_shared_weight(ranks: Ranks, replicas
     torch.testing.assert_close(embedding, expected["head.weight"], rtol=0, atol=2e-6)
 
 
-@ZERO_BUBBLE
+@TORCH_2_13
 def test_a_v_schedule_ties_by_sharing(ranks: Ranks) -> None:
     tie: Any = {"model": {"tie_embeddings": "exact"}}
     run = config(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.gradcomp.sharded.test_stage import loss_of, make, model
 from tests.ranks import Ranks
+from tests.training import TORCH_2_13
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.differences import Remembered
 from thinpipe.gradcomp.sharded.qsdp import value_codec
@@ -50,6 +51,7 @@ def train(rank: int, config: ShardsConfig) -> Any:
 
 
 @pytest.mark.dist
+@TORCH_2_13
 def test_ranks_remember_the_same_and_compute_with_it(ranks: Ranks) -> None:
     first, *others = ranks(3, train, ShardsConfig(**W3, weights="differences"))
     _, remembered, used, *_ = first
@@ -65,6 +67,7 @@ def test_ranks_remember_the_same_and_compute_with_it(ranks: Ranks) -> None:
 
 
 @pytest.mark.dist
+@TORCH_2_13
 def test_the_error_is_that_of_one_difference(ranks: Ranks) -> None:
     results = ranks(2, train, ShardsConfig(**W3, weights="differences"))
     values = ranks(2, train, ShardsConfig(**W3))

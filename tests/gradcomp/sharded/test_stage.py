@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import Ranks, run_ranks
+from tests.training import TORCH_2_13
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
@@ -23,7 +24,7 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, TORCH_2_13]
 
 MODEL = TransformerConfig(layers=2, width=16, heads=2, vocab=33, context=8)
 GATHERS = ["step", "microbatch"]

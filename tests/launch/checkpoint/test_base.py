@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
-from tests.training import TOKENS, batch, config, share, start, weights
+from tests.training import TOKENS, TORCH_2_13, batch, config, share, start, weights
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -176,6 +176,7 @@ def _sharded(rank: int, run: RunConfig, resume: bool) -> Mapping[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@TORCH_2_13
 def test_shards_of_a_stage_save_adapters_too(ranks: Ranks, tmp_path: Path) -> None:
     saved_model("llama", tmp_path / "source")
     run = lora_run(tmp_path, [3])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.commands import Command
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start
+from tests.training import TORCH_2_13, batch, config, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -19,7 +19,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.view.report.metrics import read_metrics
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, TORCH_2_13]
 
 RUN = """
 [run]

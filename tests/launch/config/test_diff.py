@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.training import TORCH_2_13
 from thinpipe.launch.config.diff import changed_settings, describe_changes
 from thinpipe.launch.config.run import RunConfig
 
@@ -23,6 +24,7 @@ def test_equal_settings_and_those_that_may_change_are_not_reported() -> None:
     assert not described({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
 
 
+@TORCH_2_13
 def test_sites_may_change_with_the_number_of_shards_only() -> None:
     sites = {"ranks_per_site": 2}
     two, four = ({"pipeline": {"cuts": [1, 2, 4], "shards": count}} for count in (2, 4))

@@ -25,7 +25,8 @@ def doctor(path: Path, *options: str) -> tuple[int, str]:
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(f"[run]\nfolder = '{tmp_path}/run'\n[pipeline]\ncuts = [2, 4]\n")
+    pipeline = "[pipeline]\ncuts = [2, 4]\ndevice = 'cpu'\n"  # on a GPU, RAM has no weights
+    path.write_text(f"[run]\nfolder = '{tmp_path}/run'\n{pipeline}")
     return path
 
 
@@ -68,10 +69,9 @@ def test_frozen_weights_have_neither_gradients_nor_adam(
     model = section("llama", tmp_path / "model") | ({"lora": lora} if lora else {})
     raw = [{"forward": {"kind": "raw"}}]
     tree = {"run": {"folder": f"{tmp_path}/run"}, "model": model, "boundary": raw}
+    tree |= {"pipeline": {"cuts": [2], "device": "cpu"}, "data": {"sequence_length": 9}}
     path = tmp_path / "run.toml"
-    path.write_text(
-        tomlkit.dumps(tree | {"pipeline": {"cuts": [2]}, "data": {"sequence_length": 9}})
-    )
+    path.write_text(tomlkit.dumps(tree))
     _, output = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
     found = re.search(
         r"\((\S+) (\S+) of weights, (\S+) (\S+) of gradients, (\S+) (\S+) of optimizer", output

@@ -1,3 +1,6 @@
+import os
+import signal
+
 import pytest
 
 from thinpipe.launch.lab.commands import run_command
@@ -27,6 +30,27 @@ def test_the_code_of_the_host_that_fails_is_returned_and_the_others_end(
 
 def test_a_signal_gives_the_exit_code_of_a_shell(net: ShapedNetwork) -> None:
     assert run_command(net, ["sh", "-c", "test {rank} = 2 && kill -9 $$; sleep 60"]) == 137
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_a_host_is_forked_ends_its_command_alone(
+    net: ShapedNetwork, monkeypatch: pytest.MonkeyPatch, capfd: Capture, signum: signal.Signals
+) -> None:
+    """What is forked has the handlers of its parent, which are not for it."""
+    fork, test = os.fork, os.getpid()
+
+    def signalled() -> int:
+        first, pid = os.getpid() == test, fork()
+        if pid == 0 and first == (signum != signal.SIGINT):  # a proxy has none of Ctrl-C
+            try:
+                os.kill(os.getpid(), signum)
+            except BaseException:
+                os._exit(99)
+        return pid
+
+    monkeypatch.setattr(os, "fork", signalled)
+    assert run_command(net, ["sleep", "600"]) == 128 + signum
+    assert "cannot enter" not in capfd.readouterr().err
 
 
 def test_a_missing_command_is_named(net: ShapedNetwork, capfd: Capture) -> None:

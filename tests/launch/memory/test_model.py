@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from tests.training import config
+from tests.training import SCHEDULES, TORCH_2_13, config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
@@ -101,7 +101,7 @@ def test_a_dry_run_prints_the_notes_of_a_start(tmp_path: Path) -> None:
     assert "is not UTF-8 text; it is read as plain bytes" in shown.output
 
 
-@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_keeps_the_activations_of_what_is_in_flight(schedule: ScheduleName) -> None:
     single = schedule in ("GPipe", "1F1B", "Deep1F1B")
     cuts = [1, 3] if single else [1, 2, 3]
@@ -139,6 +139,7 @@ def test_what_blocks_add_to_a_stage_makes_up_what_it_needs() -> None:
         assert needed == host_needs(run, 8, [stage]).total
 
 
+@TORCH_2_13
 def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
     def memory(shards: int, gather: str) -> Any:
         pipeline = {"cuts": [], "microbatches": 2, "shards": shards}
@@ -156,6 +157,7 @@ def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
     assert memory(2, "microbatch").gathered == 7 * heaviest
 
 
+@TORCH_2_13
 def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_part() -> None:
     pipeline = {"cuts": [], "microbatches": 2, "shards": 2}
     values: dict[str, Any] = {"method": "qsdp"}

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from io import StringIO
-from typing import get_args
 
 import pytest
 import torch
 from rich.console import Console
 
-from tests.training import config
+from tests.training import SCHEDULES, TORCH_2_13, config
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message, measure_message, measure_messages
@@ -48,6 +47,7 @@ def test_a_step_is_the_pipeline_then_the_loss_exchange_then_the_optimizer() -> N
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("slow", [False, True])
+@TORCH_2_13
 def test_shards_gather_beside_the_first_forward_and_scatter_beside_the_last_backward(
     parts: int, slow: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_blocks_that_are_alike_are_measured_once() -> None:
     assert all(c.forward_s > 0 and c.backward_s > 0 and c.optimizer_s > 0 for c in costs)
 
 
-@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_predicted(schedule: ScheduleName) -> None:
     single = schedule in ("GPipe", "1F1B", "Deep1F1B")
     run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 2, 3]})

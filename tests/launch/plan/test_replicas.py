@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from tests.training import config
+from tests.training import TORCH_2_13, config
 from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import BlockCost
@@ -51,6 +51,7 @@ def test_the_slowest_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uneven.step_s > 1.5 * even.step_s
 
 
+@TORCH_2_13
 def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes half of a stage: six machines do the work of two pipelines of three."""
     monkeypatch.setattr(replicas, "method_names", lambda: ["allreduce"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from tests.training import batch, config, start
+from tests.training import TORCH_2_13, batch, config, start
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.run import proof
 from thinpipe.launch.run.proof import CorruptionError, Proof, digest
@@ -56,6 +56,7 @@ def _wrong_remembered(rank: int) -> Any:
     return str(caught.value)
 
 
+@TORCH_2_13
 def test_what_shards_remember_differently_is_named(ranks: Ranks) -> None:
     for error in ranks(2, _wrong_remembered):
         assert "cached shard weights at position 0 of replica 0" in error

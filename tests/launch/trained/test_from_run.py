@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start, weights
+from tests.training import TORCH_2_13, batch, config, share, start, weights
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
@@ -72,6 +72,7 @@ def check(ranks: Ranks, old: Path, **sections: Any) -> None:
         ),
     ],
 )
+@TORCH_2_13
 def test_shards_and_cuts_may_differ(
     ranks: Ranks, tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.single_process import LoopbackLink
 from tests.ranks import Ranks, run_ranks
-from tests.training import ZERO_BUBBLE, batch, config, start
+from tests.training import TORCH_2_13, batch, config, start
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.batch import Samples
@@ -260,7 +260,7 @@ def split_backward(rank: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.dist
-@ZERO_BUBBLE
+@TORCH_2_13
 def test_a_gradient_that_a_parameter_shares_is_sent_as_it_was(ranks: Ranks) -> None:
     ((gradients, sent),) = ranks(1, split_backward)
     assert torch.equal(gradients[0], torch.full((1, 3, 4), 2.0))

@@ -21,7 +21,7 @@ SECONDS = 0.2
 CONFIG = {
     "model": {"layers": 4, "width": 64, "heads": 4},
     "data": {"sequence_length": 32},
-    "pipeline": {"cuts": [2], "microbatches": 4},
+    "pipeline": {"cuts": [2], "microbatches": 4, "device": "cpu"},
     "train": {"batch_size": 16},
 }
 
@@ -139,13 +139,19 @@ def test_another_schedule_is_chosen_where_it_is_faster() -> None:
     """Two stages far apart: GPipe waits for every message, Deep1F1B hides them."""
     regions = {"regions": {"here": {"hosts": 2, "memory_gb": 0.25}}}
     regions |= {"inside": {"latency_ms": 200, "gbps": 1}}
-    run = {**CONFIG, "pipeline": {"cuts": [2], "microbatches": 16, "schedule": "1F1B"}}
+    run = {
+        **CONFIG,
+        "pipeline": {"cuts": [2], "microbatches": 16, "schedule": "1F1B", "device": "cpu"},
+    }
     best = chosen(parse_cluster(regions), run=run)[0]
     assert best.config.pipeline.schedule in ("Deep1F1B", "GPipe")
 
 
 def test_a_run_with_several_stages_per_rank_is_placed_with_one() -> None:
-    run = {**CONFIG, "pipeline": {"cuts": [2], "microbatches": 4, "schedule": "LoopedBFS"}}
+    run = {
+        **CONFIG,
+        "pipeline": {"cuts": [2], "microbatches": 4, "schedule": "LoopedBFS", "device": "cpu"},
+    }
     best = chosen(cluster(), run=run)[0].config.pipeline
     assert best.schedule in ("GPipe", "1F1B", "Deep1F1B")
     assert best.pipeline_ranks == best.stages

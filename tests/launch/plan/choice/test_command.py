@@ -19,6 +19,7 @@ sequence_length = 32
 cuts = [2] # by hand
 microbatches = 4
 schedule = "1F1B"
+device = "cpu"
 [train]
 batch_size = 16
 epochs = 3
