@@ -57,11 +57,11 @@ class ModelMemory:
     uncounted: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parameters: int, trained: int, activations: int = 0) -> "ModelMemory":
-        """Weights in fp32; gradients and Adam's two moments, other optimizers hold less, of those
-        that are trained.
+    def of(cls, weights: int, trained: int, activations: int = 0) -> "ModelMemory":
+        """So many bytes of weights; gradients and Adam's two moments, other optimizers hold less,
+        of those that are trained, in fp32.
         """
-        return cls(_WORD * parameters, _WORD * trained, 2 * _WORD * trained, activations)
+        return cls(weights, _WORD * trained, 2 * _WORD * trained, activations)
 
     @property
     def trained(self) -> int:
@@ -197,7 +197,7 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
 
 def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     counted = ModelMemory.of(
-        sum(parameter.numel() for parameter in module.parameters()),
+        sum(parameter.nbytes for parameter in module.parameters()),
         sum(parameter.numel() for parameter in trainable(module)),
     )
     try:

@@ -69,7 +69,7 @@ class Trained:
             return {}
         whole = model.build(0, model.layers, seed=0, device="cpu")
         check_present(whole, self.tensors, self.base, self.folder)
-        return whole.state_dict()
+        return {name: tensor.float() for name, tensor in whole.state_dict().items()}
 
 
 def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
