@@ -197,7 +197,7 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
 
 def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     counted = ModelMemory.of(
-        sum(parameter.nbytes for parameter in module.parameters()),
+        config.model.held_nbytes(module),
         sum(parameter.numel() for parameter in trainable(module)),
     )
     try:

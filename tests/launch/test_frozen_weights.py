@@ -1,5 +1,6 @@
 """LoRA's frozen weights in fewer bytes: training, checkpoints, other cuts, export."""
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.model import load, start_from_run
 from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf.quantized import QuantizedLinear
 
-FORMATS = ["bf16"]
+FORMATS = ["bf16", "nf4", "int8"]
 
 
 def bf16_run(
@@ -106,7 +108,14 @@ def test_what_is_counted_is_what_a_stage_holds(form: str, tmp_path: Path) -> Non
 
 
 def held_nbytes(module: torch.nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters())
+    """Without tables of codes, which have one size."""
+    found = sum(p.nbytes for p in module.parameters())
+    for part in module.modules():
+        if isinstance(part, QuantizedLinear):
+            scales = part._scales
+            found += scales.nbytes if isinstance(scales, Tensor) else scales.absmax.nbytes
+            found += 0 if isinstance(scales, Tensor) else scales.state2.absmax.nbytes
+    return found
 
 
 class _Peak(TorchDispatchMode):
@@ -179,6 +188,36 @@ def test_adapters_may_go_on_over_the_same_base_in_another_dtype(form: str, tmp_p
         assert "weights of step 2" in (start_from_run(built, new) or "")
 
 
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["bert", "opt", "phi", "mixtral", "qwen3-next"])
+def test_families_train_from_codes(form: str, name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path / "source")
+    lora = {"rank": 2, **({"targets": ["out_proj"]} if name == "qwen3-next" else {})}
+    run = bf16_run(tmp_path, [3], name, form, lora=lora)
+    losses, trained = losses_of(run)
+    wide, _ = losses_of(bf16_run(tmp_path, [3], name, "fp32", lora=lora))
+    assert losses == pytest.approx(wide, rel=0.02)
+    assert losses != wide
+    assert any(t.any() for n, t in trained.items() if "lora_B" in n)
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path / "source")
+    run = bf16_run(tmp_path, [3], "gpt2", "nf4")
+    message = 'model.weights = "nf4": the blocks of gpt2 have no nn.Linear'
+    for check in (run.model.check_files, lambda: rank_memory(run)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check()
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_model("llama", tmp_path / "source")
+    run = bf16_run(tmp_path, [3], weights="nf4")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r'pip install "thinpipe\[quantized\]"; or use "bf16"'):
+        run.model.check_files()
+
+
 @pytest.mark.parametrize("name", ["opt", "gemma3", "mpt", "mixtral", "qwen3-next", "deepseek-v3"])
 def test_families_train_from_bf16(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path / "source")
@@ -196,7 +235,9 @@ def test_families_train_from_bf16(name: str, tmp_path: Path) -> None:
     [
         ({"weights": "bf16"}, "fp32", 'model.weights = "bf16" with pipeline.precision = "fp32"'),
         ({"weights": "bf16", "lora": None}, "bf16", "without lora all are trained"),
-        ({"weights": "fp16"}, "bf16", "Input should be 'fp32' or 'bf16'"),
+        ({"weights": "nf4"}, "fp32", 'model.weights = "nf4" with pipeline.precision = "fp32"'),
+        ({"weights": "int8", "config": "SAME"}, "bf16", "quantizes what files hold"),
+        ({"weights": "fp16"}, "bf16", "Input should be 'fp32', 'bf16', 'nf4' or 'int8'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -205,6 +246,7 @@ def test_what_cannot_be_is_refused_by_name(
     saved_model("llama", tmp_path / "source")
     run = lora_run(tmp_path, [3])
     pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": precision}
+    model = {k: str(tmp_path / "source") if v == "SAME" else v for k, v in model.items()}
     section = {**run.model.model_dump(exclude_none=True), **model}
     with pytest.raises(ValidationError, match=re.escape(message)):
         run.updated(pipeline=pipeline, model=section)

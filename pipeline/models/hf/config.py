@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import nn
 
 from thinpipe.pipeline.models.kind import Problem, TokenModel
 from thinpipe.pipeline.precision import WeightFormat
@@ -111,6 +112,11 @@ class HuggingFaceConfig(TokenModel):
         return self
 
     def _check_weights(self) -> None:
+        if self.weights in ("nf4", "int8") and self.weight_files is None:
+            raise ValueError(
+                f'weights = "{self.weights}": quantizes what files hold, and model.config gives '
+                'random weights; name a folder with weights in pretrained, or use "bf16"'
+            )
         if self.weights not in (None, "fp32") and self.lora is None:
             raise ValueError(
                 f'weights = "{self.weights}": is for frozen weights, and without lora all are '
@@ -248,6 +254,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.stage import build_stage
 
         return build_stage(self, first, stop, seed=seed, device=device)
+
+    def held_nbytes(self, stage: nn.Module) -> int:
+        from thinpipe.pipeline.models.hf.frozen import held_nbytes
+
+        return held_nbytes(stage, self)
 
     def adapted(self, batch: "Batch") -> "Batch":
         from thinpipe.pipeline.models.hf.inputs import from_arguments

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
-from thinpipe.pipeline.models.hf.frozen import Frozen
+from thinpipe.pipeline.models.hf.frozen import Frozen, check_quantizable
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
 from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
@@ -119,12 +119,12 @@ def build_stage(
     tied_to = _embedding(model) if config.ties_embeddings else []
     read: Set[str] = set()
     _cut(model, family, first, stop)
-    frozen = Frozen(model, config)
+    frozen = Frozen(model, config, _path_of_blocks(model, family))
     if torch.device(device).type != "meta":
-        model.to_empty(device="cpu")
+        frozen.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        unset = initialise(model, seed=seed, tied_to=tied_to)
+        unset = initialise(model, seed=seed, tied_to=tied_to) - frozen.read_later
         if unset:
             unset = fill_from_constructors(
                 model,
@@ -163,6 +163,8 @@ def check_folder(config: HuggingFaceConfig) -> None:
     model, family = config.whole(), config.family
     if config.weight_files is not None:
         Sources(config.weight_files, model, family).check()
+    if config.weights in ("nf4", "int8"):
+        check_quantizable(model, config, _path_of_blocks(model, family))
     if config.lora is not None:
         check_targets(model, config.lora)
         add_lora(model, config.lora, seed=0)
