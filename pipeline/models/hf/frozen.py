@@ -105,17 +105,17 @@ def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> N
         )
 
 
-def held_nbytes(stage: nn.Module, config: "HuggingFaceConfig") -> int:
+def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
     """Bytes of the weights of a stage that was built on the meta device."""
-    found = sum(parameter.nbytes for parameter in stage.parameters())
+    found: int = sum(parameter.nbytes for parameter in stage.parameters())
     if config.weights not in ("nf4", "int8"):
         return found
     for blocks in stage.parts():
-        for part in blocks.modules():
-            weight = getattr(part, "weight", None)
-            if type(part) is nn.Linear and not weight.requires_grad:
-                form = config.weights
-                found += quantized_nbytes(weight.numel(), len(weight), form) - weight.nbytes
+        for part in linear_layers(blocks).values():
+            weight = part.weight
+            if not weight.requires_grad:  # else an adapter's
+                codes = quantized_nbytes(weight.numel(), len(weight), config.weights)
+                found += codes - weight.nbytes
     return found
 
 
