@@ -9,8 +9,10 @@ import torch
 
 from benchmarks.single_process import in_process
 from tests.launch.checkpoint.test_base import checkpoints, resumed, step
-from tests.training import config, weights
+from tests.ranks import Ranks
+from tests.training import batch, config, train_steps, weights
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.optimizer import check_optimizer
 
 SHAPE = {"layers": 4, "width": 64, "heads": 2, "context": 12}
@@ -43,6 +45,10 @@ def test_it_learns_as_adamw_does_with_a_third_of_its_state(tmp_path: Path) -> No
     assert small == pytest.approx(exact, abs=0.05)
     assert exact[-1] < exact[0] - 0.5
     assert less < whole / 3
+    for name, held in (("adamw", whole), ("adamw8bit", less)):
+        counted = rank_memory(run_config(tmp_path, [2], optimizer=name))
+        steps = 4 * len(state)  # a number per parameter that torch keeps too
+        assert sum(own.optimizer for own in counted) == held - steps * (name == "adamw")
 
 
 def test_it_resumes_bit_for_bit_also_with_other_cuts(tmp_path: Path) -> None:
@@ -70,3 +76,25 @@ def test_what_it_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r'pip install "thinpipe\[quantized\]"; or use "adamw"'):
         check_optimizer(run)
+
+
+def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    samples = [batch([4 * number + i for i in range(4)]) for number in range(4)]
+    return [train_steps(rank, run, samples)[:2] for run in runs]
+
+
+@pytest.mark.dist
+def test_exchanges_that_lean_on_adam_work_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    """Replicas move alone or exchange moves, and stay equal where they promise it."""
+    runs = [
+        run_config(tmp_path, []).updated(
+            pipeline={"cuts": [], "microbatches": 2, "replicas": 2, "device": "cpu"},
+            gradcomp={"method": method},
+        )
+        for method in ("allreduce", "ef_updates")
+    ]
+    first, second = ranks(2, _train, runs)
+    for (losses, own), (others, other) in zip(first, second, strict=True):
+        assert losses == others
+        assert losses[-1] < losses[0]
+        assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
