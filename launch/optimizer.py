@@ -95,10 +95,9 @@ def _adamw_8bit(parameters: Named, train: TrainConfig) -> torch.optim.Optimizer:
     """Moments in 8 bits with a scale per 256 (Dettmers et al. 2022, arXiv 2110.02861), those of
     fewer than 4096 values in fp32.
     """
-    from bitsandbytes.optim.adamw import AdamW8bit
+    from thinpipe.pipeline.models.hf.quantized import bitsandbytes
 
-    make: Any = AdamW8bit  # untyped
-    found: torch.optim.Optimizer = make(
+    found: torch.optim.Optimizer = bitsandbytes().optim.AdamW8bit(
         list(parameters.values()), train.lr, train.betas, weight_decay=train.weight_decay
     )
     return found

@@ -7,6 +7,7 @@ per row (Dettmers et al. 2022, arXiv 2208.07339); inputs are not quantized.
 Axes: O outputs, I inputs.
 """
 
+import importlib
 import importlib.util
 import logging
 import math
@@ -15,6 +16,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# It tells those with AVX-512 to install more kernels, of which none is used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 Quantization = Literal["nf4", "int8"]
 _BLOCK, _SCALES = 64, 256
@@ -35,7 +39,7 @@ class QuantizedLinear(nn.Linear):
 
     def quantize(self, values_OI: Tensor) -> None:
         """Hold these values, on the CPU: kernels of devices may round otherwise."""
-        functional = _functional()
+        functional = bitsandbytes().functional
         if self._form == "nf4":
             codes, self._scales = functional.quantize_4bit(
                 values_OI.float(), blocksize=_BLOCK, compress_statistics=True, quant_type="nf4"
@@ -47,7 +51,7 @@ class QuantizedLinear(nn.Linear):
 
     def plain_weight(self) -> Tensor:
         """What the codes stand for, in bf16 [O, I]."""
-        functional = _functional()
+        functional = bitsandbytes().functional
         if self._form == "nf4":
             if self._scales.absmax.device != self.weight.device:
                 self._scales.to(self.weight.device)
@@ -114,9 +118,6 @@ def check_library(form: str) -> None:
         )
 
 
-def _functional() -> Any:
-    # it tells those with AVX-512 to install more kernels, of which none is used here
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    import bitsandbytes.functional
-
-    return bitsandbytes.functional
+def bitsandbytes() -> Any:
+    """The library; it is imported where it is used, as it takes a second."""
+    return importlib.import_module("bitsandbytes")
