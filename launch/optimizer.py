@@ -1,5 +1,6 @@
-"""The optimizer of a rank's parameters: AdamW, Muon, or one of the user's own."""
+"""The optimizer of a rank's parameters: AdamW, also in 8 bits, Muon, or one of the user's own."""
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -50,6 +52,8 @@ def make_optimizer(
         return torch.optim.AdamW(
             parameters.values(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
         )
+    if train.optimizer == "adamw8bit":
+        return _adamw_8bit(parameters, train)
     if train.optimizer == "muon":
         return MuonAndAdamW(parameters, train.lr, train.betas, train.weight_decay)
     return _own(train.optimizer, parameters, train.lr)
@@ -66,12 +70,14 @@ def check_optimizer(config: RunConfig) -> None:
         return
     if brings_optimizer(method):
         raise ValueError(_two_optimizers(name, method))
-    if name == "muon":
+    if name == "adamw8bit":
+        _check_8bit()
+    if name in ("adamw8bit", "muon"):
         return
     if ":" not in name:
         raise ValueError(
-            f'train.optimizer = "{name}": no such optimizer; use "adamw", "muon" or '
-            '"module:function" of your own'
+            f'train.optimizer = "{name}": no such optimizer; use "adamw", "adamw8bit", "muon" '
+            'or "module:function" of your own'
         )
     make = load_function(name, "train.optimizer")
     try:
@@ -83,6 +89,26 @@ def check_optimizer(config: RunConfig) -> None:
         ) from None
     except ValueError:  # written in C: nobody knows
         return
+
+
+def _adamw_8bit(parameters: Named, train: TrainConfig) -> torch.optim.Optimizer:
+    """Moments in 8 bits with a scale per 256 (Dettmers et al. 2022, arXiv 2110.02861), those of
+    fewer than 4096 values in fp32.
+    """
+    from thinpipe.pipeline.models.hf.quantized import bitsandbytes
+
+    found: torch.optim.Optimizer = bitsandbytes().optim.AdamW8bit(
+        list(parameters.values()), train.lr, train.betas, weight_decay=train.weight_decay
+    )
+    return found
+
+
+def _check_8bit() -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            'train.optimizer = "adamw8bit": needs bitsandbytes: pip install "thinpipe[quantized]"; '
+            'or use "adamw"'
+        )
 
 
 def _two_optimizers(name: str, method: str) -> str:

@@ -34,7 +34,7 @@ from thinpipe.launch.config.checks import (
 )
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
-from thinpipe.launch.config.model import ModelSection, model_kind
+from thinpipe.launch.config.model import ModelSection, check_weights, model_kind, with_weights
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.removed import without_removed
@@ -167,7 +167,7 @@ class RunConfig(BaseModel):
     @property
     def pretrained(self) -> bool:
         """Whether the model was trained before, as far as the config tells."""
-        return bool(self.model.from_run or getattr(self.model, "weights", None))
+        return bool(self.model.from_run or getattr(self.model, "weight_files", None))
 
     def notices(self) -> list[str]:
         found = self.model.notices(
@@ -240,6 +240,11 @@ class RunConfig(BaseModel):
         folder = str(Path(folder).expanduser().resolve())
         return {**tree, "data": {**tree["data"], "tokenizer": folder}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_weights(cls, tree: Any) -> Any:
+        return with_weights(tree) if isinstance(tree, Mapping) else tree
+
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
         check_cuts(self.pipeline, self.model.layers)
@@ -251,6 +256,7 @@ class RunConfig(BaseModel):
             microbatches=self.pipeline.microbatches,
         )
         check_devices(self.pipeline, self.model)
+        check_weights(self.pipeline, self.model)
         check_placement(self.pipeline)
         check_shards(self.pipeline, self.shards, self.model, self.train.optimizer)
         check_boundaries(self.boundary, self.pipeline)

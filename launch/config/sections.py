@@ -37,7 +37,8 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainConfig(BaseModel):
     """AdamW with linear warm-up, then decay to zero.
 
-    `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
+    `optimizer = "adamw8bit"` is AdamW whose moments take 1 byte per value instead of 4, by
+    bitsandbytes; `"muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
     "module:function" is a custom one, called as `function(named_parameters, lr=...)`.
 
     `max_steps` ends a run earlier than `epochs`; a stream needs it, and has one epoch.

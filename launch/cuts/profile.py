@@ -109,7 +109,9 @@ def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     free = free_memory() if on_cpu else free_gpu_memory() or 0
     numel = sum(math.prod(shape) for kind in kinds for shape in kind)
-    return [kinds] if ModelMemory.of(numel, numel).total < free / 2 else [[kind] for kind in kinds]
+    return (
+        [kinds] if ModelMemory.of(4 * numel, numel).total < free / 2 else [[kind] for kind in kinds]
+    )
 
 
 def _time_in_rotation(benches: Sequence["_Bench"]) -> str | None:

@@ -5,7 +5,8 @@ microbatch keeps for its backward. Of a second pass only that is counted which t
 keep: weights cast to bf16 are held once.
 """
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ class ModelMemory:
     while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
     of the largest block take while it is computed again.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
-    `uncounted` are blocks whose activations cannot be computed from shapes alone.
+    `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
+    cannot be computed from shapes alone.
     """
 
     weights: int = 0
@@ -53,29 +55,29 @@ class ModelMemory:
     exchange: int = 0
     exchanged: int = 0
     recomputed: int = 0
+    trained: int = 0
     reads_frozen: bool = False
     uncounted: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parameters: int, trained: int, activations: int = 0) -> "ModelMemory":
-        """Weights in fp32; gradients and Adam's two moments, other optimizers hold less, of those
-        that are trained.
+    def of(
+        cls, weights: int, trained: int, activations: int = 0, moments: int | None = None
+    ) -> "ModelMemory":
+        """So many bytes of weights; gradients of those that are trained, and bytes of their
+        moments, by default Adam's two in fp32 (those of a user's own optimizer are not known).
         """
-        return cls(_WORD * parameters, _WORD * trained, 2 * _WORD * trained, activations)
-
-    @property
-    def trained(self) -> int:
-        return self.gradients // _WORD
+        held = 2 * _WORD * trained if moments is None else moments
+        return cls(weights, _WORD * trained, held, activations, trained=trained)
 
     @property
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
-        return sum(getattr(self, part) for part in _PARTS)
+        return sum(getattr(self, part) for part in _PARTS if part != "trained")
 
     @property
     def saved(self) -> int:
         """What a checkpoint copies before it is written in the background."""
-        weights = self.optimizer // 2 if self.reads_frozen else self.weights
+        weights = _WORD * self.trained if self.reads_frozen else self.weights
         own = weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
@@ -148,13 +150,13 @@ def on_rank(
             remembered=whole.weights if config.shards.weights == "differences" else 0,
             gradients=whole.gradients // shards + once * whole.gradients,
             optimizer=whole.optimizer // shards,
+            trained=whole.trained // shards,
         )
     whole = replace(whole, reads_frozen=config.model.reads_frozen)
     if exchange is None:
         return whole
-    trained = whole.optimizer // (2 * _WORD)
-    kept = round(exchange.state_nbytes * trained)
-    return replace(whole, exchange=kept, exchanged=_WORD * trained)
+    kept = round(exchange.state_nbytes * whole.trained)
+    return replace(whole, exchange=kept, exchanged=_WORD * whole.trained)
 
 
 def exchange_cost(config: RunConfig) -> ExchangeCost | None:
@@ -197,8 +199,9 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
 
 def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     counted = ModelMemory.of(
-        sum(parameter.numel() for parameter in module.parameters()),
+        config.model.held_nbytes(module),
         sum(parameter.numel() for parameter in trainable(module)),
+        moments=_moments(config, trainable(module)),
     )
     try:
         each, once = _activations(config, first, module)
@@ -212,6 +215,17 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         # it looks at values, or uses kernels that know no fake tensors (mixtral's in fp32)
         return replace(counted, uncounted=(first,))
     return replace(counted, activations=each, casts=once, recomputed=recomputed)
+
+
+def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of Adam's two moments: bitsandbytes' have 8 bits and a scale per 256, but for small
+    parameters.
+    """
+    small = 4096 if config.train.optimizer == "adamw8bit" else math.inf
+    return sum(
+        2 * (p.numel() + _WORD * math.ceil(p.numel() / 256) if p.numel() >= small else p.nbytes)
+        for p in parameters
+    )
 
 
 def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int]:

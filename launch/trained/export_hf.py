@@ -171,12 +171,12 @@ class _Export:
         self._layouts: list[Layout] = []
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        if model.weights is not None:
-            sources = Sources(model.weights, self._whole, model.family)
+        if model.weight_files is not None:
+            sources = Sources(model.weight_files, self._whole, model.family)
             self._on_disk, self._layouts = sources.on_disk, sources.layouts
-            self._files = model.weights.files
+            self._files = model.weight_files.files
             converted = [name for layout in self._layouts for name, _, _ in layout.sources]
-            self._dtypes = model.weights.dtypes([*self._on_disk.values(), *converted])
+            self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
         """Write everything; return notes on deviations from the source."""

@@ -122,6 +122,10 @@ class ModelKind(BaseModel):
         """Whether frozen weights are read from files at every start, and need no other copy."""
         return False
 
+    def held_nbytes(self, stage: nn.Module) -> int:
+        """Bytes of the weights of a stage that was built on the meta device."""
+        return sum(parameter.nbytes for parameter in stage.parameters())
+
     @property
     def tied_names(self) -> Mapping[str, str]:
         """What is one weight with another where it is tied, by the names in state dicts."""

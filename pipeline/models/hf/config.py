@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import nn
 
 from thinpipe.pipeline.models.kind import Problem, TokenModel
+from thinpipe.pipeline.precision import WeightFormat
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.batch import Batch
@@ -51,9 +53,10 @@ class HuggingFaceConfig(TokenModel):
     labels or numbers, by `problem_type` (of one output "regression", else
     "single_label_classification"). `dropout` replaces every dropout rate of the folder's config.
     With `tie_embeddings = "exact"` a tied head stays equal to the embedding when a cut separates
-    them; "untied" lets the copies diverge. With `self_check` one step of the cut model is compared
-    with that of the whole one before training, and packed examples with single ones. `from_run` is
-    the folder of a run whose weights this one starts from.
+    them; "untied" lets the copies diverge. `weights` is in what LoRA's frozen matrices are held, by
+    default "bf16" with `pipeline.precision = "bf16"` and one shard, else "fp32". With `self_check`
+    one step of the cut model is compared with that of the whole one before training, and packed
+    examples with single ones. `from_run` is the folder of a run whose weights this one starts from.
     """
 
     tag: ClassVar = "folder"
@@ -67,6 +70,7 @@ class HuggingFaceConfig(TokenModel):
     activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     lora: LoraConfig | None = None
+    weights: WeightFormat | None = None
     self_check: bool = False
     from_run: str | None = None
 
@@ -98,6 +102,7 @@ class HuggingFaceConfig(TokenModel):
                 "other, needs a number of classes"
             )
         self._check_problem()
+        self._check_weights()
         if self.tie_embeddings == "exact" and not self.ties_embeddings:
             own = f" ({', '.join(self.own_heads)} of its files differs)" if self.own_heads else ""
             raise ValueError(
@@ -105,6 +110,19 @@ class HuggingFaceConfig(TokenModel):
                 f"{own}; leave it out"
             )
         return self
+
+    def _check_weights(self) -> None:
+        if self.weights in ("nf4", "int8") and self.weight_files is None:
+            raise ValueError(
+                f'weights = "{self.weights}": quantizes what files hold, and model.config gives '
+                'random weights; name a folder with weights in pretrained, or use "bf16"'
+            )
+        if self.weights not in (None, "fp32") and self.lora is None:
+            raise ValueError(
+                f'weights = "{self.weights}": is for frozen weights, and without lora all are '
+                "trained: in fp32, as small steps would be lost; add lora = { rank = 8 }, or leave "
+                "it out"
+            )
 
     def _check_problem(self) -> None:
         if self.classes is None and self.problem_type is not None:
@@ -139,7 +157,7 @@ class HuggingFaceConfig(TokenModel):
         return Path(folder) if folder else None
 
     @property
-    def weights(self) -> "Shards | None":
+    def weight_files(self) -> "Shards | None":
         """Weights to start from; None for random ones."""
         from thinpipe.pipeline.models.hf.shards import Shards
 
@@ -190,9 +208,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.weights import differing_copies
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
-        if not self._says_tied or self.weights is None:
+        if not self._says_tied or self.weight_files is None:
             return []
-        return differing_copies(self.weights, build_on_meta(self.transformers_config, self.task))
+        return differing_copies(
+            self.weight_files, build_on_meta(self.transformers_config, self.task)
+        )
 
     @property
     def tied_names(self) -> Mapping[str, str]:
@@ -214,7 +234,7 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def reads_frozen(self) -> bool:
-        return self.lora is not None and self.weights is not None
+        return self.lora is not None and self.weight_files is not None
 
     @property
     def could_be_tied(self) -> bool:
@@ -234,6 +254,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.stage import build_stage
 
         return build_stage(self, first, stop, seed=seed, device=device)
+
+    def held_nbytes(self, stage: nn.Module) -> int:
+        from thinpipe.pipeline.models.hf.frozen import held_nbytes
+
+        return held_nbytes(stage, self)
 
     def adapted(self, batch: "Batch") -> "Batch":
         from thinpipe.pipeline.models.hf.inputs import from_arguments
@@ -279,7 +304,7 @@ class HuggingFaceConfig(TokenModel):
                 f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
                 "their copies stay equal"
             )
-        if self.weights is not None and tokenizer == "bytes":
+        if self.weight_files is not None and tokenizer == "bytes":
             found.append(
                 'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
                 "things; set data.tokenizer to the folder of its tokenizer"
@@ -290,8 +315,8 @@ class HuggingFaceConfig(TokenModel):
         """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
         assert self.folder is not None
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        if self.weights is not None:
-            digest.update(self.weights.digest().encode())
+        if self.weight_files is not None:
+            digest.update(self.weight_files.digest().encode())
         return digest.hexdigest()
 
     @cached_property
@@ -345,8 +370,8 @@ class HuggingFaceConfig(TokenModel):
             raise ValueError(
                 f'{setting} = "{folder}": holds no config.json; name a model\'s folder'
             )
-        if self.weights is not None:
-            _ = self.weights.files
+        if self.weight_files is not None:
+            _ = self.weight_files.files
 
 
 def _read(folder: Path) -> Any:

@@ -122,6 +122,8 @@ def _erase(model: nn.Module) -> None:
 
 
 def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return True  # codes get memory when they are read
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
     return tensor.dtype == torch.int64 and bool((tensor == _UNSET).any())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.hf.config import LoraConfig
+from thinpipe.pipeline.models.hf.frozen import trained_heads
 from thinpipe.pipeline.models.hf.init import seeded
 
 ADAPTER = "default"
@@ -30,8 +31,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     """
     from peft import inject_adapter_in_model
 
-    targets = config.targets or default_targets(model)
-    heads = _heads(model)
+    targets, heads = config.targets or default_targets(model), trained_heads(model)
     options = peft_config(model, config)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -40,11 +40,13 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
             raise _no_such_target(model, targets, targets) from error
     for name, module in model.named_modules():
         if hasattr(module, "reset_lora_parameters"):
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()  # peft takes the frozen weight's dtype
             with seeded(seed, f"{name}.lora"):
                 module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
-    if type(model).__name__.endswith("ForSequenceClassification"):
-        for name in heads:
-            model.get_submodule(name).requires_grad_(True)
+    for name in heads:
+        model.get_submodule(name).requires_grad_(True)
 
 
 def peft_config(model: Any, config: LoraConfig) -> Any:

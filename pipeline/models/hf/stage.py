@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
+from thinpipe.pipeline.models.hf.frozen import Frozen, check_quantizable
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
 from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
 from thinpipe.pipeline.models.hf.weights import Sources
-from thinpipe.pipeline.wire.checksum import hex_digest
 
 
 class HuggingFaceStage(nn.Module):
@@ -115,15 +115,16 @@ def build_stage(
         )
     family = config.family
     model = config.whole()
-    sources = Sources(config.weights, model, family) if config.weights else None
+    sources = Sources(config.weight_files, model, family) if config.weight_files else None
     tied_to = _embedding(model) if config.ties_embeddings else []
     read: Set[str] = set()
     _cut(model, family, first, stop)
+    frozen = Frozen(model, config, _path_of_blocks(model, family))
     if torch.device(device).type != "meta":
-        model.to_empty(device="cpu")
+        frozen.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        unset = initialise(model, seed=seed, tied_to=tied_to)
+        unset = initialise(model, seed=seed, tied_to=tied_to) - frozen.read_later
         if unset:
             unset = fill_from_constructors(
                 model,
@@ -132,7 +133,7 @@ def build_stage(
                 seed=seed,
                 config=copy.deepcopy(config.transformers_config),
             )
-        read = sources.load(model) if sources is not None else set()
+        read = sources.load(model, frozen.put) if sources is not None else set()
         _check_set(config, unset - read)
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
@@ -144,7 +145,7 @@ def build_stage(
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
         base = {
-            f"model.{name}": hex_digest(parameter)
+            f"model.{name}": frozen.digests[plain_name(name)]
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad and plain_name(name) in read
         }
@@ -160,8 +161,10 @@ def check_folder(config: HuggingFaceConfig) -> None:
         ShardError: a tensor or file is missing, damaged or of another shape.
     """
     model, family = config.whole(), config.family
-    if config.weights is not None:
-        Sources(config.weights, model, family).check()
+    if config.weight_files is not None:
+        Sources(config.weight_files, model, family).check()
+    if config.weights in ("nf4", "int8"):
+        check_quantizable(model, config, _path_of_blocks(model, family))
     if config.lora is not None:
         check_targets(model, config.lora)
         add_lora(model, config.lora, seed=0)

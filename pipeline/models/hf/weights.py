@@ -3,6 +3,7 @@
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from thinpipe.pipeline.models.hf.layouts import Layout, match_names
 from thinpipe.pipeline.models.hf.shards import INDEX, SINGLE, ShardError, Shards
 
 _log = logging.getLogger(__name__)
+
+Put = Callable[[str, Tensor, Tensor], None]
 
 
 class Sources:
@@ -37,9 +40,10 @@ class Sources:
         self.on_disk, self.layouts = matched.plain, matched.layouts
         self._converted = {name: layout for layout in self.layouts for name in layout.produces}
 
-    def load(self, model: Any) -> set[str]:
+    def load(self, model: Any, put: Put | None = None) -> set[str]:
         """Fill the parameters of a cut (or whole) model; return the names of those found.
 
+        `put` is given the name of each, the parameter and its values; by default it copies them.
         Task heads and poolers that the folder lacks keep their random values, and are logged.
 
         Raises:
@@ -57,13 +61,14 @@ class Sources:
                 raise self._missing(name)
             else:
                 _log.warning("%s is not in %s: it starts random", name, self.shards.folder)
+        put = put or _copy
         with torch.no_grad():
             for source, stored in self.shards.read(list(wanted)):
                 for name, tensor in wanted[source]:
                     self._check_shape(source, name, list(stored.shape), list(tensor.shape))
-                    tensor.copy_(stored)
+                    put(name, tensor, stored)
             for index, tensors in converted.items():
-                self._load_converted(self.layouts[index], tensors)
+                self._load_converted(self.layouts[index], tensors, put)
         found = {name for tensors in converted.values() for name in tensors}
         return found | {name for pairs in wanted.values() for name, _ in pairs}
 
@@ -85,11 +90,11 @@ class Sources:
             stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             self._convert(layout, stored)
 
-    def _load_converted(self, layout: Layout, tensors: dict[str, Tensor]) -> None:
+    def _load_converted(self, layout: Layout, tensors: dict[str, Tensor], put: Put) -> None:
         stored = dict(self.shards.read([name for name, _, _ in layout.sources]))
         made = self._convert(layout, stored)
         for name, tensor in tensors.items():
-            tensor.copy_(made[self._known(name) or name])
+            put(name, tensor, made[self._known(name) or name])
 
     def _convert(self, layout: Layout, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         """Parameters from a group of stored tensors, after checking their shapes."""
@@ -157,6 +162,10 @@ class Sources:
 
     def _file(self, stored: str) -> str:
         return str(self.shards.folder / self.shards.files[stored])
+
+
+def _copy(_: str, tensor: Tensor, values: Tensor) -> None:
+    tensor.copy_(values)
 
 
 def tied_names(whole: Any) -> dict[str, str]:

@@ -115,7 +115,7 @@ def test_a_stage_keeps_the_activations_of_what_is_in_flight(schedule: ScheduleNa
     held = in_flight(run)
     assert held == expected.get(schedule, held)
     assert all(1 <= count <= 4 for count in held)
-    block = ModelMemory.of(20, 5, 7)
+    block = ModelMemory.of(80, 5, 7)
     bounds = pairwise((0, *cuts, 4))
     by_stage = [
         (b - a) * (4 * 20 + 12 * 5 + 7 * count) for (a, b), count in zip(bounds, held, strict=True)

@@ -20,7 +20,7 @@ from thinpipe.launch.plan.replicas import replica_steps, show_replicas
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})
 BLOCK = BlockCost(0.1, 0.2, optimizer_s=0.05)
-MEMORY = [BlockRun(ModelMemory.of(400_000, 250_000, 7), 4)]
+MEMORY = [BlockRun(ModelMemory.of(1_600_000, 250_000, 7), 4)]
 BLOCKS = [[BLOCK] * 4] * 3
 SLOW = Network.uniform(3, MBIT, 0.1)
 

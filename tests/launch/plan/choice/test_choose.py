@@ -15,7 +15,7 @@ from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.workload import count_exchange
 
 BLOCK = BlockCost(0.02, 0.04, 0.001)
-MEMORY = ModelMemory.of(10**6, 10**6)
+MEMORY = ModelMemory.of(4 * 10**6, 10**6)
 SECONDS = 0.2
 """Of searching: the networks are small."""
 CONFIG = {

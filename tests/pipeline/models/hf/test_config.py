@@ -116,7 +116,7 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
 
 def test_random_weights_are_announced_when_both_folders_are_given(gpt2: Path) -> None:
     model = HuggingFaceConfig(pretrained="nowhere", config=str(gpt2))
-    assert model.weights is None
+    assert model.weight_files is None
     assert (
         "model.pretrained is not read" in model.notices(cut=False, ties=True, tokenizer="model")[0]
     )

@@ -103,8 +103,8 @@ def test_a_bad_file_is_named_with_tensor_and_remedy(
 ) -> None:
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path))
-    assert config.weights is not None
-    file = tmp_path / config.weights.files["transformer.h.1.mlp.c_fc.weight"]
+    assert config.weight_files is not None
+    file = tmp_path / config.weight_files.files["transformer.h.1.mlp.c_fc.weight"]
     damage(file)
     for use in (
         lambda: check_folder(config),  # what the launcher does: headers only
@@ -173,12 +173,12 @@ def test_a_classifier_may_start_from_a_model_without_its_head(
 def test_experts_stored_one_by_one_are_merged_and_checked(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path))
-    assert config.weights is not None
+    assert config.weight_files is not None
     expert = next(
-        key for key in config.weights.files if "layers.3." in key and ".experts.2." in key
+        key for key in config.weight_files.files if "layers.3." in key and ".experts.2." in key
     )
     check_folder(config)
-    file = tmp_path / config.weights.files[expert]
+    file = tmp_path / config.weight_files.files[expert]
     tensors = load_file(file)
     save_file({**tensors, expert: tensors[expert][:, :-1].contiguous()}, file)
     for use in (

@@ -116,7 +116,7 @@ def embedding_of(whole: Any) -> Any:
 def test_a_stage_opens_only_files_with_its_own_tensors(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path))
-    weights = config.weights
+    weights = config.weight_files
     assert weights is not None
     own = {file for tensor, file in weights.files.items() if ".2." in tensor or ".3." in tensor} | {
         file

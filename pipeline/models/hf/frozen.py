@@ -1,0 +1,123 @@
+"""Frozen weights of LoRA in less than fp32, from the moment that a stage gets memory.
+
+Matrices are held in bf16: linear layers multiply in bf16 anyway under autocast, so their products
+are the same bits. Embeddings give fp32, as they do in fp32, so that the sums of blocks stay in it.
+Vectors (norms, biases) and whatever is trained stay in fp32. Linear layers of blocks may be codes
+(`quantized.py`).
+"""
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.hf.quantized import (
+    Quantization,
+    QuantizedLinear,
+    check_library,
+    linear_layers,
+    quantized_nbytes,
+)
+from thinpipe.pipeline.wire.checksum import hex_digest
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+
+
+class Frozen:
+    """The frozen weights of a cut model that lies on the meta device still."""
+
+    def __init__(self, model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
+        """Change their dtypes; `blocks` is the path of the blocks.
+
+        Raises:
+            ValueError: there is nothing to quantize.
+        """
+        self.digests: dict[str, str] = {}
+        """Of the values that were read of every parameter, in fp32, by name."""
+        self._model, self._digest = model, config.lora is not None
+        self._layers: dict[str, QuantizedLinear] = {}
+        self._quantized: tuple[str, Quantization] | None = None
+        if config.weights in (None, "fp32"):
+            return
+        heads = trained_heads(model)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and name.partition(".")[0] not in heads:
+                parameter.data = parameter.data.bfloat16()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.weight.dtype == torch.bfloat16:
+                module.register_forward_hook(_widen)
+        if config.weights in ("nf4", "int8"):
+            check_quantizable(model, config, blocks)
+            self._quantized = blocks, config.weights
+
+    def to_empty(self) -> None:
+        """Give the model memory on the CPU; what will be codes gets it when it is read."""
+        if self._quantized is not None:
+            blocks, form = self._quantized
+            for name, plain in linear_layers(self._model.get_submodule(blocks)).items():
+                layer = QuantizedLinear(plain, form)
+                self._model.set_submodule(f"{blocks}.{name}", layer)
+                self._layers[f"{blocks}.{name}.weight"] = layer
+        for module in self._model.modules():
+            if not isinstance(module, QuantizedLinear):
+                module.to_empty(device="cpu", recurse=False)
+            elif module.bias is not None:
+                module.bias = nn.Parameter(torch.empty_like(module.bias, device="cpu"))
+
+    @property
+    def read_later(self) -> Set[str]:
+        """Names of parameters that have no memory until files are read."""
+        return self._layers.keys()
+
+    def put(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        """Store what was read of a parameter."""
+        if self._digest:
+            self.digests[name] = hex_digest(values.float())
+        if name in self._layers:
+            self._layers[name].quantize(values)
+        else:
+            parameter.copy_(values)
+
+
+def trained_heads(model: Any) -> list[str]:
+    """Modules beside the base model that are trained with its adapters."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return []
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
+    """Check that the blocks have layers that can be quantized, and the library is there.
+
+    Raises:
+        ImportError: the library is not there.
+        ValueError: there is no such layer.
+    """
+    assert config.weights is not None
+    check_library(config.weights)
+    if not linear_layers(model.get_submodule(blocks)):
+        raise ValueError(
+            f'model.weights = "{config.weights}": the blocks of '
+            f"{config.transformers_config.model_type} have no nn.Linear, whose weights alone are "
+            'quantized; use "bf16"'
+        )
+
+
+def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
+    """Bytes of the weights of a stage that was built on the meta device."""
+    found: int = sum(parameter.nbytes for parameter in stage.parameters())
+    if config.weights not in ("nf4", "int8"):
+        return found
+    for blocks in stage.parts():
+        for part in linear_layers(blocks).values():
+            weight = part.weight
+            if not weight.requires_grad:  # else an adapter's
+                codes = quantized_nbytes(weight.numel(), len(weight), config.weights)
+                found += codes - weight.nbytes
+    return found
+
+
+def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:
+    return rows.float()
