@@ -185,3 +185,16 @@ def test_a_file_is_written_although_this_machine_has_no_room_now(
     assert "note: it cannot start here now: " in output
     assert "1.00 MB" in output
     assert load_config(Path("new.toml")).data.path is not None
+
+
+def test_a_damaged_first_row_is_passed_over_and_damage_alone_is_named(tmp_path: Path) -> None:
+    from thinpipe.launch.config.toml import ConfigError
+    from thinpipe.launch.starter.draft import Draft, _look_at_data
+
+    data, found = tmp_path / "a.jsonl", Draft()
+    data.write_text('{"text": \n{"text": "a"}\n')
+    _look_at_data(found, str(data))
+    assert found.data["text_field"] == "text"
+    data.write_text('{"text": \n')
+    with pytest.raises(ConfigError, match=r"a.jsonl:1: not JSON .*; correct it"):
+        _look_at_data(Draft(), str(data))
