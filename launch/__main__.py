@@ -23,6 +23,8 @@ def main() -> None:
         completion.answer()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
     _wait_briefly()
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
+        del os.environ["COLUMNS"]
     try:
         if "RANK" not in os.environ and _starts_ranks(sys.argv[1:]):
             _prepare()

@@ -95,6 +95,8 @@ def check_environment() -> None:
     numbers = {}
     for name in _NUMBERS:
         value = os.environ.get(name)
+        if value and name == "OMP_NUM_THREADS":  # of several, those of nested loops follow
+            value = value.partition(",")[0].strip()
         if value is not None and not value.isdecimal():
             raise ValueError(f"{name} = {value!r}: give a whole number, or unset {name}")
         numbers[name] = None if value is None else int(value)

@@ -53,10 +53,9 @@ def start() -> None:
     # they end the launcher, which ends the ranks in order: what is between them blocks them
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # which ends at SIGHUP otherwise
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # it has lifted a part
-        with _environment(settings):
-            resource_tracker.ensure_running()
+        with _environment(settings):  # also for the tracker: files here are not its modules
+            resource_tracker.ensure_running()  # which ends at SIGHUP otherwise
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # it has lifted a part
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

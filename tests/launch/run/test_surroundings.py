@@ -130,6 +130,7 @@ def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
+    assert b"step 15/15" in b" ".join(done.stdout.split())
 
 
 def test_where_there_is_no_file_it_is_said_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
