@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
+    "bitsandbytes": "quantized",
     "peft": "hf",
     "tensorboard": "tensorboard",
     "tokenizers": "hf",

@@ -25,7 +25,6 @@ from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
-from thinpipe.pipeline.models.hf.quantized import plain_state
 from thinpipe.pipeline.models.hf.weights import tied_names
 from thinpipe.pipeline.models.hf.whole import fill_whole
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -68,6 +67,8 @@ class Trained:
     def _read_base(self, model: HuggingFaceConfig) -> dict[str, Tensor]:
         if not self.base:
             return {}
+        from thinpipe.pipeline.models.hf.quantized import plain_state
+
         whole = model.build(0, model.layers, seed=0, device="cpu")
         check_present(whole, self.tensors, self.base, self.folder)
         return plain_state(whole)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinpipe.pipeline.models.hf.lora import trained_heads
 from thinpipe.pipeline.models.hf.quantized import (
     Quantization,
     QuantizedLinear,
@@ -79,13 +80,6 @@ class Frozen:
             self._layers[name].quantize(values)
         else:
             parameter.copy_(values)
-
-
-def trained_heads(model: Any) -> list[str]:
-    """Modules beside the base model that are trained with its adapters."""
-    if not type(model).__name__.endswith("ForSequenceClassification"):
-        return []
-    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
 def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:

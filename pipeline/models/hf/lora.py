@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.hf.config import LoraConfig
-from thinpipe.pipeline.models.hf.frozen import trained_heads
 from thinpipe.pipeline.models.hf.init import seeded
 
 ADAPTER = "default"
@@ -103,6 +102,13 @@ def _linear_layers(model: Any) -> list[str]:
 
 
 def _heads(model: Any) -> list[str]:
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def trained_heads(model: Any) -> list[str]:
+    """Modules beside the base model that are trained with its adapters."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return []
     return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
