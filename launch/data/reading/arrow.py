@@ -146,9 +146,10 @@ def _schema(forms: Sequence[Form], columns: Columns | None) -> Any:
     wanted, optional = ([str(column) for column in part] for part in columns)
     for name in wanted:
         if name not in schema.names:
+            theirs = [field for field in schema.names if field != PROBLEM]
             raise ValueError(
-                f"{forms[0].path}: no field {name!r} among {schema.names}; correct the field's "
-                "name in [data]"
+                f"{forms[0].path}: no field {name!r} among {theirs}; correct the field's name in "
+                "[data]"
             )
     wanted += [name for name in (*optional, PROBLEM) if name in schema.names]
     return pa.schema([schema.field(name) for name in wanted])
