@@ -176,7 +176,7 @@ class BoundaryKind(BaseModel):
     @property
     @abstractmethod
     def fidelity(self) -> float:
-        """For comparisons: bits per value, after entropy coding without a learned transform."""
+        """A score to rank settings by: about the bits per value that its error would take."""
 
     def settle(
         self, ends: "Sequence[Boundary]", sent_ND: "Tensor", value_ND: "Tensor", *, known: bool

@@ -46,15 +46,20 @@ class FailedError(Exception):
     """A part did not do its work; the message says why."""
 
 
+class LateError(Exception):
+    """A part was left out, as the time was up."""
+
+
 def _run(work: Work, command: Sequence[str], limit_s: float) -> str:
     """Output of a command.
 
     Raises:
         FailedError: it ended with an error, or not in time.
+        LateError: there is no time left.
     """
     left_s = work.until - time.perf_counter()
     if left_s < _LEAST_S:
-        raise FailedError("left out: the time was up")
+        raise LateError("left out: the time was up")
     limit_s = min(limit_s, left_s)
     try:
         done = subprocess.run(
@@ -74,7 +79,11 @@ def _run(work: Work, command: Sequence[str], limit_s: float) -> str:
 
 
 def tests(work: Work) -> str:
-    """The tests marked `gpu`; a rehearsal has them skipped."""
+    """The tests marked `gpu`; a rehearsal has them skipped.
+
+    Raises:
+        FailedError: naming those that failed.
+    """
     report = work.folder / "tests.xml"
     workers = str(max(2, min(8, usable_cores() // 2)))
     options = ["-m", "gpu", "-n", workers, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -93,9 +102,10 @@ def tests(work: Work) -> str:
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped")}
     work.records.add({"part": "tests"}, {**counts, "failed": failed})
     passed = counts["tests"] - counts["skipped"] - len(failed)
-    return "\n".join(
-        [f"{passed} passed, {counts['skipped']} skipped, {len(failed)} failed.", *failed]
-    )
+    text = f"{passed} passed, {counts['skipped']} skipped, {len(failed)} failed."
+    if failed:
+        raise FailedError("\n".join([text, *failed]))
+    return text
 
 
 def kernels(work: Work) -> str:
@@ -137,21 +147,32 @@ def memory(work: Work) -> str:
 
 
 def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
-    """Runs of the command line, one after another."""
+    """Runs of the command line, one after another.
+
+    Raises:
+        FailedError: with what the others showed.
+    """
     shape, device = (_TINY, "cpu") if work.rehearse else (Shape(), "cuda")
-    rows, problems = dict[str, Row](), list[str]()
+    rows, problems, late = dict[str, Row](), list[str](), list[str]()
     for number, case in enumerate(cases):
         file, run = work.folder / f"{part}{number}.toml", work.folder / f"{part}{number}"
         file.write_text(shape.run_file(case, device), encoding="utf-8")
         try:
             _run(work, shape.command(case, file, run), _RUN_S)
             rows[case.name] = Row.read(case.name, run, shape.warm)
+        except LateError as error:
+            late.append(f"{case.name}: {error}")
         except (FailedError, OSError, ValueError) as error:
             problems.append(f"**{case.name}**: {error}")
-            continue
-        work.records.add({"part": part, **asdict(case), **asdict(shape)}, asdict(rows[case.name]))
-        print(f"{case.name}: {rows[case.name].step_s:.3f} s", flush=True)
-    return "\n\n".join([_table(rows, shape), *_compared(rows), *problems])
+        else:
+            work.records.add(
+                {"part": part, **asdict(case), **asdict(shape)}, asdict(rows[case.name])
+            )
+            print(f"{case.name}: {rows[case.name].step_s:.3f} s", flush=True)
+    text = "\n\n".join([_table(rows, shape), *_compared(rows), *late, *problems])
+    if problems:
+        raise FailedError(f"{len(problems)} of {len(cases)} runs\n\n{text}")
+    return text
 
 
 def _table(rows: Mapping[str, Row], shape: Shape) -> str:
@@ -195,6 +216,8 @@ def measure(options: argparse.Namespace) -> tuple[str, list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 text = PARTS[name](Work(Path(folder), records, options.rehearse, until))
+            except LateError as error:
+                text = str(error)
             except Exception as error:  # the next part may work
                 text = f"**Failed**: {type(error).__name__}: {error}"
                 failed.append(name)
@@ -227,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--minutes", type=float, default=9.0, help="what is late is left out (9)")
     command.add_argument("--rehearse", action="store_true", help="on the CPU, tiny")
     options = command.parse_args(arguments)
+    if options.rehearse and str(options.page) == "auto":
+        command.error("--rehearse has no results for --page auto; name a file")
     if not options.rehearse and not torch.cuda.is_available():
         command.error("torch finds no GPU here; --rehearse runs the same on the CPU")
     page, failed = measure(options)

@@ -33,16 +33,27 @@ class Change(NamedTuple):
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
-    saved, now = without_removed(saved), without_removed(now)
+    saved, now = (_with_weights(without_removed(config)) for config in (saved, now))
     may_change = _may_change(saved)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
-        may_change += ("shards.ranks_per_site",)  # it divides them
+        # it divides them; and shards hold frozen weights in fp32
+        may_change += ("shards.ranks_per_site", "model.weights")
     tables = ({**config, "boundary": {}} for config in (saved, now))
     found = [change for change in _changes("", *tables) if not change.name.startswith(may_change)]
     for cut in sorted(set(saved["pipeline"]["cuts"]) & set(now["pipeline"]["cuts"])):
         changes = _boundary_changes(*(_boundary(config, cut) for config in (saved, now)))
         found += [change._replace(cut=cut) for change in changes]
     return found
+
+
+def _with_weights(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Before `model.weights` was a setting, frozen weights were fp32; as where it is not set."""
+    if "pretrained" not in config["model"]:
+        return config
+    return {
+        **config,
+        "model": {**config["model"], "weights": config["model"].get("weights") or "fp32"},
+    }
 
 
 def describe_changes(changes: Sequence[Change]) -> list[str]:

@@ -89,8 +89,6 @@ class Documents(Protocol):
 class Listed:
     """Documents in memory: those of a block of a stream."""
 
-    digest = ""
-
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = documents
 
@@ -100,6 +98,15 @@ class Listed:
     @property
     def lengths(self) -> npt.NDArray[Any]:
         return np.array([len(document) for document in self._documents], dtype=np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for document in self._documents:
+            for part in (document.tokens, document.counts, document.types, document.targets):
+                content = b"" if part is None else part.tobytes()
+                digest.update(len(content).to_bytes(8, "little") + content)
+        return digest.hexdigest()
 
     def document(self, number: int) -> Document:
         return self._documents[number]

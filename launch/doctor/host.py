@@ -205,8 +205,10 @@ def _gpu(
     models: Sequence[ModelMemory],
 ) -> list[CheckResult]:
     """Memory of a GPU against what the share needs that needs most, if ranks are to use one."""
+    if device_type(config.pipeline.device) == "cpu":
+        return []
     here = free_gpu_memory(config.pipeline.devices_per_rank)
-    if here is None or device_type(config.pipeline.device) == "cpu":
+    if here is None:
         return []
     most = max(gpu_nbytes(config, sequences, share, models) for share in shares)
     text = f"{format_bytes(most)} of a GPU's memory, of which {format_bytes(here)} are free"

@@ -11,7 +11,7 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _log = logging.getLogger(__name__)
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF}
@@ -60,7 +60,7 @@ def has_inodes(place: Path) -> bool:
     return not found.f_files or bool(found.f_favail)
 
 
-def lock(file: IO[str], *, wait: bool = False) -> bool:
+def lock(file: IO[Any], *, wait: bool = False) -> bool:
     """Lock an open file as long as it is open; False if its file system has no locks.
 
     Raises:

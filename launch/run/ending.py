@@ -105,8 +105,8 @@ def _in_words(error: BaseException) -> str | None:
     if "does not have a deterministic implementation" in str(error):
         what = str(error).partition(" does not have")[0]
         return (
-            f"{what} gives other bits each time on a GPU; with pipeline.deterministic = false the "
-            "run goes on, and a resume is no longer bit-exact"
+            f"{what} is not deterministic on a GPU; with pipeline.deterministic = false the run "
+            "goes on, and a resume is no longer bit-exact"
         )
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == _program()]

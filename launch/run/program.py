@@ -144,7 +144,7 @@ class Run(RankRun):
         return self.batches_of(found, size)
 
     def _stream(self, samples: Any, name: str, size: int | None, steps: int | None) -> StreamSet:
-        """The same object every time: it goes on where it was."""
+        """Samples from the beginning of an iterable; a resume goes on where they were."""
         if size is None or steps is None:
             raise ValueError(
                 f"run.batches: {name} has no length; give the samples of a step and the most steps,"

@@ -226,7 +226,7 @@ class RankRun:
             config = sized_for(config, samples)
             if session.local_rank == 0:  # for all ranks of its host
                 notices = check_host(config, len(samples), ranks_here())
-                check_gpu(config, len(samples), ranks_here())
+            check_gpu(config, len(samples), ranks_here(), local_rank=session.local_rank)
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}

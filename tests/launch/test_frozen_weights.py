@@ -61,7 +61,7 @@ def losses_of(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
         return losses, {n: t for n, t in weights(built).items() if ".lora_" in n}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "gemma3"])
 def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path: Path) -> None:
     save_in_bf16(name, tmp_path / "source")
     narrow = bf16_run(tmp_path, [2, 4], name)
@@ -75,6 +75,8 @@ def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path
     for key, tensor in trained.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, reference[key]), key
+    if name == "gemma3":  # whose embedding scales in its weight's dtype: it stays in fp32
+        return
     less = [own.weights for own in rank_memory(narrow)]
     assert all(a < 0.75 * b.weights for a, b in zip(less, rank_memory(wide), strict=True))
 

@@ -46,6 +46,7 @@ def trained(kind: str, device: str) -> tuple[list[float], Any, int]:
             ids = [8 * (step % 2) + i for i in range(8)]
             found.append(built.engine.train_step(batch(ids), step).loss)
         waits = accelerator.WAITS.total()
+        assert {each.device.type for each in weights(built).values()} == {device.partition(":")[0]}
         return found, {name: each.cpu() for name, each in weights(built).items()}, waits
 
 
@@ -112,7 +113,7 @@ def test_a_step_is_the_cpus_and_waits_no_oftener_than_counted(
 ) -> None:
     waits = results[kind]
     assert isinstance(waits, int), waits
-    assert waits <= WAITS_PER_STEP[kind]
+    assert 0 < waits <= WAITS_PER_STEP[kind]
 
 
 @pytest.mark.parametrize("form", forms())

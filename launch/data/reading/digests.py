@@ -6,7 +6,6 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import IO
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -29,25 +28,24 @@ def digest_of(file: Path, trusted_s: float = math.inf) -> str:
     if before.st_size < _REMEMBERED_NBYTES:
         return _digest(file)
     state = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
+    name = xxh3_128_hexdigest(os.fsencode(file.resolve()))
     with contextlib.ExitStack() as stack:
-        memory: IO[str] | None = None
+        memory, place = None, Path(name)
         with contextlib.suppress(OSError):  # where nothing can be written each reads for itself
-            folder = cache_folder() / "digests"
-            folder.mkdir(exist_ok=True)
-            name = xxh3_128_hexdigest(os.fsencode(file.resolve()))
-            memory = stack.enter_context((folder / name).open("a+", encoding="utf-8"))
+            place = cache_folder() / "digests" / name
+            place.parent.mkdir(exist_ok=True)
+            memory = stack.enter_context(place.open("ab", buffering=0))
             disk.lock(memory, wait=True)
-            memory.seek(0)
-            with contextlib.suppress(ValueError):
-                saved, digest, at = json.load(memory)
-                if saved == state and 0 <= time.time() - at < trusted_s:
-                    return str(digest)
+        with contextlib.suppress(OSError, ValueError):
+            saved, digest, at = json.loads(place.read_bytes())
+            if saved == state and 0 <= time.time() - at < trusted_s:
+                return str(digest)
         digest = _digest(file)
         settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
         if memory is not None and settled:
             with contextlib.suppress(OSError):
                 memory.truncate(0)
-                memory.write(json.dumps([state, digest, time.time()]))
+                memory.write(json.dumps([state, digest, time.time()]).encode())
     return digest
 
 

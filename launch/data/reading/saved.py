@@ -129,18 +129,20 @@ class StreamedRows:
 
     def __init__(self, dataset: Any, fields: Sequence[Field], name: str) -> None:
         self._dataset, self._fields, self._name = dataset, fields, name
-        self._parser, self._first = _Parser(name), 0
+        self._parser, self._row = _Parser(name), 0
 
     def __iter__(self) -> Iterator[Row]:
-        for number, columns in enumerate(self._dataset, start=self._first + 1):
-            cells = {**columns, _ROW: number}
+        for columns in self._dataset:
+            self._row += 1
+            cells = {**columns, _ROW: self._row}
             yield Row(self._parser.where(cells), self._parser.fields(cells))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dataset": self._dataset.state_dict()}
+        return {"dataset": self._dataset.state_dict(), "row": self._row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._dataset.load_state_dict(state["dataset"])
+        self._row = state.get("row", 0)
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:

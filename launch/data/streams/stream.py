@@ -231,6 +231,7 @@ def own_block(
     name: str, reading: Reading, items: Sequence[Any], carry: Carry, number: int
 ) -> tuple[SampleSet | None, Carry]:
     """A block of samples that are batches as they are."""
+    name = f"{name}, block {number + 1}"  # messages count samples within it
     return (OwnSet(items, name, reading=reading, block=number) if items else None), carry
 
 

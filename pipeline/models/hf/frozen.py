@@ -43,7 +43,10 @@ class Frozen:
         if config.weights in (None, "fp32"):
             return
         heads = trained_heads(model)
+        scaled = {id(m.weight) for m in model.modules() if _scales(m)}
         for name, parameter in model.named_parameters():
+            if id(parameter) in scaled:
+                continue
             if parameter.dim() > 1 and name.partition(".")[0] not in heads:
                 parameter.data = parameter.data.bfloat16()
         for module in model.modules():
@@ -77,9 +80,19 @@ class Frozen:
         if self._digest:
             self.digests[name] = hex_digest(values.float())
         if name in self._layers:
+            _check_range(name, values)
             self._layers[name].quantize(values)
         else:
             parameter.copy_(values)
+
+
+def _check_range(name: str, values: Tensor) -> None:
+    """Scales are made of fp16 values; beyond them whole rows would be NaN."""
+    largest = float(values.abs().max())
+    if not largest <= torch.finfo(torch.float16).max:
+        raise ValueError(
+            f'{name}: a value of {largest:g} cannot be quantized; use model.weights = "bf16"'
+        )
 
 
 def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
@@ -111,6 +124,11 @@ def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
                 codes = quantized_nbytes(weight.numel(), len(weight), config.weights)
                 found += codes - weight.nbytes
     return found
+
+
+def _scales(module: nn.Module) -> bool:
+    """Whether it is an embedding that computes in the dtype of its weight, as Gemma's does."""
+    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
 
 
 def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:

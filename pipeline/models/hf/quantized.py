@@ -98,7 +98,10 @@ def quantized_nbytes(values: int, outputs: int, form: Quantization) -> int:
 
 def plain_state(module: nn.Module) -> dict[str, Tensor]:
     """A module's state dict in fp32, with values in place of codes."""
-    state = {name: tensor.float() for name, tensor in module.state_dict().items()}
+    state = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in module.state_dict().items()
+    }
     for name, part in module.named_modules():
         if isinstance(part, QuantizedLinear):
             state[f"{name}.weight"] = part.plain_weight().float()

@@ -67,3 +67,16 @@ def test_long_lists_of_changes_end_with_a_count() -> None:
     assert text[0] == "gradcomp.cocktail.bits = 4, not set in this run"
     assert len(text) == 9
     assert text[-1] == "2 more settings changed"
+
+
+def test_frozen_weights_were_fp32_before_there_was_a_setting_and_are_with_shards() -> None:
+    def saved(weights: str | None, shards: int = 1) -> dict[str, Any]:
+        shared = RunConfig.model_validate({"model": {"layers": 6}}).shared()
+        shared["model"] |= {"pretrained": "folder"} | ({"weights": weights} if weights else {})
+        shared["pipeline"]["shards"] = shards
+        return shared
+
+    assert not changed_settings(saved(None), saved("fp32"))
+    (change,) = changed_settings(saved(None), saved("bf16"))
+    assert (change.name, change.before, change.now) == ("model.weights", "fp32", "bf16")
+    assert not changed_settings(saved("bf16"), saved(None, shards=2))

@@ -224,8 +224,11 @@ def test_what_does_not_fit_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**5)
     each = device_nbytes(run, 8)
     assert gpu_nbytes(run, 8, range(3)) == max(each[0] + each[2], each[1])
-    with pytest.raises(ConfigError, match=r"take .* of a GPU's memory, and 100 kB are free; use"):
-        check_gpu(run, 8, range(3))
+    monkeypatch.setattr("thinpipe.launch.memory.host.gpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"ranks 0, 2 on this host need .* and 100 kB are free"):
+        check_gpu(run, 8, range(3), local_rank=2)
+    with pytest.raises(ConfigError, match=r"rank 1 on this host need .* and 100 kB are free"):
+        check_gpu(run, 8, range(3), local_rank=1)
     monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**9)
-    check_gpu(run, 8, range(3))
+    check_gpu(run, 8, range(3), local_rank=0)
     assert host_needs(run, 8, range(3)).copies > 0  # a checkpoint goes through RAM

@@ -16,6 +16,6 @@ def test_an_operation_that_is_not_repeatable_is_named_with_the_setting(
     )
     ending.end_failed(error, None)
     said = capfd.readouterr().err
-    assert "cumsum_cuda_kernel gives other bits each time on a GPU" in said
+    assert "cumsum_cuda_kernel is not deterministic on a GPU" in said
     assert "pipeline.deterministic = false" in said
     assert "Traceback" not in said
