@@ -1,6 +1,7 @@
 """`thinpipe doctor run.toml --nnodes 3 --rdzv host0:29500`, the same on every host."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -149,10 +150,10 @@ class _Diagnosis:
         config, address = self._config.network, reachable_address(host)
         patience_s = min(config.patience_s, self._wait_s / 2)
         if self._nnodes > 1 and not ip_address(address).is_loopback:
-            if config.trusted:
-                self.results += choose_interface(address)[1]
-            else:
-                self.results += [check_key(config)]
+            chosen, found = choose_interface(address)
+            if "GLOO_SOCKET_IFNAME" in os.environ:  # a wrong one is told, and in nobody's way here
+                os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
+            self.results += found if config.trusted else [check_key(config)]
         return several_machines(
             config.model_copy(update={"patience_s": patience_s}),
             format_endpoint(host, port),

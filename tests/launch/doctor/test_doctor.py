@@ -147,8 +147,8 @@ def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Pa
             "problem host2: config: train.lr = 0.5, host0 has 0.001 -> copy one run file",
             "warning host1: net.ipv4.tcp_wmem allows at most 32768 bytes",
             "-> sysctl -w net.ipv4.tcp_wmem='4096 131072 8388608'",
-            f"problem host1: {disk} has 6.55e-05 GB free; 3 checkpoints need",
-            "-> free some space, put run.folder on another disk",
+            f"problem host1: run.folder = {disk}/run: a checkpoint takes",
+            f"but {disk} has 65.5 kB free; free disk space, or name a folder on a larger disk",
         ):
             assert text in outcome.text, outcome.text
 
