@@ -25,6 +25,7 @@ from tests.faults.outcomes import Outcome, check
 from tests.faults.scene import BATCH, EVAL_STEPS, SAMPLES, STEPS_PER_EPOCH, NoMomentError, Scene
 from tests.namespaces import in_namespace
 from thinpipe.launch.checkpoint.files import read_manifest
+from thinpipe.launch.host.cache import CACHE
 from thinpipe.launch.lab import linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -188,6 +189,7 @@ def on_hosts(function: Callable[[], object]) -> object:
     def call() -> object:
         linux.mount_tmpfs("/dev/shm")
         os.environ["TMPDIR"] = tempfile.tempdir = "/mnt"
+        os.environ[CACHE] = "/mnt/cache"  # not where leftovers of runs are looked for
         os.environ.pop(
             "TORCHINDUCTOR_CACHE_DIR", None
         )  # torch set it, in the folder that is hidden
