@@ -1,4 +1,4 @@
-"""`thinpipe` and `python -m thinpipe.launch`: a missing package is reported in one line."""
+"""`thinpipe` and `python -m thinpipe`: a missing package is reported in one line."""
 
 import json
 import os

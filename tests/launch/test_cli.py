@@ -90,3 +90,14 @@ def test_the_value_of_an_option_may_look_like_one(words: list[str], tmp_path: Pa
 
     done = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
     assert "holds no config.toml" in done.stderr
+
+
+def test_the_package_itself_is_the_command() -> None:
+    both = [
+        subprocess.run(
+            [sys.executable, "-m", name, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        for name in ("thinpipe", "thinpipe.launch")
+    ]
+    assert both[0] == both[1]
+    assert both[0].startswith("thinpipe ")
