@@ -40,7 +40,8 @@ def modules() -> dict[str, Path]:
         for path in (ROOT / top).rglob("*.py"):
             parts = ("thinpipe", *path.relative_to(ROOT).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    found["thinpipe"] = found.pop("thinpipe.launch.api")
+    for part in ("", ".__main__"):  # the folder of what lies at the top
+        found[f"thinpipe{part}"] = found.pop(f"thinpipe.launch.api{part}")
     return found
 
 
