@@ -150,10 +150,13 @@ class _Diagnosis:
         config, address = self._config.network, reachable_address(host)
         patience_s = min(config.patience_s, self._wait_s / 2)
         if self._nnodes > 1 and not ip_address(address).is_loopback:
-            chosen, found = choose_interface(address)
-            if "GLOO_SOCKET_IFNAME" in os.environ:  # a wrong one is told, and in nobody's way here
-                os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
-            self.results += found if config.trusted else [check_key(config)]
+            if config.trusted:
+                chosen, found = choose_interface(address)
+                self.results += found
+                if "GLOO_SOCKET_IFNAME" in os.environ:  # a wrong one is told: checks go on
+                    os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
+            else:
+                self.results += [check_key(config)]
         return several_machines(
             config.model_copy(update={"patience_s": patience_s}),
             format_endpoint(host, port),

@@ -233,7 +233,8 @@ def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_
     per_rank = config.pipeline.devices_per_rank
     here, gpus = free_gpu_memory(per_rank), max(1, gpu_count() // per_rank)
     sharing = ranks[local_rank % gpus :: gpus]
-    needed = gpu_nbytes(config, sequences, sharing)
+    each = device_nbytes(config, sequences)
+    needed = sum(each[config.mesh(rank).position] // per_rank for rank in sharing)
     if here is not None and needed > here:
         raise ConfigError(
             f"{name_ranks(config, sharing)} on this host need {format_bytes(needed)} of a GPU, "

@@ -1,6 +1,7 @@
 """LoRA's frozen weights in fewer bytes: training, checkpoints, other cuts, export."""
 
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.model import load, start_from_run
 from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf.frozen import _check_range
 from thinpipe.pipeline.models.hf.quantized import QuantizedLinear
 
 FORMATS = ["bf16", "nf4", "int8"]
@@ -264,3 +266,18 @@ def test_shards_keep_fp32(tmp_path: Path) -> None:
         run.updated(
             pipeline=pipeline, model={**run.model.model_dump(exclude_none=True), "weights": "bf16"}
         )
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "fits"),
+    [("int8", 7e4, False), ("int8", 6e4, True), ("nf4", 7e4, True), ("nf4", math.nan, False)],
+)
+def test_values_that_codes_cannot_hold_are_refused_by_name(
+    form: Any, value: float, fits: bool
+) -> None:
+    values = torch.tensor([[1.0, value]])
+    if fits:
+        _check_range("layers.0.q_proj.weight", values, form)
+    else:
+        with pytest.raises(ValueError, match=r"layers\.0\.q_proj\.weight: a value of .* use model"):
+            _check_range("layers.0.q_proj.weight", values, form)

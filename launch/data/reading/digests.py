@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import IO
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -15,6 +16,8 @@ from thinpipe.launch.host.cache import cache_folder
 _PART_NBYTES = 4 << 20
 _REMEMBERED_NBYTES = 64 << 20
 """Smaller files are read faster than what is remembered of them is looked up and trusted."""
+_LONGEST_WAIT_S = 300.0
+"""For another process that reads the same file: 300 GB at 1 GB/s."""
 _SETTLED_S = 2.0
 """A file that was written less than so long ago may change again within its clock's resolution."""
 
@@ -30,14 +33,14 @@ def digest_of(file: Path, trusted_s: float = math.inf) -> str:
     state = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
     name = xxh3_128_hexdigest(os.fsencode(file.resolve()))
     with contextlib.ExitStack() as stack:
-        memory, place = None, Path(name)
+        memory = place = None
         with contextlib.suppress(OSError):  # where nothing can be written each reads for itself
             place = cache_folder() / "digests" / name
             place.parent.mkdir(exist_ok=True)
             memory = stack.enter_context(place.open("ab", buffering=0))
-            disk.lock(memory, wait=True)
-        with contextlib.suppress(OSError, ValueError):
-            saved, digest, at = json.loads(place.read_bytes())
+            _wait_for(memory)
+        with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: damaged
+            saved, digest, at = json.loads(place.read_bytes() if place else b"")
             if saved == state and 0 <= time.time() - at < trusted_s:
                 return str(digest)
         digest = _digest(file)
@@ -47,6 +50,16 @@ def digest_of(file: Path, trusted_s: float = math.inf) -> str:
                 memory.truncate(0)
                 memory.write(json.dumps([state, digest, time.time()]).encode())
     return digest
+
+
+def _wait_for(memory: IO[bytes]) -> None:
+    """Until no other process reads the file, but not for ever: one may have been stopped."""
+    until_s = time.monotonic() + _LONGEST_WAIT_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(BlockingIOError):
+            disk.lock(memory)
+            return
+        time.sleep(0.02)
 
 
 def _digest(file: Path) -> str:

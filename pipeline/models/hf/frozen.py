@@ -80,16 +80,18 @@ class Frozen:
         if self._digest:
             self.digests[name] = hex_digest(values.float())
         if name in self._layers:
-            _check_range(name, values)
+            assert self._quantized is not None
+            _check_range(name, values, self._quantized[1])
             self._layers[name].quantize(values)
         else:
             parameter.copy_(values)
 
 
-def _check_range(name: str, values: Tensor) -> None:
-    """Scales are made of fp16 values; beyond them whole rows would be NaN."""
+def _check_range(name: str, values: Tensor, form: Quantization) -> None:
+    """Scales of int8 are made of fp16 values: beyond them whole rows would be NaN."""
     largest = float(values.abs().max())
-    if not largest <= torch.finfo(torch.float16).max:
+    limit = torch.finfo(torch.float16 if form == "int8" else torch.bfloat16).max
+    if not largest <= limit:
         raise ValueError(
             f'{name}: a value of {largest:g} cannot be quantized; use model.weights = "bf16"'
         )

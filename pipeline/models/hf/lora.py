@@ -109,7 +109,7 @@ def trained_heads(model: Any) -> list[str]:
     """Modules beside the base model that are trained with its adapters."""
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return []
-    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    return _heads(model)
 
 
 def stores_inputs_first(model: Any) -> bool:

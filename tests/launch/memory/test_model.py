@@ -225,10 +225,15 @@ def test_what_does_not_fit_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
     each = device_nbytes(run, 8)
     assert gpu_nbytes(run, 8, range(3)) == max(each[0] + each[2], each[1])
     monkeypatch.setattr("thinpipe.launch.memory.host.gpu_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"ranks 0, 2 on this host need .* and 100 kB are free"):
-        check_gpu(run, 8, range(3), local_rank=2)
     with pytest.raises(ConfigError, match=r"rank 1 on this host need .* and 100 kB are free"):
         check_gpu(run, 8, range(3), local_rank=1)
+    both = each[0] + each[2]
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: both - 1)
+    assert max(each) < both - 1  # any of them fits alone
+    check_gpu(run, 8, range(3), local_rank=1)
+    for sharing in (0, 2):
+        with pytest.raises(ConfigError, match=r"ranks 0, 2 on this host need"):
+            check_gpu(run, 8, range(3), local_rank=sharing)
     monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**9)
     check_gpu(run, 8, range(3), local_rank=0)
     assert host_needs(run, 8, range(3)).copies > 0  # a checkpoint goes through RAM

@@ -1,5 +1,6 @@
 """Digests of large files: remembered where that can be, and read anew where it cannot."""
 
+import fcntl
 import os
 import resource
 from pathlib import Path
@@ -51,6 +52,32 @@ def test_a_file_is_read_once_also_where_the_cache_cannot_be_written(
     monkeypatch.setattr(Path, "open", read_only)
     assert digests.digest_of(file) == first
     assert read == [file]
+
+
+@pytest.mark.parametrize("content", ["", "7", '[1, "x"]', '[[], "x", "late"]', "{"])
+def test_a_damaged_note_is_made_anew(
+    content: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = counted(monkeypatch)
+    first = digests.digest_of(file)
+    (note,) = (file.parent / "cache" / "digests").iterdir()
+    note.write_text(content, encoding="utf-8")
+    assert [digests.digest_of(file) for _ in "12"] == [first, first]
+    assert read == [file, file]
+
+
+def test_a_process_that_holds_the_lock_for_ever_is_not_waited_for_as_long(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = counted(monkeypatch)
+    first = digests.digest_of(file)
+    (note,) = (file.parent / "cache" / "digests").iterdir()
+    note.write_text("", encoding="utf-8")
+    monkeypatch.setattr(digests, "_LONGEST_WAIT_S", 0.1)
+    with note.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert digests.digest_of(file) == first
+    assert read == [file, file]
 
 
 def test_a_full_disk_is_no_reason_to_fail(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
