@@ -62,9 +62,8 @@ def _both(forward: Mapping[str, Any], backward: Mapping[str, Any]) -> dict[str, 
     return {"forward": dict(forward), "backward": dict(backward)}
 
 
-def _transform(forward: float, backward: float, **options: Any) -> dict[str, Any]:
-    ways = ({"kind": "transform", "step": step, **options} for step in (forward, backward))
-    return _both(*ways)
+def _transform(forward: float, backward: float) -> dict[str, Any]:
+    return _both(*({"kind": "transform", "step": step} for step in (forward, backward)))
 
 
 def _once(forward: float, backward: float) -> dict[str, Any]:
@@ -75,18 +74,15 @@ def _once(forward: float, backward: float) -> dict[str, Any]:
 
 
 _RAW = {"kind": "raw", "format": "fp32"}
-_OLD = {"kind": "aqsgd", "delta": "uniform", "first_visit": 8}
-_RATE = {"bits": 4, "coding": "rans"}
 AGAIN: dict[str, dict[str, Any]] = {
-    "aqsgd 3/6, a scale per token": _both({**_OLD, "bits": 3}, {"kind": "direct", "bits": 6}),
-    "aqsgd rate .6/.5": _both(
-        {**_OLD, **_RATE, "rate": 0.6}, {"kind": "direct", **_RATE, "rate": 0.5}
-    ),
+    "aqsgd 3/6": _both({"kind": "aqsgd", "bits": 3}, {"kind": "direct", "bits": 6}),
     "stateless 5/4": _both({"kind": "stateless", "bits": 5}, {"kind": "stateless", "bits": 4}),
     "transform .3/.3": _transform(0.3, 0.3),
-    "transform .6/.6": _transform(0.6, 0.6),
+    "transform .4/.4": _transform(0.4, 0.4),
     "transform .7/.9": _transform(0.7, 0.9),
-    "transform 1/1": _transform(1.0, 1.0),
+    "transform .8/1.1": _transform(0.8, 1.1),
+    "transform 1/2": _transform(1.0, 2.0),
+    "transform 1.2/1.4": _transform(1.2, 1.4),
 }
 ONCE: dict[str, dict[str, Any]] = {
     "stateless 5/4": AGAIN["stateless 5/4"],
@@ -98,7 +94,7 @@ ONCE: dict[str, dict[str, Any]] = {
 METHODS = {BASELINE: _both(_RAW, _RAW), **AGAIN, **ONCE}
 GROUPS = {"again": list(AGAIN), "once": list(ONCE)}
 _CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}
-_QUICK = ["stateless 5/4", "transform .3/.3", "transform .6/.6", "transform .7/.9"]
+_QUICK = ["stateless 5/4", "transform .3/.3", "transform .7/.9"]
 
 
 def run_config(

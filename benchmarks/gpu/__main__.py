@@ -206,8 +206,8 @@ PARTS: dict[str, Callable[[Work], str]] = {
 }
 
 
-def measure(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """The page, and the parts that failed."""
+def measure(options: argparse.Namespace) -> list[str]:
+    """Write the page, anew after each part; returns the parts that failed."""
     records, until = Records(options.json), time.perf_counter() + 60 * options.minutes
     sections, failed = [], []
     for name in options.parts:
@@ -223,7 +223,10 @@ def measure(options: argparse.Namespace) -> tuple[str, list[str]]:
                 failed.append(name)
         sections.append(f"## {name.capitalize()}\n\n{text}\n\n{time.perf_counter() - start:.0f} s.")
         print(f"{sections[-1]}\n", flush=True)
-    return "\n\n".join([_head(), *sections]) + "\n", failed
+        if options.page:  # now, as borrowed machines are taken back without a word
+            page = "\n\n".join([_head(), *sections]) + "\n"
+            options.page.write_text(page, encoding="utf-8")
+    return failed
 
 
 def _head() -> str:
@@ -254,11 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("--rehearse has no results for --page auto; name a file")
     if not options.rehearse and not torch.cuda.is_available():
         command.error("torch finds no GPU here; --rehearse runs the same on the CPU")
-    page, failed = measure(options)
+    if str(options.page) == "auto":
+        options.page = page_path()
+    failed = measure(options)
     if options.page:
-        path = page_path() if str(options.page) == "auto" else options.page
-        path.write_text(page, encoding="utf-8")
-        print(f"written: {path}")
+        print(f"written: {options.page}")
     return int(bool(failed))
 
 
