@@ -8,8 +8,8 @@ keep: weights cast to bf16 are held once.
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
 from thinpipe.pipeline.models.build import trainable
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.models.kind import ModelKind
 
 _WORD = 4  # bytes of an fp32 number
 _MOST_REPLICAS = 4
@@ -177,12 +180,16 @@ def stage_cuts(config: RunConfig) -> tuple[int, ...]:
 
 def block_memory(config: RunConfig) -> list[BlockRun]:
     """All blocks in order."""
-    layers, seen = config.model.layers, dict[Any, ModelMemory]()
-    if layers > _MOST_KINDS:
-        counts = {0: 1, 1: layers - 2, layers - 1: 1}
-    else:
-        counts = dict.fromkeys(range(layers), 1)
-    return [BlockRun(_block(config, block, seen), count) for block, count in counts.items()]
+    seen = dict[Any, ModelMemory]()
+    runs = groupby(_counted_as(config.model, block) for block in range(config.model.layers))
+    return [BlockRun(_block(config, block, seen), len(list(run))) for block, run in runs]
+
+
+def _counted_as(model: "ModelKind", block: int) -> int:
+    """In deep models, the first of the inner blocks that are computed alike."""
+    if model.layers <= _MOST_KINDS or block in (0, model.layers - 1):
+        return block
+    return next(b for b in range(1, block + 1) if model.recomputes(b) == model.recomputes(block))
 
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
@@ -190,7 +197,8 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
     module: Any = config.model.build(first, first + 1, seed=0, device="meta")
     if not config.model.is_own:
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        key = (first == 0, first == config.model.layers - 1, shapes)
+        ends = (first == 0, first == config.model.layers - 1)
+        key = (*ends, config.model.recomputes(first), shapes)
         if key not in seen:
             seen[key] = _counted(config, first, module)
         return seen[key]
@@ -206,7 +214,7 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     try:
         each, once = _activations(config, first, module)
         recomputed = 0
-        if getattr(config.model, "activation_checkpointing", False):
+        if config.model.recomputes(first):
             model = config.model.model_copy(update={"activation_checkpointing": False})
             run = config.model_copy(update={"model": model})
             whole = run.model.build(first, first + 1, seed=0, device="meta")

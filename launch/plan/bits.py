@@ -46,7 +46,7 @@ _BACKWARD: tuple[Spec, ...] = (
     *(DirectConfig(bits=bits) for bits in (6, 8)),
     *_CASTS,
 )
-_STEPS = (1.0, 0.8, 0.6, 0.4)
+_STEPS = (1.0, 0.8, 0.6, 0.4, 0.3)
 _LEARNED: Mapping[Direction, tuple[Spec, ...]] = {
     "forward": (*(TransformConfig(step=step) for step in _STEPS), *_FORWARD[2:]),
     "backward": (*(GradientTransformConfig(step=step) for step in _STEPS), *_BACKWARD[2:]),

@@ -221,14 +221,21 @@ def test_dropout_is_the_folder_s_unless_overridden(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_activation_checkpointing_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path)
-    gradients = []
-    for checkpointing in (False, True):
+    gradients, kept = [], []
+    for checkpointing in (False, 2, True):
         (stage,) = build(name, tmp_path, ((0, 2),), activation_checkpointing=checkpointing)
         x, samples = padded_batch()
-        stage.train()(x, samples).square().sum().backward()
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ):
+            output = stage.train()(x, samples)
+        output.square().sum().backward()
         gradients.append(summed_gradients([stage]))
+        kept.append(sum(saved))
+    assert kept[0] > kept[1] > kept[2]
     for parameter_name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][parameter_name])
+        assert all(torch.equal(gradient, other[parameter_name]) for other in gradients[1:])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "llama", "opt", "bert"])
