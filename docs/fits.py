@@ -3,12 +3,14 @@
 python docs/fits.py
 """
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.host import device_nbytes
@@ -59,6 +61,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "all weights, bf16": {"model": {}, "precision": "bf16"},
     "LoRA, fp32": {"model": _LORA, "precision": "fp32"},
     "LoRA, bf16": {"model": _LORA, "precision": "bf16"},
+    "LoRA, bf16, int8": {"model": {**_LORA, "weights": "int8"}, "precision": "bf16"},
+    "LoRA, bf16, nf4": {"model": {**_LORA, "weights": "nf4"}, "precision": "bf16"},
 }
 _TOP = """# What fits
 
@@ -96,16 +100,32 @@ def largest_ranks(model: LlamaConfig, settings: Mapping[str, Any]) -> list[int]:
     model.architectures = ["LlamaForCausalLM"]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
+        _pretend_weights(Path(folder), model)
         configs = [_run(folder, model.num_hidden_layers, stages, settings) for stages in _STAGES]
         blocks = block_memory(configs[0])  # cuts do not change them
         return [max(device_nbytes(one, 0, rank_memory(one, blocks))) for one in configs]
+
+
+def _pretend_weights(folder: Path, model: LlamaConfig) -> None:
+    """Write files that have headers of bf16 weights, and holes in the place of values."""
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(model).state_dict()
+    for name, weight in weights.items():
+        offsets = [0, 2 * weight.numel()]
+        about = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": offsets}
+        header = json.dumps({name: about}).encode()
+        with (folder / f"{name}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + offsets[1])
+    index = {"weight_map": {name: f"{name}.safetensors" for name in weights}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _run(folder: str, layers: int, stages: int, settings: Mapping[str, Any]) -> RunConfig:
     raw = {"kind": "raw", "format": "bf16"}
     return RunConfig.model_validate(
         {
-            "model": {"config": folder, "activation_checkpointing": True, **settings["model"]},
+            "model": {"pretrained": folder, "activation_checkpointing": True, **settings["model"]},
             "data": {"sequence_length": 1024},
             "pipeline": {
                 "cuts": [layers * stage // stages for stage in range(1, stages)],

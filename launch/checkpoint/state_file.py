@@ -46,9 +46,14 @@ def load_state(path: Path, *, mapped: str | None = None) -> Any:
     what is needed before the file is removed.
 
     Raises:
-        ValueError: the file was not written by `save_state`.
+        ValueError: the file was not written by `save_state`, or is too large for this machine.
     """
-    opened: Any = safe_open(path, framework="pt")  # its methods carry no types
+    try:
+        opened: Any = safe_open(path, framework="pt")  # its methods carry no types
+    except RuntimeError as error:  # of torch, which maps it: more than RAM and swap is refused
+        raise ValueError(
+            f"{path}: this machine cannot map it ({error}); resume where RAM and swap are larger"
+        ) from error
     with opened as file:
         tree = (file.metadata() or {}).get(_TREE)
         if tree is None:

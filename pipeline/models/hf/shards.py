@@ -175,6 +175,11 @@ def _open(path: Path, wanted: str) -> Any:
         raise ShardError(
             f"{path}: truncated or damaged ({error}), and {wanted} should be there; {_AGAIN}"
         ) from error
+    except RuntimeError as error:  # of torch, which maps files: more than RAM and swap is refused
+        raise ShardError(
+            f"{path}: this machine cannot map a file of {path.stat().st_size / 1e9:.1f} GB "
+            f'({error}); save the model in smaller ones: save_pretrained(max_shard_size="5GB")'
+        ) from error
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:

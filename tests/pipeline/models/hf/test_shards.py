@@ -47,6 +47,24 @@ def test_one_tensor_at_a_time_is_resident(tmp_path: Path) -> None:
     assert 4 * 1024 <= most < 3 * 4 * 1024
 
 
+def test_a_file_larger_than_memory_is_named_with_its_remedy(tmp_path: Path) -> None:
+    write_shards(tmp_path, TENSORS, dict.fromkeys(TENSORS, SINGLE))
+    length = int.from_bytes((tmp_path / SINGLE).read_bytes()[:8], "little")
+    header = json.dumps(
+        {"w0": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
+    ).ljust(length)
+    with (tmp_path / SINGLE).open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 2**40)
+    try:
+        torch.UntypedStorage.from_file(str(tmp_path / SINGLE), False, 2**40)
+    except RuntimeError:
+        with pytest.raises(ShardError, match=r"cannot map a file of 1099\.5 GB .*max_shard_size"):
+            Shards(tmp_path).shapes(["w0"])
+    else:
+        pytest.skip("this machine maps more than it has")
+
+
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     write_shards(tmp_path, TENSORS, dict.fromkeys(TENSORS, SINGLE))
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
