@@ -60,14 +60,13 @@ def has_inodes(place: Path) -> bool:
     return not found.f_files or bool(found.f_favail)
 
 
-def lock(file: IO[Any], *, wait: bool = False) -> bool:
+def lock(file: IO[Any]) -> bool:
     """Lock an open file as long as it is open; False if its file system has no locks.
 
     Raises:
-        BlockingIOError: another process holds it, and this one does not `wait`.
+        BlockingIOError: another process holds it.
     """
-    how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
-    return _supported(lambda: fcntl.flock(file, how))
+    return _supported(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def flush(descriptor: int) -> None:

@@ -29,8 +29,9 @@ def use_scratch_folder() -> Path:
     root = _root()
     _sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-    lock = (folder / _LOCK).open("w", encoding="utf-8")
-    disk.lock(lock, wait=True)
+    lock = (folder / "new").open("w", encoding="utf-8")
+    disk.lock(lock)
+    (folder / "new").rename(folder / _LOCK)  # or one that starts now would find it free
     tempfile.tempdir = str(folder)
     Finalize(None, _remove, args=(folder, lock), exitpriority=_AFTER_MULTIPROCESSING)
     return folder

@@ -22,6 +22,18 @@ print(flush=True)
 sys.stdin.read()
 """
 
+SWEPT = """
+from thinpipe.launch.host import disk, scratch
+
+def swept(file, lock=disk.lock):  # another launcher looks for dead ones just before
+    disk.lock = lock
+    scratch._sweep(scratch._root())
+    return lock(file)
+
+disk.lock = swept
+print(scratch.use_scratch_folder().is_dir())
+"""
+
 
 @pytest.fixture
 def short() -> Iterator[Path]:
@@ -76,6 +88,14 @@ def test_what_a_killed_launcher_left_goes_with_the_next_one(short: Path) -> None
         assert not left.exists()
         process.communicate()
     assert [*short.iterdir()] == []
+
+
+def test_one_that_has_no_lock_yet_is_not_taken_for_a_dead_one(short: Path) -> None:
+    words = [sys.executable, "-P", "-c", SWEPT]
+    found = subprocess.run(
+        words, env={**os.environ, "TMPDIR": str(short)}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "True\n"
 
 
 def test_folders_without_a_lock_stay(short: Path) -> None:
