@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.commands import Command
+from tests.huggingface import saved_model
 
 ANSWERS = Path(__file__).with_name("mistakes.jsonl")
 MISTAKES: list[dict[str, Any]] = [
@@ -33,6 +34,28 @@ microbatches = 2
 [[boundary]]
 forward = { kind = "aqsgd", bits = 4 }
 backward = { kind = "direct", bits = 8 }
+[train]
+epochs = 1
+batch_size = 8
+"""
+WEIGHTS = """\
+[run]
+name = "r"
+[model]
+pretrained = "../base"
+lora = { rank = 4 }
+[data]
+path = "text.txt"
+tokenizer = "bytes"
+sequence_length = 16
+train_sequences = 32
+eval_sequences = 8
+[pipeline]
+cuts = [1]
+microbatches = 2
+[[boundary]]
+forward = { kind = "raw" }
+backward = { kind = "raw" }
 [train]
 epochs = 1
 batch_size = 8
@@ -85,6 +108,9 @@ for epoch in run.epochs(1):
 def write_good(folder: Path) -> None:
     good = {"run.toml": RUN, "hosts.toml": HOSTS, "mymodel.py": MODEL, "mine.py": PROGRAM}
     good["text.txt"] = "the quick brown fox jumps over the lazy dog, again\n" * 400
+    good["lora.toml"] = WEIGHTS
+    good["full.toml"] = WEIGHTS.replace("lora = { rank = 4 }", "")
+    good["random.toml"] = WEIGHTS.replace("pretrained", "config")
     for name, text in good.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -116,6 +142,8 @@ def test_every_mistake_is_answered(tmp_path: Path, group: str) -> None:
         for mistake in MISTAKES
         if mistake["group"] == group and not any(run in str(mistake) for run in NEED_A_RUN)
     ]
+    if group == "weights":
+        saved_model("llama", tmp_path / "base")
     problems = [problem(mistake, tmp_path / str(n)) for n, mistake in enumerate(chosen)]
     assert [*filter(None, problems)] == []
 
@@ -123,6 +151,8 @@ def test_every_mistake_is_answered(tmp_path: Path, group: str) -> None:
 def test_one_mistake_of_each_kind_is_answered(tmp_path: Path) -> None:
     """For each change; all of them are for the slow run."""
     found = {mistake["group"]: mistake for mistake in reversed(MISTAKES)}
+    if group == "weights":
+        saved_model("llama", tmp_path / "base")
     problems = [problem(mistake, tmp_path / group) for group, mistake in found.items()]
     assert [*filter(None, problems)] == []
     assert len(MISTAKES) >= 300

@@ -41,7 +41,7 @@ class LoraConfig(BaseModel):
     rank: int = Field(default=8, ge=1)
     alpha: int = Field(default=16, ge=1)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
 
 
 class HuggingFaceConfig(TokenModel):

@@ -71,13 +71,18 @@ def check_targets(model: Any, config: LoraConfig) -> None:
     """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
 
     Raises:
-        ValueError: a target names no linear layer of a block.
+        ValueError: a target names no linear layer of a block, or none has such a rank.
     """
-    names = [f".{name}" for name in _linear_layers(model)]
-    targets = config.targets or ()
-    missing = [t for t in targets if not any(name.endswith(f".{t}") for name in names)]
+    names, targets = _linear_layers(model), config.targets or ()
+    missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
         raise _no_such_target(model, targets, missing)
+    most = max(min(model.get_submodule(name).weight.shape) for name in names)
+    if config.rank > most:
+        raise ValueError(
+            f"model.lora.rank = {config.rank}: no linear layer of a block has a rank above {most}; "
+            "use 8 to 64"
+        )
 
 
 def _no_such_target(model: Any, targets: Sequence[str], missing: Sequence[str]) -> ValueError:
