@@ -273,20 +273,10 @@ def fine_tune(
             ]
             previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
             epochs.append(_epoch(totals, _change(previous, memory)))
-        after, compressed = (
-            _evaluate(built, corpus.held_out, eval_batch, compressed=which)
-            for which in (False, True)
-        )
-        losses |= {
-            "loss": epochs[-1].loss,
-            "held out": after["loss"],
-            "held out, compressed": compressed["loss"],
-        }
-        scores = {name: value for name, value in after.items() if name != "loss"}
-        scores |= {f"{name}, compressed": compressed[name] for name in scores}
+        after = _after(built, corpus.held_out, eval_batch)
         return Row(
             method,
-            {**losses, **sizes(epochs), **scores},
+            {**losses, "loss": epochs[-1].loss, **sizes(epochs), **after},
             {"lr": config.train.lr},
             config.run.seed,
             {
@@ -294,6 +284,12 @@ def fine_tune(
                 "seconds": time.perf_counter() - start,
             },
         )
+
+
+def _after(built: Built, held_out: SampleSet, batch: int) -> dict[str, float]:
+    exact, compressed = (_evaluate(built, held_out, batch, compressed=c) for c in (False, True))
+    found = {"held out": exact.pop("loss"), "held out, compressed": compressed.pop("loss")}
+    return found | exact | {f"{name}, compressed": value for name, value in compressed.items()}
 
 
 def sizes(epochs: Sequence[Epoch]) -> dict[str, float | None]:

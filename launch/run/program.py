@@ -90,12 +90,8 @@ class Run(RankRun):
                 f"Run: pipeline is a {type(pipeline).__name__}; give it a thinpipe.Pipeline(model, "
                 "loss, ...) of that model"
             )
-        train = {
-            "warmup_steps": 0,
-            "decay": "none",
-            "clip_norm": clip_norm,
-            "accumulate": accumulate,
-        }
+        train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
+        train["accumulate"] = accumulate
         chosen = _sections(settings or {}, writers, _evaluated(metrics, best, patience))
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
