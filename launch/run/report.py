@@ -9,9 +9,11 @@ from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.run.records import describe_run
-from thinpipe.launch.view.report.compare import ReportedRun, write_comparison
+from thinpipe.launch.view.report.compare import write_comparison
+from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.edges import read_edges
 from thinpipe.launch.view.report.html import write_report
+from thinpipe.launch.view.report.journal import STATE, Journal, Told, read_notes
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME, read_timeline
@@ -32,24 +34,13 @@ def report(
             write_comparison(out, runs)
             typer.echo(str(out))
             return
-        (run,) = runs
-        folder = run.info.folder
-        events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
-        written = write_report(
-            folder,
-            run.info,
-            records=run.records,
-            timeline=events,
-            traces=read_edges(folder)[1],
-            summary=run.summary,
-        )
-        typer.echo(str(written))
+        typer.echo(str(write_report(runs[0])))
     except (ValueError, OSError) as error:
         refuse(error)
 
 
-def _read(folder: Path) -> ReportedRun:
-    """The content of a run's folder."""
+def _read(folder: Path) -> Story:
+    """The content of a run's folder; what `thinpipe watch` needs of it is added if it lacks it."""
     for name in ("config.toml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: holds no {name}; name the folder of a run")
@@ -60,4 +51,9 @@ def _read(folder: Path) -> ReportedRun:
     per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
     steps = max(records[-1].step, config.train.steps(per_epoch))
     info = describe_run(config, steps)
-    return ReportedRun(info, records, summarize(info, records, read_edges(folder)[0]))
+    if not (folder / STATE).is_file():
+        Journal(info, ()).write()
+    events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
+    edges, traces = read_edges(folder)
+    summary = summarize(info, records, edges)
+    return Story(info, records, summary, events, traces, Told(folder).places, read_notes(folder))
