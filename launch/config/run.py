@@ -53,7 +53,7 @@ from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest

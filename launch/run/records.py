@@ -24,7 +24,7 @@ from thinpipe.launch.view.terminal.display import Display
 from thinpipe.launch.view.terminal.final import what_is_left
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
-from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
     from thinpipe.launch.view.report.journal import Journal, Place

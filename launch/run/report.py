@@ -9,7 +9,7 @@ from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.run.records import describe_run
-from thinpipe.launch.view.report.compare import write_comparison
+from thinpipe.launch.view.report.compare import write_page
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.edges import read_edges
 from thinpipe.launch.view.report.html import write_report
@@ -31,7 +31,7 @@ def report(
     try:
         runs = [_read(folder) for folder in folders]
         if len(runs) > 1:
-            write_comparison(out, runs)
+            write_page(out, runs)
             typer.echo(str(out))
             return
         typer.echo(str(write_report(runs[0])))

@@ -16,11 +16,12 @@ _KEYS = (
 )
 
 
-def write_comparison(file: Path, runs: Sequence[Story]) -> None:
-    """Write one page about several runs."""
+def write_page(file: Path, runs: Sequence[Story]) -> None:
+    """Write one page about a run, or about several."""
     messages = [whole(run, number) for number, run in enumerate(runs)]
-    title = "Comparison of " + ", ".join(names_of([run.info for run in runs]))
-    file.write_text(page(title, [*messages, comparison(runs)]), encoding="utf-8")
+    title = ", ".join(names_of([run.info for run in runs]))
+    messages += [comparison(runs)] if len(runs) > 1 else []
+    file.write_text(page(f"{title} - ThinPipe", messages), encoding="utf-8")
 
 
 def comparison(runs: Sequence[Story]) -> Json:

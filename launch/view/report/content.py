@@ -26,8 +26,7 @@ from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import Summary, Traffic, WireTraffic, traffic_cells
 from thinpipe.launch.view.report.timeline_chart import timeline_svg
-from thinpipe.pipeline.comm.error_stats import MASSIVE
-from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.told import MASSIVE, ComputeEvent
 
 Json: TypeAlias = dict[str, Any]
 _LATELY = 50
@@ -139,7 +138,7 @@ def _charts(story: Story, rows: Rows) -> list[Json]:
     if rows.stride > 1:
         loss[:0] = [_line("lowest", "low", look="faint"), _line("highest", "high", look="faint")]
     speed = label("Tokens per second", info.unit)
-    charts = [
+    charts: list[Json] = [
         {"place": "loss", "title": "Loss by step", "text": _LOSS, "lines": loss},
         {"place": "speed", "title": f"{speed}, all replicas together", "zero": True,
          "lines": [_line(each, "tokens_per_s", 2, "thin", smooth=True)]},

@@ -1,7 +1,7 @@
 """Steps as the rows of charts: of a long run, neighbours are merged into one row."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
@@ -13,6 +13,7 @@ MOST_ROWS = 4000
 Value: TypeAlias = float | None
 Row: TypeAlias = Mapping[str, Value]
 
+_MERGES: Mapping[str, Callable[[list[float]], float]] = {"low": min, "high": max, "skipped": sum}
 _LAST = ("step", "epoch", "eval", "eval_compressed")
 
 
@@ -77,7 +78,7 @@ def _merged(rows: Sequence[Row]) -> Row:
     if len(rows) == 1:
         return rows[0]
     out: dict[str, Value] = {}
-    rows = [{"low": row.get("loss"), "high": row.get("loss"), **row} for row in rows]
+    rows = [dict({"low": row.get("loss"), "high": row.get("loss")}, **row) for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
         known = [value for row in rows if (value := row.get(name)) is not None]
         if not known:
@@ -85,7 +86,7 @@ def _merged(rows: Sequence[Row]) -> Row:
         elif name in _LAST:
             out[name] = known[-1]
         else:
-            merge = {"low": min, "high": max, "skipped": sum}.get(name, fmean)
+            merge: Callable[[list[float]], float] = _MERGES.get(name, fmean)
             out[name] = float(f"{merge(known):.7g}")
     return out
 

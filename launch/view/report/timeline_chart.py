@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from statistics import median
 
-from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.told import ComputeEvent
 
 _WIDTH, _LEFT, _RIGHT = 720, 92, 46
 _PITCH, _ROW, _STRIP = 20, 16, 2  # encoding and decoding overlap with compute: strips below it

@@ -19,9 +19,7 @@ from thinpipe.launch.view.report.journal import Note
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline_chart import KINDS, timeline_svg
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import Direction
+from thinpipe.pipeline.wire.told import ComputeEvent, Direction, WireTotal
 
 TIMELINE = [
     ComputeEvent(0, "F", 0, 0.0, 0.1, 0),
