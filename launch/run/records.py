@@ -1,9 +1,11 @@
 """Records of a run's steps: shown, written to its folder, and made into the report."""
 
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
-    from thinpipe.launch.view.report.journal import Journal, Place
+    from thinpipe.launch.view.report.journal import Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
@@ -58,7 +60,6 @@ class Records:
         `hosts` are the names of all ranks' machines.
         """
         self._host, self._hosts = host, hosts
-        self._journal: Journal | None = None
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -97,13 +98,17 @@ class Records:
         from thinpipe.launch.view.report.journal import Journal
 
         places = places_of(self._config, self._hosts)
-        self._journal = stack.enter_context(Journal(self._info, places, self._host))
+        stack.enter_context(Journal(self._info, places, self._host))
         self._display.keep = self._noted
+        if (port := self._config.watch.port) is not None:
+            stack.enter_context(served(self._info.folder, port))
+            self._display.note(f"watch at http://localhost:{port}/")
 
     def _noted(self, text: str) -> None:
+        from thinpipe.launch.view.report.journal import add_note
+
         last = self._pending or (self._records[-1] if self._records else None)
-        assert self._journal is not None, "set before this is called"
-        self._journal.note(text, last.step if last else 0)
+        add_note(self._info.folder, text, last.step if last else 0)
 
     def add(self, record: StepRecord) -> None:
         self.flush()
@@ -186,6 +191,21 @@ class Records:
             disk.warn_once("report", f"{folder}/report.html: {disk.why(error, folder)}")
             return False
         return True
+
+
+@contextmanager
+def served(folder: Path, port: int) -> Iterator[None]:
+    """Serve the page of a run from another process, as threads of this one would slow its steps.
+
+    It ends when its standard input does, also if this process is killed.
+    """
+    words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        server.communicate()
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

@@ -41,7 +41,7 @@ class Note(TypedDict):
 
 
 class Journal:
-    """Writes both files; a context manager around training.
+    """Writes the state; a context manager around training.
 
     `host` says what this host's connections did so far, None without any. A thread asks it every
     few seconds, as what is worth knowing is a silence during which no step ends.
@@ -56,13 +56,6 @@ class Journal:
         self._info, self._places, self._host = info, places, host
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def note(self, text: str, step: int, kind: Kind | None = None) -> None:
-        """Append a message; a full disk loses it, as it does others' lines of a log."""
-        kind = kind or ("warning" if text.startswith("warning") else "note")
-        line = json.dumps(Note(at_s=round(time.time(), 1), step=step, kind=kind, text=text))
-        with suppress(OSError), (self._info.folder / NOTES).open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
 
     def write(self) -> bool:
         """Replace the state by that of now; False if there are no connections to follow."""
@@ -93,6 +86,14 @@ class Journal:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_S)
+
+
+def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> None:
+    """Append a message; a full disk loses it, as it does lines of a log."""
+    kind = kind or ("warning" if text.startswith("warning") else "note")
+    line = json.dumps(Note(at_s=round(time.time(), 1), step=step, kind=kind, text=text))
+    with suppress(OSError), (folder / NOTES).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
 
 
 class Told:

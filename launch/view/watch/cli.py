@@ -67,6 +67,7 @@ def watch(
             typer.echo(str(written))
         if export is None and share is None:
             if with_parent:
+                os.nice(10)
                 threading.Thread(target=_end_with_input, daemon=True).start()
             _serve(followed, listen)
     except (ValueError, OSError, ImportError) as error:
@@ -91,7 +92,12 @@ def _export(runs: list[Followed], file: Path) -> None:
 def _serve(runs: list[Followed], listen: str) -> None:
     from thinpipe.launch.view.watch.server import serve
 
-    host, port = parse_endpoint(listen)
+    try:
+        host, port = parse_endpoint(listen)
+    except ValueError:
+        raise ValueError(
+            f"--listen = {listen}: write an address and a port, as in 0.0.0.0:8042"
+        ) from None
     address = address_of(host)
     alone = address.startswith("127.") or address == "::1"
     token = None if alone else secrets.token_urlsafe(18)
@@ -136,7 +142,8 @@ def _say(links: list[str], token: str | None) -> None:
 
 def _end_with_input() -> None:
     """For a server that a run has started: nothing is left when the run is gone."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     os._exit(0)
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.records import run_info
 from tests.waiting import until
 from thinpipe.launch.view.report import journal
-from thinpipe.launch.view.report.journal import Journal, Told, read_notes
+from thinpipe.launch.view.report.journal import Journal, Told, add_note, read_notes
 
 LINK = {
     "sent_nbytes": 2_500_000, "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0,
@@ -17,10 +17,10 @@ PLACE = {"rank": 0, "host": "one", "stages": [0], "replica": 0, "shard": 0}
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     info = run_info((6, 12), folder=tmp_path, shards=2)
-    with Journal(info, [PLACE]) as kept:
-        kept.note("resumed from step 4", 4)
-        kept.note("warning: a <b>channel</b> is massive", 5)
-        kept.note("Once upon\na time", 9, "sample")
+    with Journal(info, [PLACE]):
+        add_note(tmp_path, "resumed from step 4", 4)
+        add_note(tmp_path, "warning: a <b>channel</b> is massive", 5)
+        add_note(tmp_path, "Once upon\na time", 9, "sample")
     told = Told(tmp_path)
     assert (told.info, told.places, told.edges) == (info, [PLACE], [])
     notes = read_notes(tmp_path)
