@@ -38,7 +38,7 @@ def comparison(runs: Sequence[Story]) -> Json:
         ["Forward", *(_methods(r.info, "forward") for r in runs)],
         ["Backward", *(_methods(r.info, "backward") for r in runs)],
     ]
-    return {"names": names, "table": table("compared", "Numbers", ("", *names), rows)}
+    return {"names": names, "table": table("compared", "Numbers", ("Number", *names), rows)}
 
 
 def names_of(runs: Sequence[RunInfo]) -> list[str]:

@@ -83,7 +83,7 @@ def content(story: Story, rows: Rows) -> Json:
     return {
         "head": _head(story),
         "cards": _cards(story),
-        "charts": [*_charts(story, rows), *_edge_charts(story.traces or {})],
+        "charts": [*_charts(story, rows), *edge_charts(story.traces or {})],
         "tables": [*_wire_tables(summary), *_edge_table(summary), *_place_tables(story.places)],
         "timeline": _timeline(story.timeline),
         "notes": [note for note in story.notes if note["kind"] != "sample"],
@@ -187,7 +187,7 @@ def _error_chart(rows: Rows) -> list[Json]:
     return [chart] if lines else []
 
 
-def _edge_charts(traces: Traces) -> list[Json]:
+def edge_charts(traces: Traces) -> list[Json]:
     """Mbit/s that left each host for each other; diamonds where a connection was resumed."""
     samples = [(source, s) for source, own in traces.items() for s in own]
     seconds = sorted({round(sample["end_s"]) for _, sample in samples})
@@ -202,7 +202,7 @@ def _edge_charts(traces: Traces) -> list[Json]:
         columns.setdefault(name, [*empty])[place] = mbps
         if sample["resumed"]:
             columns["resumed"][place] = mbps
-    looks = [(color, look) for look in ("line", "dash", "dot") for color in range(6)]
+    looks = [(n % 6, ("line", "dash", "dot")[(n + n // 6) % 3]) for n in range(18)]
     names = [name for name in columns if name not in ("step", "resumed")]
     lines = [_line(name, name, *looks[number % len(looks)]) for number, name in enumerate(names)]
     lines.append(_line("resumed", "resumed", 1, "diamond"))
@@ -295,7 +295,7 @@ def _place_tables(places: Sequence[Place]) -> list[Json]:
         [f"replica {replica}" + f", shard {shard}" * sharded, *cells]
         for (replica, shard), cells in lines.items()
     ]
-    heads = ("", *(f"Position {number}" for number in range(max(map(len, lines.values())))))
+    heads = ("Replica", *(f"Position {number}" for number in range(max(map(len, lines.values())))))
     return [table("places", "Where ranks run", heads, rows, texts=len(heads))]
 
 

@@ -178,6 +178,9 @@ class Connection(H11Protocol):
         if self._full is not None:
             self._full.cancel()
 
+    def shutdown(self) -> None:
+        self.transport.abort()  # streams have no end of their own
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self.loop.call_later(_WRITE_S, self.transport.abort)  # all of it must have been taken

@@ -47,10 +47,11 @@ function epochsOf(columns) {
   return starts;
 }
 
-function logOf(notes, empty) {
-  return make("ol", { class: "log", role: "log", tabindex: 0, "aria-label": empty }, ...notes.slice().reverse().map(note =>
-    make("li", { class: note.kind }, make("time", { datetime: new Date(note.at_s * 1000).toISOString() },
-      `${new Date(note.at_s * 1000).toLocaleString()}, step ${note.step.toLocaleString("en")}`), note.text)));
+function logOf(notes, name) {
+  const item = note => make("li", { class: note.kind }, make("time", { datetime: new Date(note.at_s * 1000).toISOString() },
+    `${new Date(note.at_s * 1000).toLocaleString()}, step ${note.step.toLocaleString("en")}`), note.text);
+  return make("div", { class: "log", role: "log", tabindex: 0, "aria-label": name },
+    make("ol", {}, ...notes.slice().reverse().map(item)));
 }
 
 function render() {
@@ -98,7 +99,7 @@ function overlay() {
     const { step, loss } = run.columns, has = run.columns.eval;
     const mean = share ? smoothed(loss, Math.max(1, Math.round(share * step.length))) : loss;
     tables.push([step, mean, has || step.map(() => null)]);
-    lines.push({ label: `${names[i]}, training`, color: i % 6, look: looks[Math.floor(i / 6) % 3], gaps: true });
+    lines.push({ label: `${names[i]}, training`, color: i % 6, look: looks[(i + Math.floor(i / 6)) % 3], gaps: true });
     lines.push({ label: `${names[i]}, evaluation`, color: i % 6, look: i % 2 ? "diamond" : "disc" });
   });
   const [steps, ...values] = uPlot.join(tables);
@@ -128,7 +129,11 @@ function apply(message) {
 }
 
 const live = { words: "" };
-function tell(words) { live.words = words ? `${words} ` : ""; if (runs.length) plan(); else $("state").textContent = words; }
+function tell(words) {
+  live.words = `${words} `;
+  if (runs.length) plan();
+  else $("state").textContent = words === "Live." ? "Live. Waiting for the first step." : words;
+}
 
 async function follow() {
   const token = location.hash.slice(1), wait = seconds => new Promise(done => setTimeout(done, 1000 * seconds));
