@@ -67,7 +67,7 @@ def watch(
             typer.echo(str(written))
         if export is None and share is None:
             if with_parent:
-                os.nice(10)
+                os.nice(19)
                 threading.Thread(target=_end_with_input, daemon=True).start()
             _serve(followed, listen)
     except (ValueError, OSError, ImportError) as error:

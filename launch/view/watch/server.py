@@ -21,7 +21,7 @@ _Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 PERIOD_S = 1.0
-_SHARE = 0.05
+_SHARE = 0.02
 """Of the time, that reading may take: less often for a run with many steps."""
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
@@ -73,7 +73,7 @@ class Site:
             return 403, b"this page is at localhost; --listen serves it to other machines\n"
         if path not in ("/", "/events"):
             return 404, b"no such page\n"
-        if method not in ("GET", "HEAD"):
+        if method != "GET":
             return 405, b"this page can only be read\n"
         if path == "/events":
             given = headers.get("authorization", "").removeprefix("Bearer ").encode()

@@ -70,7 +70,7 @@ def test_nothing_but_the_page_is_served(port: int, path: str) -> None:
     assert b"secret" not in answer
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE"])
 @pytest.mark.parametrize("path", ["/", "/events"])
 def test_nothing_can_be_changed(port: int, method: str, path: str) -> None:
     answer = get(port, path, f"Host: localhost:{port}", "Content-Length: 0", method=method)
