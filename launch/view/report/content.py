@@ -75,6 +75,8 @@ class Story:
     traces: Traces | None = None
     places: Sequence[Place] = ()
     notes: Sequence[Note] = ()
+    now: Sequence[tuple[str, str, str]] = ()
+    """Source, target and state of a connection, while the run goes on."""
 
 
 def content(story: Story, rows: Rows) -> Json:
@@ -84,7 +86,7 @@ def content(story: Story, rows: Rows) -> Json:
         "head": _head(story),
         "cards": _cards(story),
         "charts": [*_charts(story, rows), *edge_charts(story.traces or {})],
-        "tables": [*_wire_tables(summary), *_edge_table(summary), *_place_tables(story.places)],
+        "tables": [*_wire_tables(summary), *_edge_table(story), *_place_tables(story.places)],
         "timeline": _timeline(story.timeline),
         "notes": [note for note in story.notes if note["kind"] != "sample"],
         "samples": [note for note in story.notes if note["kind"] == "sample"],
@@ -271,12 +273,17 @@ def _amounts(row: Traffic) -> list[Any]:
     ]
 
 
-def _edge_table(summary: Summary) -> list[Json]:
-    if not summary["edges"]:
+def _edge_table(story: Story) -> list[Json]:
+    edges, now = story.summary["edges"], {(a, b): state for a, b, state in story.now}
+    if not edges:
         return []
-    heads = ("From", "To", "Sent", "Mbit/s, mean", "Round trip", "Sent again", "Resumed",
-             "Longest silence")  # fmt: skip
-    rows = [edge_cells(edge) for edge in summary["edges"]]
+    heads = ["From", "To", "Sent", "Mbit/s, mean", "Round trip", "Sent again", "Resumed",
+             "Longest silence"]  # fmt: skip
+    rows = [edge_cells(edge) for edge in edges]
+    if now:
+        heads.append("Now")
+        for row, edge in zip(rows, edges, strict=True):
+            row.append(now.get((edge["source"], edge["target"]), NOTHING))
     return [table("edges", "Connections between machines", heads, rows, texts=2)]
 
 

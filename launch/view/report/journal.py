@@ -18,6 +18,7 @@ from thinpipe.launch.view.report.metrics import RunInfo
 
 STATE, NOTES = "state.json", "notes.jsonl"
 PERIOD_S = 5.0
+_STALE, _SILENT_S = 4, 1.0
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
 
@@ -65,6 +66,7 @@ class Journal:
             "places": self._places,
             "edges": edges_of([own]),
             "traces": traces_of([own]),
+            "now": _now(own),
         }
         path = self._info.folder / STATE
         partial = path.with_name(f".{STATE}.partial")
@@ -110,6 +112,7 @@ class Told:
             self.places: list[Place] = state["places"]
             self.edges: list[Edge] = state["edges"]
             self.traces: Traces = state["traces"]
+            self.now: list[tuple[str, str, str]] = state["now"]
         except FileNotFoundError:
             raise ValueError(
                 f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
@@ -121,8 +124,11 @@ class Told:
                 "writes it again"
             ) from None
         edges, traces = read_edges(folder)  # of all hosts, once a run has ended
-        if edges and _changed_s(folder / "summary.json") >= _changed_s(folder / STATE) - PERIOD_S:
+        written_s = _changed_s(folder / STATE)
+        if edges and _changed_s(folder / "summary.json") >= written_s - PERIOD_S:
             self.edges, self.traces = edges, traces
+        if time.time() - written_s > _STALE * PERIOD_S:
+            self.now = []
 
 
 def read_notes(folder: Path, most: int = 500) -> list[Note]:
@@ -135,6 +141,22 @@ def read_notes(folder: Path, most: int = 500) -> list[Note]:
                 if isinstance(note, dict) and note.keys() == Note.__required_keys__:
                     found.append(note)  # type: ignore[arg-type]
     return found[-most:]
+
+
+def _now(host: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+    """How each connection of a host is at this moment: source, target, a word."""
+    if host is None:
+        return []
+    return [(host["name"], peer, _state_of(link)) for peer, link in host["links"].items()]
+
+
+def _state_of(link: Mapping[str, Any]) -> str:
+    if link.get("left"):
+        return "has left"
+    if link.get("lost") or not link.get("connected", True):
+        return f"lost for {link.get('silence_s', 0.0):.0f} s"
+    silence_s = link.get("silence_s", 0.0)
+    return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
 
 
 def _changed_s(path: Path) -> float:

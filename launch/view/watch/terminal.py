@@ -26,6 +26,7 @@ _PERIOD_S = 1.0
 _WAIT_S = 30.0
 _NOTES = 4
 _CELLS = 60
+_LEFT_OUT = "Messages"
 
 
 def show(runs: list[str]) -> None:
@@ -75,12 +76,18 @@ def frame(state: dict[str, Any]) -> RenderableType:
 
 
 def _table(spec: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE, title=spec["title"], title_justify="left", pad_edge=False,
-                  header_style="dim", title_style="bold")  # fmt: skip
-    for number, name in enumerate(spec["heads"]):
-        table.add_column(Text(name), justify="left" if number < spec["texts"] else "right")
+    """In 80 columns, for names of ordinary length."""
+    table = Table(box=None, title=spec["title"], title_justify="left", pad_edge=False,
+                  padding=(0, 1, 0, 0), header_style="dim", title_style="bold")  # fmt: skip
+    kept = [number for number, name in enumerate(spec["heads"]) if name != _LEFT_OUT]
+    for number in kept:
+        justify: Any = "left" if number < spec["texts"] else "right"
+        table.add_column(
+            Text(spec["heads"][number]), justify=justify, overflow="fold", vertical="bottom"
+        )
     for row in [*spec["rows"], *([spec["total"]] if "total" in spec else [])]:
-        table.add_row(*(Text(cell if isinstance(cell, str) else cell[0]) for cell in row))
+        cells = [cell if isinstance(cell, str) else cell[0] for cell in row]
+        table.add_row(*(Text(cells[number]) for number in kept))
     return table
 
 

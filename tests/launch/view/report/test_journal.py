@@ -1,12 +1,16 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.records import run_info
+from tests.records import run_info, step_record
 from tests.waiting import until
 from thinpipe.launch.view.report import journal
+from thinpipe.launch.view.report.content import Story, content
 from thinpipe.launch.view.report.journal import Journal, Told, add_note, read_notes
+from thinpipe.launch.view.report.rows import Rows
+from thinpipe.launch.view.report.summary import summarize
 
 LINK = {
     "sent_nbytes": 2_500_000, "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0,
@@ -38,6 +42,31 @@ def test_connections_are_followed_between_steps_too(
         assert Told(tmp_path).edges[0]["bytes"] == 2_500_000
         link["sent_nbytes"] = 7
         until(lambda: Told(tmp_path).edges[0]["bytes"] == 7)
+
+
+@pytest.mark.parametrize(
+    ("link", "state"),
+    [
+        ({"connected": True, "silence_s": 0.3}, "up"),
+        ({"connected": True, "silence_s": 7.2}, "silent for 7 s"),
+        ({"connected": False, "silence_s": 61.0}, "lost for 61 s"),
+        ({"connected": False, "silence_s": 9.0, "left": True}, "has left"),
+    ],
+)
+def test_the_state_of_a_connection_is_shown_while_it_is_new(
+    link: dict[str, object], state: str, tmp_path: Path
+) -> None:
+    host = {"name": "one", "links": {"two": {**LINK, **link}}, "trace": []}
+    info = run_info((), folder=tmp_path)
+    Journal(info, [], lambda: host).write()
+    told = Told(tmp_path)
+    assert [*map(tuple, told.now)] == [("one", "two", state)]
+    steps = [step_record(1)]
+    story = Story(info, steps, summarize(info, steps, told.edges), now=told.now)
+    (table,) = content(story, Rows(steps))["tables"]
+    assert (table["heads"][-1], table["rows"][0][-1]) == ("Now", state)
+    os.utime(tmp_path / "state.json", (0, 0))
+    assert Told(tmp_path).now == []
 
 
 def test_damaged_files_are_named_or_left_out(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_terminal_shows_the_numbers_of_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(20))
     text = run(folder, "--terminal")
     assert "Step 20 of 40." in text
-    assert f"{HOSTS[0]}, rank 0" in text
+    assert f"stage 0: {HOSTS[0]}" in text
     assert "hadamard" in text
     assert re.search(r"warning: channel 5 is massive", text)
     assert "several" not in text
