@@ -69,7 +69,7 @@ def watch(
             if with_parent:
                 os.nice(19)
                 threading.Thread(target=_end_with_input, daemon=True).start()
-            _serve(followed, listen)
+            _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def _export(runs: list[Followed], file: Path) -> None:
     write_page(file, _stories(runs))
 
 
-def _serve(runs: list[Followed], listen: str) -> None:
+def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
     from thinpipe.launch.view.watch.server import serve
 
     try:
@@ -104,10 +104,11 @@ def _serve(runs: list[Followed], listen: str) -> None:
     try:
         sock = listen_at((address, port))
     except OSError as error:
-        raise ValueError(
-            f"--listen = {listen}: {error.strerror}; give another port, as in "
-            f"--listen {format_endpoint(host, port + 1)}"
-        ) from None
+        why = f"--listen = {listen}: {error.strerror}; give another port, as in --listen "
+        why += format_endpoint(host, port + 1)
+        if of_run:
+            why = f"watch.port = {port}: {error.strerror}; the run goes on without its page"
+        raise ValueError(why) from None
     links = [
         f"http://{format_endpoint(name, sock.getsockname()[1])}/" + (f"#{token}" if token else "")
         for name in _names(address)

@@ -185,6 +185,12 @@ def test_a_port_in_use_is_named(port: int, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"--listen = 127.0.0.1:{port}: Address already in use" in done.stderr
     assert f"--listen 127.0.0.1:{port + 1}" in done.stderr
+    command.append("--with-parent")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as server:
+        assert server.stderr is not None
+        said = server.stderr.read()
+    assert f"watch.port = {port}: Address already in use; the run goes on" in said
 
 
 def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
