@@ -104,10 +104,11 @@ def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
     try:
         sock = listen_at((address, port))
     except OSError as error:
-        why = f"--listen = {listen}: {error.strerror}; give another port, as in --listen "
+        problem = os.strerror(error.errno or 0)  # its own text names the address again
+        why = f"--listen = {listen}: {problem}; give another port, as in --listen "
         why += format_endpoint(host, port + 1)
         if of_run:
-            why = f"watch.port = {port}: {error.strerror}; the run goes on without its page"
+            why = f"watch.port = {port}: {problem}; the run goes on without its page"
         raise ValueError(why) from None
     links = [
         f"http://{format_endpoint(name, sock.getsockname()[1])}/" + (f"#{token}" if token else "")
