@@ -10,7 +10,7 @@ TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install train test test-all bench gpu faults docs check lint format clean
+.PHONY: install train test test-all bench gpu faults axe docs check lint format clean
 
 install: .venv/run.stamp
 
@@ -31,6 +31,9 @@ gpu: .venv/dev.stamp  # all that a GPU can show, within nine minutes; writes a p
 
 faults: .venv/dev.stamp  # on purpose, some as root; FAULTS has options of tests/faults/conftest.py
 	$(BIN)/python -m pytest -rP tests/faults $(FAULTS)
+
+axe:  # what checks that the page is accessible; needs npm
+	npm install --silent --no-save --prefix build axe-core@4
 
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs

@@ -21,7 +21,7 @@ from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.lab.cli import set_app
 from thinpipe.pipeline.config import PipelineConfig
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _ALSO: Mapping[type[BaseModel], Mapping[str, str]] = {PipelineConfig: {"cuts": r' \| `"auto"`'}}
 """What a field may be in a file although its type does not include it."""

@@ -30,7 +30,7 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
-from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD
+from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD
 
 if TYPE_CHECKING:
     from thinpipe.gradcomp.sharded.stage import StageShards

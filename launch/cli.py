@@ -43,6 +43,7 @@ _TABLE = {
     "report": "run.report:report",
     "plan": "plan.cli:plan",
     "trace": "plan.trace:trace",
+    "watch": "view.watch.cli:watch",
     "doctor": "doctor.cli:doctor",
     "shaped": "lab.cli:shaped",
 }

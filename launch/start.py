@@ -127,7 +127,12 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     os.environ[SHOW] = str(show)
     try:
         train_rank(config, resume, show=show)
-        show_samples(config, shows=os.environ.get("LOCAL_RANK", "0") == str(show))
+        if os.environ.get("LOCAL_RANK", "0") == str(show):
+            texts = show_samples(config)
+            if texts and os.environ["RANK"] == "0":
+                from thinpipe.launch.run.report import add_samples
+
+                add_samples(config.run.path, texts)
     except BaseException as error:
         end_failed(error, config, clear=(ValueError, HandshakeError))
     end_done()

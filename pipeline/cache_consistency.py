@@ -20,7 +20,8 @@ from torch import Tensor
 from thinpipe.pipeline.comm.boundary import Memory
 from thinpipe.pipeline.comm.channel import Channel, IncomingChannel
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
-from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, crc32
+from thinpipe.pipeline.wire.header import crc32
+from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
 
 from thinpipe.pipeline.precision import DeviceName, Precision
-from thinpipe.pipeline.schedule import DEPTH, ScheduleName
+from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.coding.entropy import Coding
+from thinpipe.pipeline.wire.told import ScheduleName
 from thinpipe.pipeline.wire.uniform import Uniform
 
 if TYPE_CHECKING:

@@ -34,17 +34,16 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
     DEPTH,
     ZERO_BUBBLE,
-    ScheduleName,
     build_schedule,
     fit_microbatches,
     forward_order,
     pass_order,
 )
 from thinpipe.pipeline.shards import Shards
-from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
+from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
 from thinpipe.pipeline.tied import TiedWeight
-from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS
+from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, ComputeEvent, ScheduleName
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _PIECE = 1 << 14

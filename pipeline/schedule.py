@@ -18,15 +18,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-ScheduleName = Literal[
-    "GPipe",
-    "1F1B",
-    "Deep1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-]
+from thinpipe.pipeline.wire.told import ScheduleName
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 DEPTH = 2

@@ -31,8 +31,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.schedule import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
 from thinpipe.pipeline.wire.header import DesyncError
-
-EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
+from thinpipe.pipeline.wire.told import ComputeEvent, EventKind
 
 
 @dataclass(frozen=True)
@@ -51,29 +50,6 @@ class Channels:
     def outgoing(self) -> list[OutgoingChannel]:
         both = (self.activations_out, self.gradients_out)
         return [channel for channel in both if channel is not None]
-
-
-@dataclass(frozen=True)
-class ComputeEvent:
-    """One piece of work of a stage, or a wait, in seconds of `time.perf_counter`.
-
-    F is a forward, B a backward (of the input alone where the schedule splits it), W a backward of
-    the weights; "encode" and "decode" are what the codec and the link's checks take, "wait" is time
-    spent waiting for a message. `rank` is set where the events of all ranks are put together, with
-    times since their step began.
-    """
-
-    stage: int
-    kind: EventKind
-    microbatch: int
-    start_s: float
-    end_s: float
-    rank: int = 0
-
-    @property
-    def computes(self) -> bool:
-        """Whether the model advances in it."""
-        return self.kind in ("F", "B", "W")
 
 
 class _Computed(NamedTuple):

@@ -3,18 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 
 from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repaired
 from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
-from thinpipe.pipeline.comm.error_stats import SUMS, ErrorStats, error_stats
+from thinpipe.pipeline.comm.error_stats import SUMS, error_stats
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
 from thinpipe.pipeline.replica_sync import LossScope
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
+from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD, ComputeEvent, WireTotal
 
 
 class _Scalars(NamedTuple):
@@ -32,21 +30,6 @@ class _Scalars(NamedTuple):
 
 _SCALARS = len(_Scalars._fields)
 _COUNTS = 3  # of a direction: bytes, messages, values
-
-
-@dataclass(frozen=True, kw_only=True)
-class WireTotal(ErrorStats):
-    """One step's traffic of one direction of a cut, over all replicas, and what was measured.
-
-    `nbytes` counts what is really sent, headers included ("bytes" in files); `values` is how many
-    numbers they stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines.
-    """
-
-    cut: int
-    direction: Direction
-    nbytes: Annotated[int, Field(alias="bytes")]
-    messages: int
-    values: int
 
 
 @dataclass(frozen=True)

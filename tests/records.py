@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, WireTotal
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:

@@ -149,7 +149,7 @@ def test_few_rooms_of_launch_import_each_other() -> None:
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
 
 
-LEAVES = ("plan", "doctor", "starter", "lab", "start_hosts")
+LEAVES = ("plan", "doctor", "starter", "lab", "start_hosts", "view.watch")
 
 
 def test_leaves_are_imported_by_the_command_table_alone() -> None:
@@ -162,19 +162,14 @@ def test_leaves_are_imported_by_the_command_table_alone() -> None:
                 assert not reached, f"{name} imports {reached}"
 
 
-SHOWN = (
-    "pipeline.comm.error_stats",
-    "pipeline.schedule",
-    "pipeline.stage",
-    "pipeline.step_stats",
-)
+SHOWN = ("pipeline.wire.told",)
 MESSAGES = ("pipeline.comm", "pipeline.mesh", "pipeline.wire")
 SETTINGS = tuple(
     f"launch.config.{name}" for name in ("cli_options", "network", "placement", "toml")
 )
 ROOMS = {
     ("host",): ("pipeline.precision", "pipeline.wire.kernels.cpu.compilation"),
-    ("view",): (*SHOWN, "pipeline.wire.header", "pipeline.comm.error_stats"),
+    ("view",): SHOWN,
     ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods"),
 }
 """Rooms of launch, and what they may import beside themselves and `host`."""

@@ -13,8 +13,9 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import build_layers
-from thinpipe.pipeline.schedule import ZERO_BUBBLE, ScheduleName, fit_microbatches
+from thinpipe.pipeline.schedule import ZERO_BUBBLE, fit_microbatches
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.told import ScheduleName
 
 WIDTH, TOKENS, VOCAB = 16, 12, 256
 RAW = {"kind": "raw"}

@@ -26,7 +26,7 @@ from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, r
 from benchmarks.fidelity.report import BASELINE, LOSSES, draw, table
 from benchmarks.fidelity.tah_quant import TahQuant
 from benchmarks.harness import Records, Row, command_line, parse_options, with_baseline, with_gaps
-from thinpipe.pipeline.wire.header import Direction
+from thinpipe.pipeline.wire.told import Direction
 
 
 def _published(kind: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.header import Direction
+from thinpipe.pipeline.wire.told import Direction
 
 _EVAL_BATCH = 64
 _BYTES = 256

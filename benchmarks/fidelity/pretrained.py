@@ -38,7 +38,7 @@ from benchmarks.harness import (
 )
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.load import load
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 BASELINE = "fp32"
 _SCORE = "matthews"

@@ -32,9 +32,9 @@ from torch import Tensor
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.boundary import Stateless
 from thinpipe.pipeline.wire.codec import Codec, Noise
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 from thinpipe.pipeline.wire.kernels import load
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels

@@ -49,7 +49,7 @@ from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.config import DirectConfig, RawConfig
-from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.wire.told import ScheduleName
 
 _LIMIT_S = 600.0
 _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")

@@ -12,7 +12,7 @@ from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.events import simulate
 from thinpipe.launch.plan.placement.workload import Workload as Step
-from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
+from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 
 Messages = tuple[Message, Message]
 """Activations and gradients of a method."""

@@ -27,9 +27,9 @@ from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.schedule import DEPTH, ScheduleName, build_schedule
-from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
-from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
+from thinpipe.pipeline.schedule import DEPTH, build_schedule
+from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.wire.told import BACKWARD, FORWARD, ComputeEvent, ScheduleName
 
 RUN_ID = 1
 _RAW = RawConfig()

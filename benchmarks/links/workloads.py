@@ -18,7 +18,7 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
-from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
+from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 
 Form = Literal["paper-shaped", "training"]
 PAPER_BALANCE_BPS = 485e6

@@ -40,7 +40,7 @@ from thinpipe.launch.plan.placement.dtfm import DtfmCost
 from thinpipe.launch.plan.placement.solve import solve_step
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
+from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 
 _LIMIT_S = 600.0
 _STAGES, _REPLICAS = 4, 2

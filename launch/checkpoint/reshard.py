@@ -25,7 +25,7 @@ from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.schedule import stage_to_rank
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from thinpipe.launch.config.boundary import BoundaryConfig, ForwardConfig, boundary_at
 from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.toml import toml_value
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint.", "network.", "train.max_skipped"),

@@ -44,6 +44,7 @@ from thinpipe.launch.config.sections import (
     ReportConfig,
     RunSection,
     TrainConfig,
+    WatchConfig,
 )
 from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
@@ -53,13 +54,14 @@ from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
     "run": {"folder"},
     "memory": True,
     "report": True,
+    "watch": True,
     "data": {
         **dict.fromkeys(("path", "eval_path", "tokenizer", "chat_template"), True),
         "sources": {"__all__": {"path"}},
@@ -84,6 +86,7 @@ class RunConfig(BaseModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    watch: WatchConfig = WatchConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
     shards: ShardsConfig = ShardsConfig()
     network: NetworkConfig = NetworkConfig()

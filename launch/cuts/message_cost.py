@@ -14,7 +14,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.pipeline.comm.message import MessageCodec
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _REPEATS = 5
 _CHANGE = 0.1

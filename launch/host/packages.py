@@ -11,6 +11,7 @@ from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "quantized",
+    "matplotlib": "share",
     "peft": "hf",
     "tensorboard": "tensorboard",
     "tokenizers": "hf",

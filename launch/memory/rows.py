@@ -21,7 +21,7 @@ from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
 from thinpipe.launch.host.disk import existing
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _ROWS_IN_FLIGHT = 4
 """Per sample of a step with rows on disk: old, new, prefetched, and being written."""

@@ -26,7 +26,7 @@ from thinpipe.launch.host.network import Network
 from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 AS_FAST = 1.05
 """More bits may make a step this many times as long as the shortest."""

@@ -23,8 +23,7 @@ from thinpipe.launch.plan.placement.events import SimulatedStep, TransferEvent, 
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.view.report.timeline import Timeline, read_timeline
 from thinpipe.pipeline.schedule import stage_to_rank
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, ComputeEvent, Direction
 
 _COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}

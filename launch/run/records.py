@@ -1,9 +1,11 @@
 """Records of a run's steps: shown, written to its folder, and made into the report."""
 
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +26,10 @@ from thinpipe.launch.view.terminal.display import Display
 from thinpipe.launch.view.terminal.final import what_is_left
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
-from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
+    from thinpipe.launch.view.report.journal import Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
@@ -49,12 +52,14 @@ class Records:
         *,
         writes: bool,
         host: Callable[[], dict[str, Any] | None] = lambda: None,
+        hosts: Sequence[str] = (),
     ) -> None:
         """Nothing is written unless this rank `writes` the run folder.
 
-        `host` says what this host's connections did so far, for a report before the end.
+        `host` says what this host's connections did so far, for what is seen before the end;
+        `hosts` are the names of all ranks' machines.
         """
-        self._host = host
+        self._host, self._hosts = host, hosts
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -85,8 +90,25 @@ class Records:
             place = destination(run.path, run.name, project, settings, resume_step)
             outlets = (WriterThread(tool, partial(open_writer, tool, place)) for tool in tools)
             self._outlets = [stack.enter_context(outlet) for outlet in outlets]
+        self._open_journal(stack)
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
+
+    def _open_journal(self, stack: ExitStack) -> None:
+        from thinpipe.launch.view.report.journal import Journal
+
+        places = places_of(self._config, self._hosts)
+        stack.enter_context(Journal(self._info, places, self._host))
+        self._display.keep = self._noted
+        if (port := self._config.watch.port) is not None:
+            stack.enter_context(served(self._info.folder, port))
+            self._display.note(f"watch at http://localhost:{port}/")
+
+    def _noted(self, text: str) -> None:
+        from thinpipe.launch.view.report.journal import add_note
+
+        last = self._pending or (self._records[-1] if self._records else None)
+        add_note(self._info.folder, text, last.step if last else 0)
 
     def add(self, record: StepRecord) -> None:
         self.flush()
@@ -154,24 +176,36 @@ class Records:
         timeline: Timeline | None,
     ) -> bool:
         """A full disk is no reason to stop, or to hide why a run ended."""
+        from thinpipe.launch.view.report.content import Story
         from thinpipe.launch.view.report.html import write_report  # rank 0's at an evaluation
+        from thinpipe.launch.view.report.journal import read_notes
 
         folder = self._info.folder
+        events = timeline.events if timeline else ()
+        told = (places_of(self._config, self._hosts), read_notes(folder))
         try:
-            write_report(
-                folder,
-                self._info,
-                records=records,
-                timeline=timeline.events if timeline else (),
-                traces=traces_of(hosts),
-                summary=summary,
-            )
+            write_report(Story(self._info, records, summary, events, traces_of(hosts), *told))
             if timeline is not None:
                 timeline.write(folder)
         except OSError as error:
             disk.warn_once("report", f"{folder}/report.html: {disk.why(error, folder)}")
             return False
         return True
+
+
+@contextmanager
+def served(folder: Path, port: int) -> Iterator[None]:
+    """Serve the page of a run from another process, as threads of this one would slow its steps.
+
+    It ends when its standard input does, also if this process is killed.
+    """
+    words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        server.communicate()
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:
@@ -194,6 +228,19 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
         unit="token" if config.model.task == "language" else "sample",
         shards=config.pipeline.shards,
     )
+
+
+def places_of(config: RunConfig, hosts: Sequence[str]) -> list["Place"]:
+    """Where each rank runs, by the names of all ranks' machines; nothing without them."""
+    meshes = [config.mesh(rank) for rank in range(len(hosts))]
+    stages = [
+        [stage for stage, place in sorted(config.stage_ranks.items()) if place == mesh.position]
+        for mesh in meshes
+    ]
+    return [
+        {"rank": m.rank, "host": host, "stages": own, "replica": m.replica, "shard": m.shard}
+        for m, host, own in zip(meshes, hosts, stages, strict=True)
+    ]
 
 
 def timeline_of(config: RunConfig, record: StepRecord, events: Sequence[ComputeEvent]) -> Timeline:

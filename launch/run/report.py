@@ -1,5 +1,6 @@
 """`thinpipe report`: the report of runs, from what their folders hold."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,10 @@ from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.run.records import describe_run
-from thinpipe.launch.view.report.compare import ReportedRun, write_comparison
-from thinpipe.launch.view.report.edges import read_edges
+from thinpipe.launch.view.report.compare import write_page
+from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.html import write_report
+from thinpipe.launch.view.report.journal import STATE, Journal, Told, add_note, read_notes
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME, read_timeline
@@ -29,35 +31,37 @@ def report(
     try:
         runs = [_read(folder) for folder in folders]
         if len(runs) > 1:
-            write_comparison(out, runs)
+            write_page(out, runs)
             typer.echo(str(out))
             return
-        (run,) = runs
-        folder = run.info.folder
-        events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
-        written = write_report(
-            folder,
-            run.info,
-            records=run.records,
-            timeline=events,
-            traces=read_edges(folder)[1],
-            summary=run.summary,
-        )
-        typer.echo(str(written))
+        typer.echo(str(write_report(runs[0])))
     except (ValueError, OSError) as error:
         refuse(error)
 
 
-def _read(folder: Path) -> ReportedRun:
-    """The content of a run's folder."""
+def add_samples(folder: Path, texts: Sequence[str]) -> None:
+    """Add what the model of a run wrote at its end to what its page shows."""
+    step = read_metrics(folder / "metrics.jsonl")[-1].step
+    for text in texts:
+        add_note(folder, text, step, "sample")
+    write_report(_read(folder))
+
+
+def _read(folder: Path) -> Story:
+    """The content of a run's folder; what `thinpipe watch` needs of it is added if it lacks it."""
     for name in ("config.toml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ConfigError(f"{folder}: holds no {name}; name the folder of a run")
-    config = load_config(folder / "config.toml", [f"run.folder={folder}"])
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
-    per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
-    steps = max(records[-1].step, config.train.steps(per_epoch))
-    info = describe_run(config, steps)
-    return ReportedRun(info, records, summarize(info, records, read_edges(folder)[0]))
+    if not (folder / STATE).is_file():
+        config = load_config(folder / "config.toml", [f"run.folder={folder}"])
+        per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
+        steps = max(records[-1].step, config.train.steps(per_epoch))
+        Journal(describe_run(config, steps), ()).write()
+    told = Told(folder)
+    events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
+    summary = summarize(told.info, records, told.edges)
+    notes = read_notes(folder)
+    return Story(told.info, records, summary, events, told.traces, told.places, notes)

@@ -139,7 +139,9 @@ class Training:
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
         self._trace = stack.enter_context(EdgeTrace(self._relay))
         device = self.built.stages[0].device
-        kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
+        own = {"kind": arithmetic(device), "host": config.network.own_name()}
+        ranks = gather_json(self._session.transport, own)
+        kinds = dict.fromkeys(rank["kind"] for rank in ranks)
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
         self.display = Display(
             info if self.shows else None,
@@ -149,7 +151,10 @@ class Training:
         )
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder
-        self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
+        hosts = [rank["host"] for rank in ranks]
+        self.records = Records(
+            config, info, self.display, writes=writes, host=self._own_host, hosts=hosts
+        )
         if self.nothing_left:
             saved = f"the checkpoint is of step {self.start}"
             done = f"all {self.steps} steps are done" if self.start >= self.steps else _ENDED

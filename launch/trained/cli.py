@@ -32,10 +32,12 @@ StepOption = Annotated[
 ]
 
 
-def show_samples(config: RunConfig, *, shows: bool) -> None:
-    """Print what the model of a run writes at its end, if this rank shows anything."""
-    for line in sample_lines(config) if shows else []:
+def show_samples(config: RunConfig) -> list[str]:
+    """Print what the model of a run writes at its end, and return the texts alone."""
+    lines = sample_lines(config)
+    for line in lines:
         print(line)
+    return [line.strip() for line in lines[1:-1]]
 
 
 def export_model(

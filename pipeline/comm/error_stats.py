@@ -18,39 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MASSIVE = 100.0
-"""How many times the energy of the median token a massive one has at least: ten times its norm."""
-
-
-@dataclass(frozen=True)
-class ErrorStats:
-    """What was measured of one direction of a cut in a step, over all replicas.
-
-    `known` and `first_visits` count samples with and without history, `error` is |decoded - a| /
-    |a|, `change` |a - m| / |a| and `cosine` that of the angle between activations (or gradients) a
-    and cached values m. `massive_tokens` is how many tokens of the sample have more than `MASSIVE`
-    times the energy of the median token. `channel_error` and `channel_change` are those of single
-    channels without these tokens, the median over channels; `worst_error` is the largest, that of
-    `worst_channel`. `largest_channel` has the share `largest_share` of all energy. `gain` is how
-    many bits per value a transform saves at the same step, and `dimensions` how many of its
-    directions have 95 % of the energy of what is sent, when it was last looked at. None if not
-    measured.
-    """
-
-    known: int = 0
-    first_visits: int = 0
-    error: float | None = None
-    change: float | None = None
-    cosine: float | None = None
-    channel_error: float | None = None
-    channel_change: float | None = None
-    worst_error: float | None = None
-    worst_channel: int | None = None
-    largest_channel: int | None = None
-    largest_share: float | None = None
-    massive_tokens: int | None = None
-    gain: float | None = None
-    dimensions: float | None = None
+from thinpipe.pipeline.wire.told import MASSIVE, ErrorStats
 
 
 class _Sums(NamedTuple):

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinpipe.pipeline.comm.error_stats import ErrorStats
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, ErrorStats
 
 _log = logging.getLogger(__name__)
 

@@ -10,14 +10,9 @@ from torch import Tensor
 from thinpipe.pipeline.comm.boundary import Boundary, GradientSink, Memory, MessagePlan
 from thinpipe.pipeline.comm.payload import NUMBERS, compress_payload, expand_payload
 from thinpipe.pipeline.wire.coding.entropy import Coding
-from thinpipe.pipeline.wire.header import (
-    DIRECTIONS,
-    HEADER_NBYTES,
-    Header,
-    coding_and_length,
-    crc32,
-)
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 from thinpipe.pipeline.wire.pinned import host_bytes
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 Mode = Literal["train", "eval", "eval_compressed"]
 

@@ -24,15 +24,14 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-FORWARD, BACKWARD = 0, 1
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+from thinpipe.pipeline.wire.told import DIRECTIONS
+
 """By their number in a header."""
 
 

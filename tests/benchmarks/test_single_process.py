@@ -11,7 +11,8 @@ from tests.training import RAW, batch, config, train_steps, weights
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.step_stats import StepTotals, WireTotal
+from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.told import WireTotal
 
 # samples come back, so that AQ-SGD sends changes; uneven microbatches; first visits among known
 BATCHES = [

@@ -42,6 +42,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",
     "thinpipe report ": "tests/launch/run/test_report_command.py",
+    "thinpipe watch ": "tests/launch/view/watch",
     "thinpipe generate ": "tests/launch/trained/test_model.py",
     "thinpipe init": "tests/launch/starter",
     "thinpipe --install-completion": "tests/launch/test_completion.py",

@@ -123,7 +123,7 @@ def test_a_run_leaves_everything_in_its_folder(
     folder = run_file.parent / "run"
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html"}
-    assert names == expected | {"timeline.json", "checkpoints"}
+    assert names == expected | {"timeline.json", "state.json", "notes.jsonl", "checkpoints"}
     records = [
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

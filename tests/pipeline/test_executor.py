@@ -13,7 +13,8 @@ from thinpipe.pipeline.batch import Batch, Samples
 from thinpipe.pipeline.comm.channel import Microbatch, Pass
 from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.schedule import ScheduleName, single_stage_order
+from thinpipe.pipeline.schedule import single_stage_order
+from thinpipe.pipeline.wire.told import ScheduleName
 
 BATCHES = [batch(list(range(8))), batch([9, 11, 13, 15, 17, 19]), batch(list(range(8)))]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from thinpipe.pipeline.schedule import ScheduleName, check_schedule, fit_microbatches, stage_to_rank
+from thinpipe.pipeline.schedule import check_schedule, fit_microbatches, stage_to_rank
+from thinpipe.pipeline.wire.told import ScheduleName
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])

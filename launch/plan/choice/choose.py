@@ -27,8 +27,8 @@ from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, BestCost, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.schedule import DEPTH, ScheduleName
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.schedule import DEPTH
+from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 _TIMES = (1, 2, 4)
 _REFINED = 3

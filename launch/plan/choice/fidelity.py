@@ -22,7 +22,7 @@ from thinpipe.launch.cuts.message_cost import message_meter
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.plan.bits import AS_FAST, Candidate, levels
 from thinpipe.launch.plan.placement.workload import count_exchange
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _FRACTIONS = (0.015, 0.06, 0.25)
 """Of a message of `ef_gradients`: its default, then four times as much each."""

@@ -9,7 +9,7 @@ from rich.table import Table
 from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.plan.choice.choose import PlannedRun
 from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _SHOWN = 5
 

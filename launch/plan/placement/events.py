@@ -29,9 +29,8 @@ import numpy as np
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.stage import ComputeEvent, EventKind
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.told import DIRECTIONS, ComputeEvent, Direction, EventKind
 
 FINISH, SEND, DELIVER, ARRIVE, READY, EXCHANGE_DELIVER, EXCHANGE_ARRIVE = range(7)
 _KINDS: tuple[EventKind, ...] = ("F", "B", "B", "W", "wait", "encode", "decode")

@@ -18,7 +18,8 @@ from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
-from thinpipe.pipeline.schedule import DEPTH, ScheduleName, rank_orders, stage_to_rank
+from thinpipe.pipeline.schedule import DEPTH, rank_orders, stage_to_rank
+from thinpipe.pipeline.wire.told import ScheduleName
 
 _MEASURED_REPLICAS = 8
 """What a method sends is counted among at most twice as many; for more it is extrapolated."""

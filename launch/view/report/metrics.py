@@ -17,8 +17,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.words import NOTHING, WireKey, format_count
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction, WireTotal
 
 EARLIER_CUT = "earlier cut"
 """The method of cuts from before a resume with other cuts."""
@@ -196,7 +195,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
         ValueError: a complete line is not a step record; the message names file and line.
     """
     *lines, rest = path.read_bytes().split(b"\n")
-    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    records = [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     if rest:
         # Incomplete if the process was killed while writing.
         with suppress(ValidationError):
@@ -204,7 +203,12 @@ def read_metrics(path: Path) -> list[StepRecord]:
     return records
 
 
-def _parse(line: bytes, where: str) -> StepRecord:
+def parse_record(line: bytes, where: str) -> StepRecord:
+    """A line of the file; `where` it stands is named.
+
+    Raises:
+        ValueError: it is not a step record.
+    """
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:

@@ -9,8 +9,7 @@ from typing import TypedDict
 from thinpipe.launch.host.words import WireKey, format_bytes, format_ratio
 from thinpipe.launch.view.report.edges import Edge
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import Direction
+from thinpipe.pipeline.wire.told import Direction, WireTotal
 
 
 class Traffic(TypedDict):

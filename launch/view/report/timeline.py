@@ -4,9 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from thinpipe.pipeline.schedule import ScheduleName
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.told import ComputeEvent, ScheduleName, WireTotal
 
 FILE_NAME = "timeline.json"
 

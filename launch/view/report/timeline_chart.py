@@ -3,12 +3,12 @@
 Colours come from the Okabe-Ito set, which stays distinct for colour-blind readers.
 """
 
+import math
 from collections.abc import Sequence
 from html import escape
 from statistics import median
 
-from thinpipe.launch.view.report.svg import round_step
-from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.told import ComputeEvent
 
 _WIDTH, _LEFT, _RIGHT = 720, 92, 46
 _PITCH, _ROW, _STRIP = 20, 16, 2  # encoding and decoding overlap with compute: strips below it
@@ -89,7 +89,7 @@ def _numbered_kinds(events: Sequence[ComputeEvent], end_s: float) -> set[str]:
 
 def _axis(top: float, end_s: float) -> list[str]:
     unit_s, unit = (1.0, "s") if end_s >= 2 else (1e-3, "ms")
-    step = round_step(end_s / unit_s / 8)
+    step = _round_step(end_s / unit_s / 8)
     ticks = [number * step for number in range(int(end_s / unit_s / step) + 1)]
     return [
         _text(_x(tick * unit_s, end_s), top + 8, f"{tick:g} {unit}", "middle") for tick in ticks
@@ -104,6 +104,12 @@ def _legend(events: Sequence[ComputeEvent], height: float) -> list[str]:
             parts += [_box(kind, x, height - 13, 10, 9), _text(x + 14, height - 5, name, "start")]
             x += 26 + 5 * len(name)
     return parts
+
+
+def _round_step(rough: float) -> float:
+    """The nearest step that people count in."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return min((m * power for m in (1.0, 2.0, 2.5, 5.0, 10.0)), key=lambda s: abs(s - rough))
 
 
 def _x(seconds: float, end_s: float) -> float:

@@ -4,7 +4,7 @@ On a terminal: a panel, redrawn in place. Otherwise: a plain line every few seco
 characters. Both fit into 80 columns.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from rich.console import Console
@@ -41,6 +41,8 @@ class Display:
         self._console = quiet or console or _console(interactive)
         self._progress = RunningValues()
         self._view: LivePanel | Log | None = None
+        self.keep: Callable[[str], None] | None = None
+        """Where messages go as well."""
         if info is not None:
             self._view = (
                 LivePanel(info, self._console, self._progress, trace, done=done)
@@ -65,6 +67,8 @@ class Display:
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint saved"."""
         print_line(self._console, text)
+        if self.keep is not None and text:
+            self.keep(text)
 
     def note_repaired(self, repaired: Mapping[int, int]) -> None:
         which = format_repaired(repaired)

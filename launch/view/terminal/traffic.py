@@ -10,8 +10,7 @@ from rich.text import Text
 from thinpipe.launch.host.words import format_bytes, format_ratio, format_share
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import Summary, traffic_cells
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, WireTotal
 
 _WIDE_METHOD = 16
 _COLUMNS: tuple[tuple[str, int, Callable[[StepRecord, WireTotal], str]], ...] = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.pipeline.comm.boundary import Boundary
 from thinpipe.pipeline.config import BoundaryKind
-from thinpipe.pipeline.wire.header import Direction
+from thinpipe.pipeline.wire.told import Direction
 
 SAMPLES, TOKENS, WIDTH, VISITS = 3, 16, 128, 5
 MASSIVE = 1000.0

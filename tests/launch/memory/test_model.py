@@ -26,7 +26,7 @@ from thinpipe.launch.memory.host import (
 )
 from thinpipe.launch.memory.microbatches import in_flight
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory, rank_memory
-from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.wire.told import ScheduleName
 
 
 def run_config(**model: Any) -> RunConfig:

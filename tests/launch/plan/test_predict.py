@@ -26,8 +26,8 @@ from thinpipe.launch.plan.bits import (
 from thinpipe.launch.plan.predict import predict, shard_traffic
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.pipeline.config import DirectConfig, RawConfig
-from thinpipe.pipeline.schedule import ScheduleName
-from thinpipe.pipeline.wire.header import DIRECTIONS, HEADER_NBYTES
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})

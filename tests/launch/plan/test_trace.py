@@ -10,10 +10,7 @@ from thinpipe.launch.plan.placement.events import simulate
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.plan.trace import predict_step, trace_run, transfers, write_trace
 from thinpipe.launch.view.report.timeline import Timeline, read_timeline
-from thinpipe.pipeline.schedule import ScheduleName
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, ComputeEvent, ScheduleName, WireTotal
 
 MODEL = Workload(
     replicas=1,

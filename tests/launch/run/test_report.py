@@ -11,6 +11,7 @@ from tests import commands
 from tests.launch.test_train import run_file
 from tests.waiting import until
 from thinpipe.launch.view.report import html
+from thinpipe.launch.view.report.content import Story
 
 __all__ = ["run_file"]
 
@@ -18,13 +19,13 @@ __all__ = ["run_file"]
 def _with_a_slow_report(*started: Any) -> None:
     write = html.write_report
 
-    def slowly(folder: Path, *arguments: Any, **options: Any) -> None:
-        if not options["timeline"]:  # of an evaluation, which others wait for
-            return write(folder, *arguments, **options)
-        (folder / "slow").touch()
+    def slowly(story: Story) -> Path:
+        if not story.timeline:  # of an evaluation, which others wait for
+            return write(story)
+        (story.info.folder / "slow").touch()
         other = {"name": "thinpipe 1", "ppid": os.getppid()}
         until(lambda: all(process.info != other for process in psutil.process_iter([*other])))
-        return write(folder, *arguments, **options)
+        return write(story)
 
     html.write_report = slowly
     commands._be(*started)

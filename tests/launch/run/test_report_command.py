@@ -1,6 +1,5 @@
 """`thinpipe report`, and reports of runs that are not over."""
 
-import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.pages import messages_of, parts_of, table_of
 from tests.records import step_record
 from tests.training import config
 from thinpipe.launch.cli import app
@@ -44,9 +44,9 @@ def test_the_report_of_a_run_under_way_is_written_from_its_folder(tmp_path: Path
     run_in(tmp_path / "one", [3.0, 2.5, 2.0])
     done = CliRunner().invoke(app, ["report", str(tmp_path / "one")])
     assert done.exit_code == 0, done.output
-    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
-    assert "So far: step 3 of 6." in page
-    assert "step 2: each step 2.5" in page
+    (message,) = messages_of(tmp_path / "one" / "report.html")
+    assert message["parts"]["head"]["state"] == "Step 3 of 6."
+    assert message["columns"]["loss"] == [3.0, 2.5, 2.0]
 
 
 def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
@@ -55,8 +55,9 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]
     assert CliRunner().invoke(app, words).exit_code == 0
-    text = re.sub("<[^>]*>", " ", out.read_text(encoding="utf-8"))
-    assert re.search(r"Training loss, last epoch\s+2\.5000\s+1\.5000", text)
+    *_, last = messages_of(out)
+    assert last["names"] == ["one", "two"]
+    assert ["Training loss, last epoch", "2.5000", "1.5000"] in last["table"]["rows"]
     assert not (tmp_path / "one" / "report.html").exists()
 
 
@@ -75,18 +76,27 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
     info = describe_run(run, 10)
     page = tmp_path / "report.html"
     display = Display(None, None, interactive=False)
-    records = Records(run, info, display, writes=True, host=lambda: HOST)
+    records = Records(run, info, display, writes=True, host=lambda: HOST, hosts=["left", "right"])
+
+    def connections() -> list[list[str]]:
+        table = table_of(parts_of(page), "Connections between machines")
+        return [row[:2] for row in table["rows"]]
+
     with ExitStack() as stack:
         records.open(stack, None)
         records.add(RECORD)
         assert not page.exists()
         records.evaluated({"loss": 2.75})
-        assert "step 1 of 10" in page.read_text(encoding="utf-8")
-        assert "2.7500" in page.read_text(encoding="utf-8")
-        assert "<td>one</td><td>two</td>" in page.read_text(encoding="utf-8")
-        records.add(replace(RECORD, step=2, loss=2.0))
-    assert "step 2 of 10" in page.read_text(encoding="utf-8")
+        assert "Step 1 of 10" in page.read_text(encoding="utf-8")
+        assert ["Evaluation loss", "2.7500"] in parts_of(page)["cards"]
+        assert connections() == [["one", "two"]]
+        records.add(replace(RECORD, step=2, loss=2.0, notes=("cut 2 is odd",)))
+    assert "Step 2 of 10" in page.read_text(encoding="utf-8")
+    assert table_of(parts_of(page), "Where ranks run")["rows"] == [
+        ["replica 0", "stage 0: left, rank 0", "stage 1: right, rank 1"]
+    ]
+    assert parts_of(page)["notes"][0]["text"] == "warning: cut 2 is odd"
     page.unlink()
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "<td>one</td><td>two</td>" in page.read_text(encoding="utf-8"), "connections are kept"
+    assert connections() == [["one", "two"]], "they are kept"

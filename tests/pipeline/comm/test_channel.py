@@ -29,9 +29,10 @@ from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, Outgoing
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.message import MessageCodec
-from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
+from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.header import BACKWARD, HEADER_NBYTES
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.told import BACKWARD, ComputeEvent
 
 COUNT = 6
 Happens = Callable[[str, int], None]

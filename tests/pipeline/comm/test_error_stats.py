@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from thinpipe.pipeline.comm.error_stats import SUMS, ErrorMeter, ErrorStats, error_stats
+from thinpipe.pipeline.comm.error_stats import SUMS, ErrorMeter, error_stats
+from thinpipe.pipeline.wire.told import ErrorStats
 
 
 def row(tokens: int = 16, width: int = 32) -> torch.Tensor:

@@ -11,9 +11,10 @@ from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
-from thinpipe.pipeline.comm.error_stats import ErrorStats, error_stats
+from thinpipe.pipeline.comm.error_stats import error_stats
 from thinpipe.pipeline.comm.guard import Guard
 from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.told import ErrorStats
 
 PLACE = (2, 0)
 

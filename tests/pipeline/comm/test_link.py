@@ -23,7 +23,8 @@ from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
-from thinpipe.pipeline.wire.header import FORWARD, DesyncError
+from thinpipe.pipeline.wire.header import DesyncError
+from thinpipe.pipeline.wire.told import FORWARD
 
 pytestmark = pytest.mark.dist
 

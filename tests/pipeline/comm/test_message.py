@@ -14,7 +14,8 @@ from thinpipe.pipeline.comm.gloo_link import GlooLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.coding.entropy import Coding
-from thinpipe.pipeline.wire.header import FORWARD, HEADER_NBYTES, DesyncError
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError
+from thinpipe.pipeline.wire.told import FORWARD
 from thinpipe.pipeline.wire.uniform import Uniform
 
 SHAPE = torch.Size((4, 32, 64))

@@ -11,7 +11,7 @@ from thinpipe.launch.host.network import Host
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.events import Simulation
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.wire.told import ScheduleName
 
 
 def cluster(rate_bps: list[list[float]], latency_s: float = 0.0, **fields: float) -> Cluster:

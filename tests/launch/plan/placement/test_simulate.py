@@ -11,8 +11,7 @@ from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.events import SimulatedStep, simulate
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.schedule import ScheduleName
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 FREE = Message(0)
 ONE_SECOND = Message(125_000)  # at 1 Mbit/s

@@ -9,7 +9,7 @@ import pytest
 from tests.waiting import until
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.view.report import edge_trace
-from thinpipe.launch.view.report.charts import edges_chart
+from thinpipe.launch.view.report.content import edge_charts
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.edges import traces_of
 
@@ -81,7 +81,7 @@ def test_traces_of_all_hosts_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         sample["end_s"] = number
     traces = traces_of([{"name": "a", "trace": samples}, None, {"name": "b", "trace": []}])
     assert list(traces) == ["a", "b"]
-    svg = edges_chart(traces).svg()
-    assert "a → b" in svg
-    assert "second " in svg
-    assert svg.count('<rect class="open') > len(samples), "every sample was resumed"
+    (chart,) = edge_charts(traces)
+    assert [line["label"] for line in chart["lines"]] == ["a \N{RIGHTWARDS ARROW} b", "resumed"]
+    assert chart["columns"]["step"] == [*range(len(samples))]
+    assert None not in chart["columns"]["resumed"], "every sample was resumed"

@@ -1,21 +1,25 @@
+import base64
+import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.pages import parts_of, table_of
 from tests.records import run_info, step_record
 from thinpipe.launch.host.words import format_bytes
+from thinpipe.launch.view.report.content import Story
+from thinpipe.launch.view.report.html import page as empty_page
 from thinpipe.launch.view.report.html import write_report
+from thinpipe.launch.view.report.journal import Note
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline_chart import KINDS, timeline_svg
-from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
+from thinpipe.pipeline.wire.told import ComputeEvent, Direction, WireTotal
 
 TIMELINE = [
     ComputeEvent(0, "F", 0, 0.0, 0.1, 0),
@@ -67,36 +71,10 @@ def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> li
     return records
 
 
-class _Page(HTMLParser):
-    """Collects what the tests ask about, and checks that tags are closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.values: list[int] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.links += [given[name] or "" for name in ("src", "srcset", "href") if name in given]
-        if tag == "data":
-            self.values.append(int(given["value"] or ""))
-        assert tag not in ("link", "iframe")
-        if tag not in ("meta", "img", "source"):
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Marks and lines of a chart."""
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
+def _written(
+    info: RunInfo, records: list[StepRecord], timeline: Sequence[ComputeEvent] = ()
+) -> Path:
+    return write_report(Story(info, records, summarize(info, records), timeline))
 
 
 def test_summary_equals_a_hand_computation(tmp_path: Path) -> None:
@@ -138,13 +116,13 @@ def test_what_is_measured_of_cuts_is_a_mean_over_the_last_epoch(tmp_path: Path) 
     found = forward["error"], forward["cosine"], forward["gain"], forward["dimensions"]
     assert found == tuple(measured.values())
     assert forward["change"] is None
-    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text(
-        encoding="utf-8"
-    )
-    assert "Worst channel" not in page
-    assert "Coding gain, bits per value" in page
-    assert '<td class="n">1.25</td>' in page
-    assert '<th class="n">Change</th>' not in page
+    table = table_of(parts_of(_written(info, records)), "Errors and changes")
+    assert "below half a bit" in table["text"]
+    assert table["heads"] == [
+        *("Cut", "Direction", "Error of all values", "Cosine to the last epoch"),
+        *("Coding gain, bits per value", "Dimensions for 95 %"),
+    ]
+    assert table["rows"][0] == ["6", "forward", "0.1", "0.9", "1.25", "7"]
 
 
 def test_massive_channels_are_named(tmp_path: Path) -> None:
@@ -163,13 +141,10 @@ def test_massive_channels_are_named(tmp_path: Path) -> None:
     forward = summary["wire"][0]
     assert (forward["worst_channel"], forward["worst_error"]) == (2, 0.8)
     assert (forward["largest_channel"], forward["largest_share"]) == (7, pytest.approx(0.85))
-    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text(
-        encoding="utf-8"
-    )
-    cells = ("0.3", "2: 0.8", "0.1", "0.2", "7: 85% of the energy", "1")
-    row = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-    assert f"<td>6</td><td>forward</td>{row}" in page
-    assert "Massive tokens of a sample" in page
+    table = table_of(parts_of(_written(info, records)), "Errors and changes")
+    cells = ["0.3", "2: 0.8", "0.1", "0.2", "7: 85% of the energy", "1"]
+    assert table["rows"][0] == ["6", "forward", *cells]
+    assert "Massive tokens of a sample" in table["text"]
 
 
 def test_baselines_count_only_steps_that_crossed_the_cut(tmp_path: Path) -> None:
@@ -195,9 +170,8 @@ def test_traffic_of_earlier_cuts_is_shown_and_summed(tmp_path: Path, cuts: tuple
     earlier = {row["cut"] for row in summary["wire"] if row["method"] == "earlier cut"}
     assert earlier == {6, 9} - set(cuts)
     assert summary["repaired"] == {"6": 3, "9": 2}
-    page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
-    text = "".join(_Page(page.read_text(encoding="utf-8")).text)
-    assert "9forwardearlier cut" in text
+    table = table_of(parts_of(_written(info, records)), "Traffic of the whole run")
+    assert ["9", "forward", "earlier cut"] in [row[:3] for row in table["rows"]]
 
 
 def test_bytes_between_shards_are_shown_where_there_are_shards(tmp_path: Path) -> None:
@@ -205,40 +179,71 @@ def test_bytes_between_shards_are_shown_where_there_are_shards(tmp_path: Path) -
     records = [replace(r, weight_bytes=1000 * r.step, gradient_bytes=7) for r in _records()]
     summary = summarize(info, records)
     assert summary["weight_bytes"] == sum(record.weight_bytes for record in records)
-    html = write_report(tmp_path, info, records=records, timeline=(), summary=summary)
-    values = _Page(html.read_text(encoding="utf-8")).values
-    assert {summary["weight_bytes"], summary["gradient_bytes"]} <= set(values)
+    details = dict(parts_of(_written(info, records))["details"])
+    assert details["Weights between shards"] == "10.0 kB (10,000 bytes)"
+    assert details["Gradients between shards"] == "28 bytes"
 
 
 def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path) -> None:
-    info, records = _info(tmp_path), _records()
+    info, records = replace(_info(tmp_path), folder=tmp_path / "new"), _records()
     summary = summarize(info, records)
-    html = write_report(
-        tmp_path / "new", info, records=records, timeline=TIMELINE, summary=summary
-    ).read_text(encoding="utf-8")
-    page = _Page(html)
-    text = "".join(page.text)
-    assert page.links == []
-    assert not re.search(r"https?://|@import|url\((?!#)", html)
-    rows = [*summary["wire"], summary["totals"]]
-    exact = [row[key] for row in rows for key in ("bytes", "bf16_bytes", "fp32_bytes")]
-    ways = [sum(r["bytes"] for r in summary["wire"] if r["direction"] == d) for d in DIRECTIONS]
-    classes = [*ways, summary["sync_bytes"], summary["control_bytes"]]
-    assert page.values == [*exact, *classes]
-    shown = [
-        "<tiny> & slow",
-        "7 samples at cut 6",
-        "3.0000",
-        "2.5000",
-        "2.6250",
-        "250",
-        "25.0 %",
-        "abc123",
-        "torch 2.13.0",
+    page = _written(info, records, TIMELINE)
+    html = page.read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)=["'](?!data:|#)|@import|url\((?!#)""", html)
+    parts = parts_of(page)
+    table = table_of(parts, "Traffic of the whole run")
+    exact = [
+        cell for row in (*table["rows"], table["total"]) for cell in row if isinstance(cell, list)
     ]
-    shown += [format_bytes(nbytes) for nbytes in exact]
-    assert [item for item in shown if item not in text] == []
-    assert json.loads((tmp_path / "new" / "summary.json").read_text(encoding="utf-8")) == summary
+    assert exact == [
+        [format_bytes(row[key]), f"{row[key]:,} bytes"]
+        for row in (*summary["wire"], summary["totals"])
+        for key in ("bytes", "bf16_bytes", "fp32_bytes")
+    ]
+    assert dict(parts["cards"]) | dict(parts["details"]) == {
+        "Training loss, last epoch": "3.0000", "Evaluation loss": "2.5000",
+        "Evaluation loss, compressed": "2.6250", "Tokens per second, median": "250",
+        "Bubble, mean": "25.0 %", "Sent over the cuts": "9.00 kB",
+        "Compression ratio to bf16": "1.8\u00d7", "Time in steps": "5 s", "Steps": "4",
+        "Skipped steps": "1", "Tokens": "256", "Step time, median": "1.25 s",
+        "Loss of the first step": "8.0000", "Activations": "5.00 kB (5,000 bytes)",
+        "Activation gradients": "4.00 kB (4,000 bytes)", "Sent between replicas": "40 bytes",
+        "Control messages": "12 bytes", "Ratio to fp32 all-reduce": "-",
+        "Cached activations reset": "7 samples at cut 6", "Machine": "2 cores",
+        "Versions": "torch 2.13.0", "Configuration digest": "abc123",
+    }  # fmt: skip
+    assert (parts["head"]["state"], parts["head"]["name"]) == ("", "<tiny> & slow")
+    stored = (tmp_path / "new" / "summary.json").read_text(encoding="utf-8")
+    assert json.loads(stored) == summary
+
+
+def test_text_of_others_cannot_leave_the_data_of_a_page(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!-- \u2028 &amp;"
+    info = replace(_info(tmp_path), name=evil, machine=evil)
+    note = Note(at_s=0.0, step=1, kind="sample", text=evil)
+    story = Story(info, _records(), summarize(info, _records()), notes=[note])
+    page = write_report(story)
+    html = page.read_text(encoding="utf-8")
+    assert "alert(1)</script>" not in html
+    assert html.count("<script") == 4  # the data, the charts' library, and two of ours
+    assert parts_of(page)["samples"][0]["text"] == evil
+
+
+def test_only_the_page_s_own_scripts_may_run(tmp_path: Path) -> None:
+    html = _written(_info(tmp_path), _records()).read_text(encoding="utf-8")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert "unsafe" not in policy[1]
+    assert policy[1].startswith("default-src 'none'")
+    blocks = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", html, re.DOTALL)
+    for block in blocks:
+        digest = base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy[1]
+    assert len(blocks) == 4
+
+
+def test_the_page_is_small() -> None:
+    assert len(empty_page("", None).encode()) < 100_000
 
 
 def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
@@ -251,15 +256,9 @@ def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
             )
             for record in _records()
         ]
-        page = _Page(
-            write_report(
-                tmp_path, info, records=records, timeline=[], summary=summarize(info, records)
-            ).read_text(encoding="utf-8")
-        )
-        text = "".join(page.text)
-        assert ("Compression error" in text) == (error is not None)
-        pictures.append(text.count("change since the last epoch"))
-    assert pictures == [0, 1]
+        charts = parts_of(_written(info, records))["charts"]
+        pictures.append([len(c["lines"]) for c in charts if c["place"] == "error"])
+    assert pictures == [[], [3]]
 
 
 @pytest.mark.parametrize("losses", [(2.0,), (math.nan, math.nan, math.inf)])
@@ -269,10 +268,9 @@ def test_short_and_broken_runs_still_get_a_report(
 ) -> None:
     info, records = _info(tmp_path, cuts, replicas=2), _records(cuts, losses)
     summary = summarize(info, records)
-    page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
-    text = "".join(_Page(page.read_text(encoding="utf-8")).text)
-    assert "No timeline was recorded" in text
-    assert ("so there are no cuts" in text) == (not cuts)
+    parts = parts_of(write_report(Story(info, records, summary)))
+    assert parts["timeline"] is None
+    assert any(table["place"] == "bytes" for table in parts["tables"]) == bool(cuts)
     json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 

@@ -14,8 +14,7 @@ from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.terminal.panel import LivePanel
 from thinpipe.launch.view.terminal.progress import RunningValues
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, WireTotal
 
 EVALUATION = {"loss": 2.1234, "loss_compressed": 2.1299, "accuracy": 0.815}
 

@@ -1,0 +1,173 @@
+"""What a run tells beside its steps: who is where, what happened, what its connections do now.
+
+`state.json` is replaced as a whole, `notes.jsonl` only grows. Their reader is another process.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias, TypedDict
+
+from thinpipe.launch.host import disk
+from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges, traces_of
+from thinpipe.launch.view.report.metrics import RunInfo
+
+STATE, NOTES = "state.json", "notes.jsonl"
+PERIOD_S = 5.0
+_STALE, _SILENT_S = 4, 1.0
+Kind: TypeAlias = Literal["note", "warning", "sample"]
+
+
+class Place(TypedDict):
+    """Where a rank runs, and its part of the model."""
+
+    rank: int
+    host: str
+    stages: list[int]
+    replica: int
+    shard: int
+
+
+class Note(TypedDict):
+    """A message, `at_s` seconds after the epoch, once `step` steps were done."""
+
+    at_s: float
+    step: int
+    kind: Kind
+    text: str
+
+
+class Journal:
+    """Writes the state; a context manager around training.
+
+    `host` says what this host's connections did so far, None without any. A thread asks it every
+    few seconds, as what is worth knowing is a silence during which no step ends.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        places: Sequence[Place],
+        host: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        self._info, self._places, self._host = info, places, host
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def write(self) -> bool:
+        """Replace the state by that of now; False if there are no connections to follow."""
+        own = self._host()
+        state = {
+            "info": _info_as_json(self._info),
+            "places": self._places,
+            "edges": edges_of([own]),
+            "traces": traces_of([own]),
+            "now": _now(own),
+        }
+        path = self._info.folder / STATE
+        partial = path.with_name(f".{STATE}.partial")
+        with suppress(OSError):
+            partial.write_text(json.dumps(state), encoding="utf-8")
+            disk.replace(partial, path)
+        return own is not None
+
+    def _follow(self) -> None:
+        while not self._over.wait(PERIOD_S):
+            self.write()
+
+    def __enter__(self) -> Self:
+        if self.write():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(PERIOD_S)
+
+
+def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> None:
+    """Append a message; a full disk loses it, as it does lines of a log."""
+    kind = kind or ("warning" if text.startswith("warning") else "note")
+    line = json.dumps(Note(at_s=round(time.time(), 1), step=step, kind=kind, text=text))
+    with suppress(OSError), (folder / NOTES).open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
+class Told:
+    """What the two files of a folder say; without them, as of earlier versions, nothing.
+
+    Raises:
+        ValueError: `state.json` is none, or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            self.info = _info_of(state["info"], folder)
+            self.places: list[Place] = state["places"]
+            self.edges: list[Edge] = state["edges"]
+            self.traces: Traces = state["traces"]
+            self.now: list[tuple[str, str, str]] = state["now"]
+        except FileNotFoundError:
+            raise ValueError(
+                f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
+                f"trained it, run `thinpipe report {folder}` once"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{folder / STATE}: not the state of a run ({error}); `thinpipe report {folder}` "
+                "writes it again"
+            ) from None
+        edges, traces = read_edges(folder)  # of all hosts, once a run has ended
+        written_s = _changed_s(folder / STATE)
+        if edges and _changed_s(folder / "summary.json") >= written_s - PERIOD_S:
+            self.edges, self.traces = edges, traces
+        if time.time() - written_s > _STALE * PERIOD_S:
+            self.now = []
+
+
+def read_notes(folder: Path, most: int = 500) -> list[Note]:
+    """The last messages; damaged lines are left out."""
+    found: list[Note] = []
+    with suppress(OSError):
+        for line in (folder / NOTES).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                note = json.loads(line)
+                if isinstance(note, dict) and note.keys() == Note.__required_keys__:
+                    found.append(note)  # type: ignore[arg-type]
+    return found[-most:]
+
+
+def _now(host: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+    """How each connection of a host is at this moment: source, target, a word."""
+    if host is None:
+        return []
+    return [(host["name"], peer, _state_of(link)) for peer, link in host["links"].items()]
+
+
+def _state_of(link: Mapping[str, Any]) -> str:
+    if link.get("left"):
+        return "has left"
+    if link.get("lost") or not link.get("connected", True):
+        return f"lost for {link.get('silence_s', 0.0):.0f} s"
+    silence_s = link.get("silence_s", 0.0)
+    return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _info_as_json(info: RunInfo) -> dict[str, Any]:
+    methods = [[*key, label] for key, label in info.methods.items()]
+    return {**asdict(info), "folder": str(info.folder), "methods": methods}
+
+
+def _info_of(found: Mapping[str, Any], folder: Path) -> RunInfo:
+    methods = {(cut, way): label for cut, way, label in found["methods"]}
+    return RunInfo(**{**found, "folder": folder, "methods": methods, "cuts": tuple(found["cuts"])})

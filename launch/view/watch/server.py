@@ -1,0 +1,236 @@
+"""The page over HTTP: two addresses, nothing that is read from disk by name, nothing to change.
+
+`/` is the page without data, `/events` what it shows, as server-sent events. It runs on uvicorn
+alone: for two addresses a framework would only add code between a client and its deadlines.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from thinpipe.launch.view.report.html import content_policy, page
+from thinpipe.launch.view.watch.follow import Followed, Moment, compared
+
+_Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+PERIOD_S = 1.0
+_SHARE = 0.02
+"""Of the time, that reading may take: less often for a run with many steps."""
+_ALIVE_S = 10.0
+_MOST_STREAMS = 64
+_MOST_WAITING = 128
+"""Connections without a whole request; beyond, the oldest are closed."""
+_REQUEST_S, _WRITE_S = 10.0, 20.0
+_MOST_HEADERS = 8192
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+_HEADERS = {
+    "content-security-policy": f"{content_policy()}; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+    "connection": "close",
+}
+
+
+class Site:
+    """An ASGI application that shows runs; with a `token`, only to who has it."""
+
+    def __init__(self, runs: Sequence[Followed], token: str | None) -> None:
+        self._runs, self._token = runs, token
+        self._streams = 0
+        self._news, self._version = asyncio.Condition(), 0
+        self._reader: asyncio.Task[None] | None = None
+        self._compared: str | None = None
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
+    ) -> None:
+        headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        problem = self._refusal(scope["path"], scope["method"], headers)
+        if problem is not None:
+            await _answer(send, *problem)
+        elif scope["path"] == "/":
+            await _answer(send, 200, self._page, "text/html; charset=utf-8")
+        else:
+            await self._stream(receive, send)
+
+    def _refusal(
+        self, path: str, method: str, headers: Mapping[str, str]
+    ) -> tuple[int, bytes] | None:
+        """Status and words, if a request gets nothing."""
+        host = headers.get("host", "").rsplit(":", 1)[0] if self._token is None else _LOOPBACK[0]
+        if host not in _LOOPBACK:  # a site whose name was made to lead to this machine
+            return 403, b"this page is at localhost; --listen serves it to other machines\n"
+        if path not in ("/", "/events"):
+            return 404, b"no such page\n"
+        if method != "GET":
+            return 405, b"this page can only be read\n"
+        if path == "/events":
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if self._token is not None and not hmac.compare_digest(given, self._token.encode()):
+                return 401, b"use the whole link that was printed where this was started\n"
+            if self._streams >= _MOST_STREAMS:
+                return 503, b"too many readers; try again later\n"
+        return None
+
+    @cached_property
+    def _page(self) -> bytes:
+        return page("ThinPipe", None).encode()
+
+    async def _stream(self, receive: _Receive, send: _Send) -> None:
+        """Tell a client all, then what changes, until it leaves or takes no more."""
+        left = asyncio.create_task(_left(receive))
+        self._streams += 1
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read())
+        try:
+            await send(_start(200, "text/event-stream"))
+            shown: list[Moment | None] = [None] * len(self._runs)
+            told: str | None = None
+            while not left.done():
+                version = self._version
+                messages = [
+                    run.moment.since(number, shown[number])
+                    for number, run in enumerate(self._runs)
+                    if run.moment is not None and run.moment is not shown[number]
+                ]
+                shown = [run.moment for run in self._runs]
+                if self._compared != told:
+                    told = self._compared
+                    messages.append(told or "")
+                for text in messages or self._alive():
+                    await send(_body(f"data: {text}\n\n"))
+                await self._next(version, left)
+        finally:
+            self._streams -= 1
+            left.cancel()
+
+    def _alive(self) -> list[str]:
+        return [
+            json.dumps({"run": number, "parts": {}, "silent_s": round(run.silent_s)})
+            for number, run in enumerate(self._runs)
+            if run.moment is not None
+        ] or ["{}"]
+
+    async def _next(self, version: int, left: "asyncio.Task[None]") -> None:
+        """Wait for something new, the client's end, or for long enough to show signs of life."""
+
+        async def news() -> None:
+            async with self._news:
+                await self._news.wait_for(lambda: self._version != version)
+
+        waiting = asyncio.create_task(news())
+        await asyncio.wait({waiting, left}, timeout=_ALIVE_S, return_when="FIRST_COMPLETED")
+        waiting.cancel()
+
+    async def _read(self) -> None:
+        """Read the folders while anybody looks."""
+        loop = asyncio.get_running_loop()
+        while self._streams:
+            began_s = loop.time()
+            found = [await asyncio.to_thread(run.refresh) for run in self._runs]
+            if any(found) or self._compared is None:
+                message = await asyncio.to_thread(compared, self._runs)
+                self._compared = json.dumps(message) if message else None
+                async with self._news:
+                    self._version += 1
+                    self._news.notify_all()
+            took_s = loop.time() - began_s
+            await asyncio.sleep(max(PERIOD_S, took_s / _SHARE))
+
+
+class Connection(H11Protocol):
+    """A client's, with deadlines for its request and for taking what it asked for.
+
+    Of connections that lack a whole request, there is a limit.
+    """
+
+    _waiting: ClassVar[dict["Connection", asyncio.TimerHandle]] = {}
+    _full: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting[self] = self.loop.call_later(_REQUEST_S, transport.abort)
+        if len(self._waiting) > _MOST_WAITING:
+            next(iter(self._waiting)).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None:
+            self._served()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._full = self.loop.call_later(_WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._full is not None:
+            self._full.cancel()
+
+    def shutdown(self) -> None:
+        self.transport.abort()  # streams have no end of their own
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.loop.call_later(_WRITE_S, self.transport.abort)  # all of it must have been taken
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._served()
+        super().connection_lost(exc)
+
+    def _served(self) -> None:
+        if (deadline := self._waiting.pop(self, None)) is not None:
+            deadline.cancel()
+
+
+def serve(runs: Sequence[Followed], host: str, sock: Any, token: str | None) -> None:
+    """Serve until interrupted, on a socket that listens already."""
+    config = uvicorn.Config(
+        Site(runs, token),
+        host=host,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=_MOST_HEADERS,
+    )
+    uvicorn.Server(config).run(sockets=[sock])
+
+
+async def _left(receive: _Receive) -> None:
+    """Wait until the client is gone; what it sends meanwhile is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(
+    send: _Send, status: int, body: bytes, kind: str = "text/plain; charset=utf-8"
+) -> None:
+    await send(_start(status, kind, str(len(body))))
+    await send({"type": "http.response.body", "body": body})
+
+
+def _start(status: int, kind: str, length: str | None = None) -> MutableMapping[str, Any]:
+    headers = {"content-type": kind, **_HEADERS, **({"content-length": length} if length else {})}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+def _body(text: str) -> MutableMapping[str, Any]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": True}

@@ -1,0 +1,80 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.records import run_info, step_record
+from tests.waiting import until
+from thinpipe.launch.view.report import journal
+from thinpipe.launch.view.report.content import Story, content
+from thinpipe.launch.view.report.journal import Journal, Told, add_note, read_notes
+from thinpipe.launch.view.report.rows import Rows
+from thinpipe.launch.view.report.summary import summarize
+
+LINK = {
+    "sent_nbytes": 2_500_000, "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0,
+    "longest_silence_s": 0.2,
+}  # fmt: skip
+PLACE = {"rank": 0, "host": "one", "stages": [0], "replica": 0, "shard": 0}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    info = run_info((6, 12), folder=tmp_path, shards=2)
+    with Journal(info, [PLACE]):
+        add_note(tmp_path, "resumed from step 4", 4)
+        add_note(tmp_path, "warning: a <b>channel</b> is massive", 5)
+        add_note(tmp_path, "Once upon\na time", 9, "sample")
+    told = Told(tmp_path)
+    assert (told.info, told.places, told.edges) == (info, [PLACE], [])
+    notes = read_notes(tmp_path)
+    assert [note["kind"] for note in notes] == ["note", "warning", "sample"]
+    assert (notes[2]["text"], notes[2]["step"]) == ("Once upon\na time", 9)
+
+
+def test_connections_are_followed_between_steps_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "PERIOD_S", 0.01)
+    link = dict(LINK)
+    host = {"name": "one", "links": {"two": link}, "trace": []}
+    with Journal(run_info((), folder=tmp_path), [], lambda: host):
+        assert Told(tmp_path).edges[0]["bytes"] == 2_500_000
+        link["sent_nbytes"] = 7
+        until(lambda: Told(tmp_path).edges[0]["bytes"] == 7)
+
+
+@pytest.mark.parametrize(
+    ("link", "state"),
+    [
+        ({"connected": True, "silence_s": 0.3}, "up"),
+        ({"connected": True, "silence_s": 7.2}, "silent for 7 s"),
+        ({"connected": False, "silence_s": 61.0}, "lost for 61 s"),
+        ({"connected": False, "silence_s": 9.0, "left": True}, "has left"),
+    ],
+)
+def test_the_state_of_a_connection_is_shown_while_it_is_new(
+    link: dict[str, object], state: str, tmp_path: Path
+) -> None:
+    host = {"name": "one", "links": {"two": {**LINK, **link}}, "trace": []}
+    info = run_info((), folder=tmp_path)
+    Journal(info, [], lambda: host).write()
+    told = Told(tmp_path)
+    assert [*map(tuple, told.now)] == [("one", "two", state)]
+    steps = [step_record(1)]
+    story = Story(info, steps, summarize(info, steps, told.edges), now=told.now)
+    (table,) = content(story, Rows(steps))["tables"]
+    assert (table["heads"][-1], table["rows"][0][-1]) == ("Now", state)
+    os.utime(tmp_path / "state.json", (0, 0))
+    assert Told(tmp_path).now == []
+
+
+def test_damaged_files_are_named_or_left_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no state.json; name the folder of a run"):
+        Told(tmp_path)
+    (tmp_path / "state.json").write_text('{"info": 3}')
+    with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
+        Told(tmp_path)
+    line = json.dumps({"at_s": 1.0, "step": 1, "kind": "note", "text": "kept"})
+    (tmp_path / "notes.jsonl").write_text(f'{{"half\n[1]\n{{}}\n{line}\n')
+    assert [note["text"] for note in read_notes(tmp_path)] == ["kept"]

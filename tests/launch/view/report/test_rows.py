@@ -1,0 +1,39 @@
+import math
+from dataclasses import replace
+
+from tests.records import step_record, wire_totals
+from thinpipe.launch.view.report.rows import MOST_ROWS, Rows
+
+
+def test_a_short_run_has_a_row_for_every_step() -> None:
+    first = step_record(1, loss=math.inf, skipped=True, wire=wire_totals([6], channel_error=0.5))
+    columns = Rows([first, step_record(2, loss=2.0, eval={"loss": 1.5, "accuracy": 1.0})]).columns()
+    assert columns["step"] == [1, 2]
+    assert columns["loss"] == [None, 2.0]
+    assert (columns["skipped"], columns["eval"]) == ([1.0, None], [None, 1.5])
+    assert (columns["6 forward"], columns["channel_error forward"]) == ([1000, None], [0.5, None])
+    assert not {"low", "high", "accuracy"} & columns.keys()
+
+
+def test_a_long_run_is_thinned_out_but_keeps_extremes_marks_and_the_end() -> None:
+    records = [step_record(step, loss=2.0 + step % 2) for step in range(1, 20_001)]
+    records[12_344] = replace(records[12_344], loss=99.0, eval={"loss": 0.5}, skipped=True)
+    rows = Rows(records)
+    columns = rows.columns()
+    assert MOST_ROWS / 2 <= len(rows) < MOST_ROWS
+    assert rows.stride == 8
+    assert (columns["step"][0], columns["step"][-1]) == (8, 20_000)
+    assert (columns["low"][0], columns["loss"][0], columns["high"][0]) == (2.0, 2.5, 3.0)
+    row = columns["eval"].index(0.5)
+    assert (columns["high"][row], columns["skipped"][row]) == (99.0, 1.0)
+    assert abs(columns["step"][row] - 12_345) < 8
+
+
+def test_the_row_that_is_not_full_changes_with_each_step() -> None:
+    rows = Rows([step_record(step) for step in range(1, MOST_ROWS + 1)])
+    assert (rows.stride, len(rows)) == (2, MOST_ROWS // 2)
+    rows.add(step_record(MOST_ROWS + 1, loss=4.0))
+    assert rows.columns(MOST_ROWS // 2)["loss"] == [4.0]
+    rows.add(step_record(MOST_ROWS + 2, loss=6.0))
+    assert rows.columns(MOST_ROWS // 2)["loss"] == [5.0]
+    assert rows.columns(MOST_ROWS // 2)["step"] == [MOST_ROWS + 2]

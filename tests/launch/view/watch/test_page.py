@@ -1,0 +1,260 @@
+"""The page in a real browser: live, on a phone, by keyboard, for a screen reader."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser import DESKTOP, PHONE, Browser, browser
+from tests.commands import Command
+from tests.launch.test_train import run_file
+from tests.ports import free_port
+from tests.runs import EVIL, HOSTS, append, records, served, write_run
+from tests.waiting import until
+from thinpipe.launch.view.report.journal import add_note
+from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.launch.view.watch.cli import watch
+
+__all__ = ["run_file"]
+RIGHT, LEFT, HOME, END = "\ue014", "\ue012", "\ue011", "\ue010"
+PLOT = "#loss .plot"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+def exported(folder: Path, count: int, *, name: str = "run") -> str:
+    write_run(folder, records(count), name=name, total_steps=count)
+    watch([str(folder)], export=folder / "page.html")
+    return (folder / "page.html").as_uri()
+
+
+def visible(tab: Browser) -> list[str]:
+    return list(
+        tab.run("return [...document.querySelectorAll('section:not([hidden])')].map(s => s.id)")
+    )
+
+
+def test_a_page_follows_a_run(tab: Browser, tmp_path: Path) -> None:
+    steps = records(40)
+    tab.resize(*DESKTOP)
+    with served(write_run(tmp_path / "run", [])) as (port, _):
+        tab.open(f"http://localhost:{port}/")
+        tab.wait(lambda: "Waiting for the first step" in tab.text("#state"))
+        append(tmp_path / "run", steps[:10])
+        tab.wait(lambda: "Live. Step 10 of 40. About" in tab.text("#state"))
+        assert tab.text("#cards .card:last-child strong") == "2.5 s"
+        append(tmp_path / "run", steps[10:39])
+        add_note(tmp_path / "run", "warning: it is slow", 39)
+        tab.wait(lambda: "Step 39 of 40" in tab.text("#state"))
+        tab.wait(lambda: "it is slow" in tab.text("#notes"))
+        assert tab.run("return document.querySelectorAll('#loss canvas').length") == 1
+        write_run(tmp_path / "run", steps)
+        append(tmp_path / "run", steps[39:])
+        tab.wait(lambda: "Finished." in tab.text("#state"))
+        assert tab.run("return document.getElementById('progress').hidden")
+        assert visible(tab) == [
+            *("loss", "speed", "bytes", "error", "places", "edges", "samples", "notes", "details")
+        ]
+        assert tab.complaints() == []
+    tab.wait(lambda: "No connection to the run's machine" in tab.text("#state"))
+    assert all("net::ERR" in complaint for complaint in tab.complaints())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None:
+    port = free_port()
+    settings = (
+        f"watch.port={port}",
+        "train.epochs=60",
+        "eval.samples=2",
+        "checkpoint.every_steps=99",
+    )
+    run = Command("train", run_file, *(word for s in settings for word in ("--set", s)))
+    tab.resize(*PHONE)
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    try:
+        until(lambda: metrics.is_file() and metrics.stat().st_size)
+        tab.open("about:blank")
+
+        def is_there() -> bool:
+            try:
+                tab.open(f"http://localhost:{port}/")
+            except Exception:  # refused as yet
+                return False
+            return True
+
+        tab.wait(is_there)
+        tab.wait(lambda: "Live. Step" in tab.text("#state"))
+        first = tab.text("#state")
+        tab.wait(lambda: tab.text("#state") != first)
+        seen = tab.run("return runs[0].columns.loss")
+        assert f"watch at http://localhost:{port}/" in tab.text("#notes")
+        assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
+    finally:
+        tab.open("about:blank")
+        done = run.done()
+    assert done.returncode == 0, done.stderr
+    losses = [record.loss for record in read_metrics(metrics)]
+    assert len(losses) == 300
+    assert seen == pytest.approx(losses[: len(seen)], rel=1e-6)
+    tab.open((run_file.parent / "run" / "report.html").as_uri())
+    tab.wait(lambda: tab.text("#state") == "Finished.")
+    assert "samples" in visible(tab)
+    assert tab.complaints() == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_a_finished_run_is_whole_and_accessible(
+    tab: Browser, tmp_path: Path, size: tuple[int, int], dark: bool
+) -> None:
+    tab.resize(*size, dark=dark)
+    tab.open(exported(tmp_path / "run", 200))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    assert tab.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert tab.run("return document.querySelectorAll('canvas').length") == 6
+    assert tab.complaints() == []
+    small = """return [...document.querySelectorAll('button, select')].filter(
+        b => b.offsetHeight < arguments[0] || b.offsetWidth < arguments[0]).length"""
+    assert tab.run(small, 44 if size == PHONE else 24) == 0
+    assert tab.axe() == []
+
+
+def test_text_of_others_is_shown_and_runs_nothing(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*DESKTOP)
+    with served(write_run(tmp_path / "run", records(20), name=EVIL)) as (port, _):
+        for link in (f"http://localhost:{port}/", exported(tmp_path / "file", 20, name=EVIL)):
+            tab.open(link)
+            tab.wait(lambda: tab.text("#name") == EVIL)
+            assert tab.run("return document.title") == f"{EVIL} - ThinPipe"
+            assert EVIL in tab.text("#samples")
+            assert EVIL in tab.text("#notes .warning")
+            assert tab.run("return document.querySelectorAll('img').length") == 0
+            assert tab.complaints() == []
+        tab.run("document.body.insertAdjacentHTML('beforeend', arguments[0])", EVIL)  # a mistake
+        tab.wait(lambda: any("Content Security Policy" in text for text in tab.complaints()))
+        assert tab.run("return document.title") != "pwned"
+
+
+def test_the_token_is_in_the_link_alone(tab: Browser, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run", records(20)), listen="0.0.0.0") as (port, links):
+        token = links[0].partition("#")[2]
+        tab.open(f"http://127.0.0.1:{port}/")
+        tab.wait(lambda: "with its token" in tab.text("#state"))
+        tab.open(f"http://127.0.0.1:{port}/#{token}")
+        tab.wait(lambda: "Step 20 of 40" in tab.text("#state"))
+        sent = tab.run("return performance.getEntriesByType('resource').map(e => e.name)")
+        assert not any(token in address for address in sent)
+
+
+def test_charts_are_read_and_zoomed_by_keyboard(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*DESKTOP)
+    tab.open(exported(tmp_path / "run", 200))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    said = "#loss output"
+    label = tab.run("return document.querySelector(arguments[0]).getAttribute('aria-label')", PLOT)
+    assert label.startswith("Loss by step. step 200: ")
+    tab.press(PLOT, HOME)
+    assert tab.text(said).startswith("step 1: each step ")
+    tab.press(PLOT, RIGHT, RIGHT, LEFT)
+    assert tab.text(said).startswith("step 2: ")
+    tab.press(PLOT, END)
+    assert "evaluation, compressed" in tab.text(said)
+    scale = "const s = charts.get('loss Loss by step').u.scales.x; return [s.min, s.max]"
+    assert tab.run(scale) == [1, 200]
+    tab.press(PLOT, "+", "+")
+    low, high = tab.run(scale)
+    assert high - low == pytest.approx(199 / 4)
+    assert high == 200
+    tab.run("document.querySelector('#loss [title=earlier]').click()")
+    assert tab.run(scale) == pytest.approx([low - (high - low) / 2, high - (high - low) / 2])
+    tab.press(PLOT, "0")
+    assert tab.run(scale) == [1, 200]
+
+
+def test_smoothing_says_what_it_is_and_no_colour_is_needed(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*DESKTOP)
+    tab.open(exported(tmp_path / "run", 200))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    legend = "return [...document.querySelectorAll('#loss .legend li')].map(i => i.textContent)"
+    assert tab.run(legend) == [
+        *("each step", "smoothed: line fitted to \u00b15 steps"),
+        *("skipped step", "evaluation, compressed", "evaluation"),
+    ]
+    looks = """return [...document.querySelectorAll('#edges .legend svg, #bytes .legend svg')]
+        .map(s => [s.firstChild.getAttribute('d'), s.firstChild.style.strokeDasharray].join())"""
+    assert tab.run(looks) == [",", ",8, 5", ","]
+    tab.run("""const s = document.getElementById('smoothing'); s.value = '0';
+        s.dispatchEvent(new Event('change'))""")
+    tab.wait(lambda: tab.run(legend)[:2] == ["each step", "skipped step"])
+
+
+def test_runs_lie_over_each_other(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*PHONE)
+    folders = [
+        write_run(tmp_path / str(n), records(20 + 10 * n, seed=n), name=f"run {n}") for n in (0, 1)
+    ]
+    with served(*folders) as (port, _):
+        tab.open(f"http://localhost:{port}/")
+        tab.wait(lambda: visible(tab)[:1] == ["compared"] and "Steps done" in tab.text("#compared"))
+        assert tab.text("#compared .legend").count("run 1, ") == 2
+        assert tab.text("#name") == "run 0"
+        tab.run("document.querySelectorAll('#runs button')[1].click()")
+        tab.wait(lambda: tab.text("#name") == "run 1")
+        assert tab.run("return document.querySelectorAll('#runs [aria-pressed=true]').length") == 1
+        steps = tab.run("return charts.get('loss Loss by step').steps.length")
+        assert steps == 30
+        assert tab.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert tab.axe() == []
+
+
+def test_a_long_run_is_drawn_smoothly(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*PHONE)
+    tab.open(exported(tmp_path / "run", 20_000))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    took = tab.driver.execute_async_script("""const [done] = arguments;
+        const chart = charts.get('loss Loss by step'), begin = performance.now();
+        let drawn = 0;
+        chart.u.hooks.draw.push(() => { drawn += 1; });
+        (async () => {
+            for (let i = 0; i < 20; i++) { chart.zoom(i % 2 ? 2 : 0.5); await null; await null; }
+            done([drawn, (performance.now() - begin) / 20]);
+        })()""")
+    assert took[0] == 20, "all are drawn"
+    assert took[1] < 100, "ms for one; an idle machine takes two"
+    assert "lowest" in tab.text("#loss .legend")
+
+
+def test_memory_stays_flat_while_a_run_goes_on(tab: Browser, tmp_path: Path) -> None:
+    """Of a page that is told of 600 changes, as of ten minutes."""
+    tab.resize(*DESKTOP)
+    tab.open(exported(tmp_path / "run", 400))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    (message,) = json.loads(tab.run("return document.getElementById('data').textContent"))
+    last = {name: column[-1:] for name, column in message["columns"].items()}
+
+    def heap() -> int:
+        tab.driver.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+        found = tab.driver.execute_cdp_cmd("Runtime.getHeapUsage", {})
+        return int(found["usedSize"])
+
+    def change(times: int) -> None:
+        script = """for (let i = 0; i < arguments[2]; i++) {
+            arguments[0].cards[0][1] = String(i);
+            const parts = structuredClone(arguments[0]);
+            apply({ run: 0, start: 399, columns: arguments[1], parts });
+            render(); }"""
+        tab.run(script, message["parts"], last, times)
+
+    change(100)
+    before = heap()
+    change(500)
+    assert heap() < before + 2_000_000
+    assert tab.run("return runs[0].columns.step.length") == 400
+    assert HOSTS[0] in tab.text("#places")
