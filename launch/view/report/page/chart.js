@@ -22,6 +22,16 @@ function scaled(value, base, units) {
   while (Math.abs(value) >= 999.5 && power < units.length - 1) { value /= base; power += 1; }
   return `${Number(value.toPrecision(3))} ${units[power]}`.trim();
 }
+
+/* uPlot's own begin at the lowest value, wherever that is. */
+function decades(low, high) {
+  const found = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) {
+    found.push(...[1, 2, 5].map(digit => digit * power).filter(value => value >= low && value <= high));
+  }
+  return found;
+}
+
 const worded = (value, unit) => unit === "bytes" ? scaled(value, 1000, ["B", "kB", "MB", "GB", "TB"])
   : Math.abs(value) >= 1e4 ? scaled(value, 1000, ["", "k", "M", "G"])
   : String(Number(value.toPrecision(4)));
@@ -135,7 +145,8 @@ class Chart {
       padding: [14, 22, 0, 0], legend: { show: false }, cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (u, low, high) => this.span(low, high) } },
       axes: [{ ...axis, size: 32, space: 70, values: (u, ticks) => ticks.map(t => Number.isInteger(t) ? t.toLocaleString("en") : "") },
-        { ...axis, size: 66, space: 36, values: (u, ticks) => ticks.map(t => this.tick(t)) }],
+        { ...axis, size: 66, space: 36, values: (u, ticks) => ticks.map(t => worded(t, spec.unit)),
+          ...(log && { splits: (u, axis, low, high) => decades(low, high), filter: (u, ticks) => ticks }) }],
       series: [{}, ...series],
       hooks: { draw: [u => this.marks(u)], setCursor: [u => this.read(u.cursor.idx)],
         setScale: [(u, key) => { if (key === "x") this.zoomed(u); }] },
@@ -150,13 +161,6 @@ class Chart {
   }
 
   single(line) { return !isMark(line) && line.values.filter(finite).length === 1; }
-
-  tick(value) {
-    if (value === null || value === undefined) return "";
-    if (!this.spec.log) return worded(value, this.spec.unit);
-    const digit = value / 10 ** Math.floor(Math.log10(value) + 1e-9);
-    return [1, 2, 5].some(d => Math.abs(d - digit) < 1e-6) ? worded(value, this.spec.unit) : "";
-  }
 
   span(low, high) {
     const levels = (this.spec.levels || []).map(level => level[1]);
