@@ -117,7 +117,7 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
         raise ValueError(
             f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
         )
-    return partial(stream_rows, source, config.fields)
+    return partial(stream_rows, source, config.fields, optional)
 
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
