@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.launch.data.chat.styles import STYLES
 from tests.launch.data.chat.styles import saved as tokenizer_of
 from tests.launch.trained.test_model import run_of, saved
 from tests.ports import free_port
+from tests.waiting import PATIENCE_S
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
@@ -149,13 +152,9 @@ def test_the_page_on_chat_models_holds(tmp_path: Path, monkeypatch: pytest.Monke
     here = f"127.0.0.1:{free_port()}"
     train = [here if word == "host0:29500" else word for word in train]
     train += ["--set", "train.lr=0.02", "--set", "train.epochs=6"]
-    machines = []
-    for folder in (tmp_path, other):
-        monkeypatch.chdir(folder)
-        machines.append(Command(*train))
-    for machine in machines:
-        done = machine.done()
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "thinpipe.launch", *train]
+    machines = [subprocess.Popen(command, cwd=folder) for folder in (tmp_path, other)]
+    assert [machine.wait(PATIENCE_S) for machine in machines] == [0, 0]
     (first,) = (one for one in (tmp_path, other) if (one / "runs/chat/config.toml").exists())
     monkeypatch.chdir(first)
     done = Command(*generate, "--temperature", "0").done()
