@@ -123,7 +123,7 @@ class Items:
         if state is not None:
             self._iterable.load_state_dict(copy.deepcopy(state))
             self._origin.moved = True
-        iterator = iter(self._iterable)
+        iterator: Iterator[Any] = iter(self._iterable)
         if iterator is self._iterable:
             raise ValueError(
                 f"{self._name} can be read once only, and a resumed run reads it again from its "
@@ -185,13 +185,13 @@ class StreamSet:
         self._size, self._seed, self._total = block, seed, total
         self.notes: tuple[str, ...] = ()
         self.longest = longest
-        self._start = {
+        self._start: dict[str, Any] = {
             "first": 0,
             "number": 0,
             "items": self._place(),
             "carry": torch.zeros(0, dtype=torch.int32),
         }
-        self._state = self._start
+        self._state = dict(self._start)
         self._read()
 
     def __len__(self) -> int:
