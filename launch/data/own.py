@@ -9,6 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -224,7 +225,8 @@ def digest_item(item: Any, digest: Any) -> str | None:
     unlike = None
     for leaf in tree_leaves(_plain(item)):
         if hasattr(leaf, "__array__"):
-            leaf = torch.as_tensor(leaf)
+            with suppress(TypeError):  # one of strings
+                leaf = torch.as_tensor(leaf)
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous()
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())

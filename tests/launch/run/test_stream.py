@@ -1,14 +1,16 @@
 """Samples without a length: each once, shared among replicas, found again by a resume."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.own import Reading
+from thinpipe.launch.data.own import OwnSet, Reading
 from thinpipe.launch.data.streams.stream import StreamSampler, StreamSet, own_stream
 from thinpipe.launch.run.run import check_stream
 
@@ -152,6 +154,22 @@ def test_two_runs_of_one_object_begin_at_its_beginning(sticky: bool) -> None:
     assert seen(third, range(1)) == [[0, 1, 2, 3]]
     with pytest.raises(ValueError, match=r"Placed: another run, or run.batches once more, began"):
         seen(resumed, range(1, 9))
+
+
+def test_items_may_hold_what_only_a_collate_function_knows() -> None:
+    class Words(Numbers):
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(self.count):
+                yield {"words": np.array(["a", "b"]), "at": object(), "number": number}
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        numbers = torch.tensor([item["number"] for item in items])
+        return {"numbers": numbers, "labels": numbers}
+
+    samples = own_stream(Words(100), "words", 4, 10, Reading(collate))
+    assert samples.batch([0, 1]).inputs_BT["numbers"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="words: sample 0 holds a ndarray, which ranks cannot"):
+        _ = OwnSet([(np.array(["a"]), 1)], "words").digest
 
 
 def test_an_object_that_does_not_begin_again_is_named() -> None:
