@@ -1,11 +1,13 @@
 """Fine-tuning on conversations across three cuts, against plain transformers and torch.
 
     python -m benchmarks.fidelity.chat --model smollm2 --folder runs/chat_check --steps 6
+    python -m benchmarks.fidelity.chat --model smollm2 --folder runs/chat --steps 90 --transform
 
 Makes 400 conversations of three turns, trains the model of a Hugging Face folder on them in four
-stages with raw cuts, and then in this process without ThinPipe: `apply_chat_template`, a loop and
-AdamW, with the samples of each step in the same order. Prints both held-out losses on the tokens
-of the assistant, their difference, and the largest one of a step's loss.
+stages, and then in this process without ThinPipe: `apply_chat_template`, a loop and AdamW, with the
+samples of each step in the same order. Cuts are raw and the rate is constant; with `--transform`
+cuts are transforms of steps .7 and .9 and the rate falls as a cosine. Prints both held-out losses
+on the tokens of the assistant, their difference, and the largest one of a step's loss.
 """
 
 import argparse
@@ -45,16 +47,22 @@ cuts = [8, 15, 23]
 device = "cpu"
 microbatches = 2
 [[boundary]]
-forward = {{ kind = "raw" }}
-backward = {{ kind = "raw" }}
+forward = {{ {forward} }}
+backward = {{ {backward} }}
 [train]
-epochs = 1
+epochs = {epochs}
 max_steps = {steps}
 batch_size = {batch}
 lr = {lr}
 warmup_steps = 0
-decay = "none"
+decay = "{decay}"
 """
+_RAW = {"decay": "none", "forward": 'kind = "raw"', "backward": 'kind = "raw"'}
+_TRANSFORM = {
+    "decay": "cosine",
+    "forward": 'kind = "transform", step = 0.7',
+    "backward": 'kind = "transform", step = 0.9',
+}
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -99,9 +107,11 @@ def _loss(model: Any, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor,
     return cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
 
 
-def plain(folder: str, talks: list[list[dict[str, str]]], steps: int) -> Iterator[float]:
+def plain(
+    folder: str, talks: list[list[dict[str, str]]], steps: int, schedule: str
+) -> Iterator[float]:
     """The loss of each step, and at last the held-out one."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -110,11 +120,13 @@ def plain(folder: str, talks: list[list[dict[str, str]]], steps: int) -> Iterato
     training = [one for number, one in enumerate(samples) if number % 10 != 9]
     sampler = EpochSampler(len(training), batch_size=_BATCH, replicas=1, replica=0, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
+    rates = get_scheduler(schedule, optimizer, 0, steps)
     for step in range(steps):
         total, count = _loss(model, [training[i] for i in sampler.ids(step).tolist()])
         torch.autograd.backward(total / count)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        rates.step()
         optimizer.zero_grad()
         yield float(total.detach()) / count
     with torch.no_grad():
@@ -129,13 +141,16 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--transform", action="store_true")
     options = parser.parse_args()
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True)
     talks = [conversation(number) for number in range(_COUNT)]
     rows = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
     (folder / "talks.jsonl").write_text(rows, encoding="utf-8")
-    sizes = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": options.steps}
+    sizes: dict[str, Any] = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": options.steps}
+    sizes["epochs"] = -(-options.steps * _BATCH // (_COUNT - _COUNT // 10))
+    sizes |= _TRANSFORM if options.transform else _RAW
     run_file = folder / "run.toml"
     text = _RUN.format(folder=folder, model=Path(options.model).resolve(), **sizes)
     run_file.write_text(text, encoding="utf-8")
@@ -144,10 +159,20 @@ def main() -> None:
     records = read_metrics(folder / "run" / "metrics.jsonl")
     assert records[-1].eval, "evaluated at the end"
     ours = [*(record.loss for record in records), records[-1].eval["loss"]]
-    theirs = [*plain(options.model, talks, options.steps)]
+    schedule = "cosine" if options.transform else "constant"
+    theirs = [*plain(options.model, talks, options.steps, schedule)]
     gaps = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    found = {"steps": options.steps, "held_out": ours[-1], "held_out_plain": theirs[-1]}
+    found: dict[str, Any] = {
+        "steps": options.steps,
+        "held_out": ours[-1],
+        "held_out_plain": theirs[-1],
+    }
     found |= {"held_out_gap": gaps[-1], "largest_step_gap": max(gaps[:-1]), "first": theirs[0]}
+    found |= {"held_out_compressed": records[-1].eval.get("loss_compressed")}
+    for epoch in range(1, records[-1].epoch + 1):
+        sent = [total for one in records if one.epoch == epoch for total in one.wire]
+        fp32 = 4 * sum(total.values for total in sent)
+        found[f"ratio_fp32_epoch_{epoch}"] = fp32 / sum(total.nbytes for total in sent)
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -87,13 +87,14 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         row = Row(str(form.path), {field: text})
         files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
-    rows, nbytes = list[Row](), 0
-    for columns in all_columns(form):
+    rows, nbytes, known = list[Row](), 0, row_count(source.forms)
+    # without a count the bytes of whole rows say how many there are
+    read = None if known is None else (config.fields, config.optional_fields)
+    for columns in all_columns(form, columns=read):
         rows += rows_of(source.forms, columns, config.fields)
         nbytes += sum(len(str(value)) for column in columns.values() for value in column)
         if nbytes >= _HEAD_NBYTES:
             break
-    known = row_count(source.forms)
     count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
     whole = f"{'' if known else 'about '}{format_count(count)} rows"
     return rows, min(1.0, len(rows) / max(1, count)), whole

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -116,24 +117,13 @@ class OwnSet:
         digest = hashlib.sha256(str(len(self)).encode())
         for index in chosen:
             item = self._dataset[self._first + index]
-            for leaf in tree_leaves(_plain(item)):
-                self._digest_one(leaf, index, digest)
+            unlike = digest_item(item, digest)
+            if unlike is not None:
+                raise ValueError(
+                    f"{self._name}: sample {index} holds a {unlike}, which ranks cannot "
+                    "compare; return tensors, numbers and strings"
+                )
         return digest.hexdigest()
-
-    def _digest_one(self, leaf: Any, index: int, digest: Any) -> None:
-        if hasattr(leaf, "__array__"):
-            leaf = torch.as_tensor(leaf)
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous()
-            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-            digest.update(leaf.view(-1).view(torch.uint8).numpy().tobytes())
-        elif leaf is None or isinstance(leaf, str | int | float | bytes):
-            digest.update(repr(leaf).encode())
-        else:
-            raise ValueError(
-                f"{self._name}: sample {index} holds a {type(leaf).__name__}, which ranks cannot "
-                "compare; return tensors, numbers and strings"
-            )
 
     def _checked(self, numbered: tuple[int, Any]) -> PyTree:
         """An item as tensors."""
@@ -228,6 +218,25 @@ def _of_loader(
             reading.shuffle and type(loader.sampler) is RandomSampler,
         ),
     )
+
+
+def digest_item(item: Any, digest: Any) -> str | None:
+    """Add an item to a digest; the type of what cannot be compared, if it holds such a thing."""
+    unlike = None
+    for leaf in tree_leaves(_plain(item)):
+        if hasattr(leaf, "__array__"):
+            with suppress(TypeError):  # one of strings
+                leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous()
+            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            digest.update(leaf.view(-1).view(torch.uint8).numpy().tobytes())
+        elif leaf is None or isinstance(leaf, str | int | float | bytes):
+            digest.update(repr(leaf).encode())
+        else:
+            unlike = type(leaf).__name__
+            digest.update(unlike.encode())
+    return unlike
 
 
 def _plain(value: Any) -> Any:

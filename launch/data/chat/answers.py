@@ -114,10 +114,27 @@ def encode_chat(
         text = template.render(messages, tools)
         whole = _Text(text, tokenizer, ends)
         places = _places(whole, messages, tools, template)
+    _check_calls(text, messages, tools, template)
     ranges = [whole.range(*place) for place in places]
     tokens = tokenizer.begun(whole.tokens)
     shift = len(tokens) - len(whole.tokens)
     return Encoded(tokens, [(first + shift, last + shift) for first, last in ranges], spoken)
+
+
+def _check_calls(
+    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
+) -> None:
+    """A template that knows no calls of tools would teach to answer with nothing."""
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT or not message.get("tool_calls"):
+            continue
+        silent = {name: value for name, value in message.items() if name != "tool_calls"}
+        try:
+            without = template.render([*messages[:number], silent, *messages[number + 1 :]], tools)
+        except TemplateError:
+            continue  # it needs them
+        if without == text:
+            raise UnclearError("the chat template writes nothing of a call of tools")
 
 
 def _places(

@@ -5,7 +5,7 @@ first, as wholes. An answer is never cut: if it does not fit, the row is rejecte
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from thinpipe.launch.data.tokenizer import Tokenizer
 LossOn = Literal["assistant", "last", "all"]
 CUT_PROMPT = "prompts cut from the left to fit data.sequence_length"
 CUT_TURNS = "conversations without their first turns, answers included, to fit data.sequence_length"
+NO_TOOLS = "conversations with tools, of which the chat template writes nothing"
 _TOO_LONG = "its answer is longer than data.sequence_length"
 
 
@@ -118,7 +119,11 @@ class ChatEncoder:
             return Rejected(row.where, f"the chat template refuses it ({error})")
         except UnclearError as error:
             return Rejected(row.where, str(error))
-        return _fitted(row, found.tokens, learnt, self._tokenizer, self._limits, remark)
+        fitted = _fitted(row, found.tokens, learnt, self._tokenizer, self._limits, remark)
+        if tools and isinstance(fitted, Document) and fitted.remark is None:
+            knows = self._template.render(messages, tools) != self._template.render(messages)
+            return fitted if knows else replace(fitted, remark=NO_TOOLS)
+        return fitted
 
     def _tokens(self, messages: Sequence[Message], tools: list[Any] | None) -> Encoded:
         return encode_chat(

@@ -61,11 +61,16 @@ def write_table(forms: Sequence[Form], columns: Columns | None, folder: Path) ->
     write_sizes(folder, [NAME])
 
 
-def all_columns(form: Form, number: int = 0) -> Iterator[dict[str, list[Any]]]:
-    """The rows of a file in batches, by column; `number` is that of the file among others."""
+def all_columns(
+    form: Form, number: int = 0, columns: Columns | None = None
+) -> Iterator[dict[str, list[Any]]]:
+    """The rows of a file in batches, by column; `number` is that of the file among others.
+
+    `columns` are those to read, as `write_table` does.
+    """
     import pyarrow as pa
 
-    for batch, rows in _batches(form, _own_schema(form).names):
+    for batch, rows in _batches(form, _schema([form], columns).names):
         places = {FILE: [number] * len(rows), ROW: list(rows)}
         yield {**pa.Table.from_batches([batch]).to_pydict(), **places}
 

@@ -104,7 +104,7 @@ def open_source(
     if path is None:
         forms = [Form(file, "text") for file in files]
     else:
-        header = not any(isinstance(field, int) for field in fields)
+        header = not _numbered(fields)
         forms = [form_of(file, kind, header=header) for file in files]
     _check(forms, fields, what)
     key = key_of(*([*_facts(form), digest_of(form.path)] for form in forms))
@@ -116,23 +116,24 @@ def open_source(
     )
 
 
-def stream_rows(source: Source, fields: Sequence[Field]) -> "StreamedFiles":
+def stream_rows(
+    source: Source, fields: Sequence[Field], optional: Sequence[Field] = ()
+) -> "StreamedFiles":
     """The rows of files as they are read: nothing is kept on disk."""
-    numbered = any(isinstance(field, int) for field in fields)
-    return StreamedFiles(source.forms, numbered=numbered)
+    return StreamedFiles(source.forms, (fields, optional))
 
 
 class StreamedFiles:
     """Rows of files, one after the other, from a row that can be returned to."""
 
-    def __init__(self, forms: Sequence[Form], *, numbered: bool) -> None:
-        self._forms, self._done = forms, 0
-        self._parser = _Parser(forms, numbered=numbered)
+    def __init__(self, forms: Sequence[Form], columns: Columns) -> None:
+        self._forms, self._columns, self._done = forms, columns, 0
+        self._parser = _Parser(forms, numbered=_numbered(columns[0]))
 
     def __iter__(self) -> Iterator[Row]:
         passed = self._done
         for number, form in enumerate(self._forms):
-            for columns in all_columns(form, number):
+            for columns in all_columns(form, number, self._columns):
                 count = len(columns[ROW])
                 if passed >= count:
                     passed -= count
@@ -172,8 +173,7 @@ def rows_of(
     forms: Sequence[Form], columns: Mapping[str, Sequence[Any]], fields: Sequence[Field]
 ) -> list[Row]:
     """Rows of what `all_columns` gives."""
-    numbered = any(isinstance(field, int) for field in fields)
-    return rows_of_columns(columns, _Parser(forms, numbered=numbered))
+    return rows_of_columns(columns, _Parser(forms, numbered=_numbered(fields)))
 
 
 def _dataset(path: str | None, setting: str) -> Any | None:
@@ -207,7 +207,7 @@ def _check(forms: Sequence[Form], fields: Sequence[Field], what: str) -> None:
         )
     if kind in ("csv", "tsv") and not any(form.columns for form in forms):
         raise ValueError(f"{what}: no rows; name a file that has some")
-    if any(isinstance(field, int) for field in fields) and kind not in ("csv", "tsv"):
+    if _numbered(fields) and kind not in ("csv", "tsv"):
         raise ValueError(f"{what}: fields {list(fields)}: {kind} has names, not numbers; use these")
 
 
@@ -238,8 +238,11 @@ def _rows(forms: Sequence[Form], columns: Columns, key: str, what: str) -> Rows:
         make,
         what=what,
     )
-    numbered = any(isinstance(field, int) for field in fields)
-    return Rows(table, _Parser(forms, numbered=numbered))
+    return Rows(table, _Parser(forms, numbered=_numbered(fields)))
+
+
+def _numbered(fields: Sequence[Field]) -> bool:
+    return any(isinstance(field, int) for field in fields)
 
 
 class _Parser:

@@ -18,14 +18,13 @@ from thinpipe.launch.data.packing import Layout, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import open_source, stream_rows
 from thinpipe.launch.data.rows import Row, RowError
-from thinpipe.launch.data.sample_set import SampleSet, WindowSet
+from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
 from thinpipe.launch.data.streams.stream import (
     Carry,
     Items,
     Make,
     StreamSet,
     own_block,
-    take_held_out,
 )
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
@@ -84,6 +83,28 @@ def load_stream(
     return stream, held_out
 
 
+def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
+    """Read a stream until there are so many samples; what was read is not trained on.
+
+    Raises:
+        ValueError: it ends before.
+    """
+    read: list[Any] = []
+    while True:
+        wanted = max(64, len(read))
+        found = items.take(wanted)
+        read += found
+        samples, _ = make(read, torch.zeros(0, dtype=torch.int32), -1)
+        have = 0 if samples is None else len(samples)
+        if samples is not None and have >= count:
+            return Counted(samples, count, samples.notes)
+        if len(found) < wanted:
+            raise ValueError(
+                f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "
+                "or name other data in data.eval_path"
+            )
+
+
 def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
     if config.path is not None and config.path.startswith(HUB):
         return partial(stream_hub, config.path, config.fields)
@@ -96,7 +117,7 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
         raise ValueError(
             f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
         )
-    return partial(stream_rows, source, config.fields)
+    return partial(stream_rows, source, config.fields, optional)
 
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:

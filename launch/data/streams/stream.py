@@ -8,10 +8,13 @@ What is saved is where the current block begins. After a resume that block is ma
 those of its samples that were done are passed over.
 """
 
+import copy
 import hashlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thinpipe.launch.data.own import OwnSet, Reading
-from thinpipe.launch.data.sample_set import Counted, Ids, SampleSet
+from thinpipe.launch.data.own import OwnSet, Reading, digest_item
+from thinpipe.launch.data.sample_set import Ids, SampleSet
 from thinpipe.launch.data.sampler import EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
@@ -33,18 +36,50 @@ _Place = tuple[int, SampleSet, int]
 """A sample: its id, the samples of its block, and its number among them."""
 
 
+class _Origin:
+    """Where an object that is read begins: all who read it have to begin there."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.first: str | None = None
+        """A digest of its first item."""
+        self.moved = False
+        """Whether it was sent to another place, where it may begin from then on."""
+        self.reader: object = None
+        self.kept: object = None
+        self.returns = all(hasattr(iterable, name) for name in ("state_dict", "load_state_dict"))
+        self.start: Any = None
+        if self.returns:
+            with suppress(Exception):  # one of a user's own may have no state before it is read
+                self.start = copy.deepcopy(iterable.state_dict())
+
+
+_ORIGINS: dict[int, _Origin] = {}
+"""Of each object that is read, by its id: not every object can be a key."""
+
+
+def _origin(iterable: Any) -> _Origin:
+    if id(iterable) not in _ORIGINS:
+        _ORIGINS[id(iterable)] = found = _Origin(iterable)
+        try:
+            weakref.finalize(iterable, _ORIGINS.pop, id(iterable))
+        except TypeError:  # it has slots: it is kept, as another object could have its id
+            found.kept = iterable
+    return _ORIGINS[id(iterable)]
+
+
 class Items:
     """What an iterable gives, from a place that can be returned to.
 
     One with `state_dict` and `load_state_dict`, as those of the package datasets, returns by
-    itself; of others, what was read before is read again.
+    itself; of others, what was read before is read again. Its beginning is where it began when it
+    was read for the first time, in this run or another one of this process.
     """
 
     def __init__(self, source: Callable[[], Iterable[Any]]) -> None:
         """`source` gives the iterable from its beginning.
 
         Raises:
-            ValueError: it can be read once only.
+            ValueError: it can be read once only, or does not return to its beginning.
         """
         self._source, self._taken = source, 0
         self._iterable: Any = ()
@@ -52,34 +87,77 @@ class Items:
         self.go_to({"taken": 0})
 
     def take(self, count: int) -> list[Any]:
-        """The next items; fewer only at the end."""
+        """The next items; fewer only at the end.
+
+        Raises:
+            ValueError: another run began to read the iterable, which has one state.
+        """
+        self._check_reader()
         found = list(itertools.islice(self._iterator, count))
         self._taken += len(found)
         return found
 
     def state(self) -> dict[str, Any]:
         """Where it is, for `go_to` (JSON)."""
-        own = self._iterable.state_dict() if self._returns and self._taken else None
+        self._check_reader()
+        own = self._iterable.state_dict() if self._origin.returns and self._taken else None
         return {"taken": self._taken, "own": own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            ValueError: it does not begin with the item that it began with.
+        """
         self._iterable, own = self._source(), state.get("own")
+        self._origin, self._reader = _origin(self._iterable), object()
+        self._origin.reader, self._taken = self._reader, state["taken"]
         if own is not None:
-            self._iterable.load_state_dict(own)
-        self._taken, self._iterator = state["taken"], iter(self._iterable)
-        if self._iterator is self._iterable:
-            raise ValueError(
-                f"{type(self._iterable).__name__} can be read once only, and a resumed run reads "
-                "it again from its beginning; give an object whose __iter__ begins anew"
-            )
-        if own is None:
+            self._iterator = self._begun(own)
+        else:
+            self._iterator = self._from_start()
             for _ in itertools.islice(self._iterator, self._taken):
                 pass
 
+    def _begun(self, state: Any = None) -> Iterator[Any]:
+        if state is not None:
+            self._iterable.load_state_dict(copy.deepcopy(state))
+            self._origin.moved = True
+        iterator: Iterator[Any] = iter(self._iterable)
+        if iterator is self._iterable:
+            raise ValueError(
+                f"{self._name} can be read once only, and a resumed run reads it again from its "
+                "beginning; give an object whose __iter__ begins anew"
+            )
+        return iterator
+
+    def _from_start(self) -> Iterator[Any]:
+        """The items from the first one, which is compared with what it was before."""
+        origin = self._origin
+        starts = ([] if origin.moved else [None]) + ([] if origin.start is None else [origin.start])
+        for start in starts:
+            iterator = self._begun(start)
+            first = list(itertools.islice(iterator, 1))
+            digest = hashlib.sha256()
+            digest_item(first, digest)
+            origin.first = origin.first or digest.hexdigest()
+            if digest.hexdigest() == origin.first:
+                return itertools.chain(first, iterator)
+        raise ValueError(
+            f"{self._name} was read before and does not begin again with the same item; give each "
+            "run an object of its own, whose __iter__ begins anew"
+        )
+
+    def _check_reader(self) -> None:
+        if self._origin.returns and self._origin.reader is not self._reader:
+            raise ValueError(
+                f"{self._name}: another run, or run.batches once more, began to read it, and its "
+                "state_dict is that of one of them; give each an object of its own"
+            )
+
     @property
-    def _returns(self) -> bool:
-        return all(hasattr(self._iterable, name) for name in ("state_dict", "load_state_dict"))
+    def _name(self) -> str:
+        return type(self._iterable).__name__
 
 
 class StreamSet:
@@ -107,13 +185,14 @@ class StreamSet:
         self._size, self._seed, self._total = block, seed, total
         self.notes: tuple[str, ...] = ()
         self.longest = longest
-        self._start = {
+        self._start: dict[str, Any] = {
             "first": 0,
             "number": 0,
             "items": self._place(),
             "carry": torch.zeros(0, dtype=torch.int32),
         }
-        self.load_state_dict(self._start)
+        self._state = dict(self._start)
+        self._read()
 
     def __len__(self) -> int:
         return self._total
@@ -282,28 +361,6 @@ def sampler_for(
 def position(samples: SampleSet) -> StreamSet | None:
     """What has to be saved of samples to go on with them; None if a step's number says it."""
     return samples if isinstance(samples, StreamSet) else None
-
-
-def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
-    """Read a stream until there are so many samples; what was read is not trained on.
-
-    Raises:
-        ValueError: it ends before.
-    """
-    read: list[Any] = []
-    while True:
-        wanted = max(64, len(read))
-        found = items.take(wanted)
-        read += found
-        samples, _ = make(read, torch.zeros(0, dtype=torch.int32), -1)
-        have = 0 if samples is None else len(samples)
-        if samples is not None and have >= count:
-            return Counted(samples, count, samples.notes)
-        if len(found) < wanted:
-            raise ValueError(
-                f"data.eval_sequences = {count}: {what}, a stream, ends after {have}; use fewer, "
-                "or name other data in data.eval_path"
-            )
 
 
 def _batch(places: Sequence[_Place]) -> Batch:

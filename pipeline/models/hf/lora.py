@@ -6,6 +6,7 @@ section 4.1: W0 + (alpha / r) B A, with A random and B zero at the start.
 Axes: O outputs, I inputs, R rank.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from thinpipe.pipeline.models.hf.config import LoraConfig
 from thinpipe.pipeline.models.hf.init import seeded
+
+# peft imports it where it is installed; it tells those with AVX-512 to install more kernels.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 ADAPTER = "default"
 """peft's own name for the only one."""

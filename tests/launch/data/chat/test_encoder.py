@@ -16,7 +16,7 @@ from tests.launch.data.chat.test_styles import (
     pieces,
     talk,
 )
-from thinpipe.launch.data.chat.encoder import CUT_PROMPT, CUT_TURNS
+from thinpipe.launch.data.chat.encoder import CUT_PROMPT, CUT_TURNS, NO_TOOLS
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Document, Rejected
 from thinpipe.launch.data.encode import encoder_for
@@ -166,6 +166,19 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tmp_path: Path) -> 
     function_call = {"from": "function_call", "value": arguments}
     same = [{"from": "human", "value": "12 + 7?"}, function_call, *said[2:]]
     assert row_of(folder, {"messages": same}, messages_field="messages")[1].counts.any()
+
+
+def test_what_a_template_leaves_out_of_tools_is_said(chatml: Path) -> None:
+    """It would be taught to answer with nothing, or of tools that it was not told of."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 7}}}
+    calls = [*talk()[:2], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    reason = "the chat template writes nothing of a call of tools"
+    assert rejected(chatml, calls) == reason
+    assert rejected(chatml, [*talk()[:2], {**calls[2], "content": "I add."}]) == reason
+    fields = {"messages": talk(), "tools": [{"type": "function", "function": {"name": "add"}}]}
+    _, found = row_of(chatml, fields, messages_field="messages")
+    assert found.remark == NO_TOOLS
+    assert found.tokens.tolist() == document(chatml, talk())[1].tokens.tolist()
 
 
 def test_templates_without_end_marks_get_the_tokenizers(tmp_path: Path) -> None:

@@ -275,6 +275,7 @@ DAMAGED: dict[str, tuple[Maker, dict[int, str]]] = {
         {1: "the table has 2 columns, and it has 1"},
     ),
     "csv in Latin-1, far down": (_file("a.csv", LATE), {20_002: "not UTF-8"}),
+    "csv with another column in Latin-1": (_file("a.csv", "text,label\na,é\n".encode("l1")), {}),
 }
 
 
@@ -296,6 +297,17 @@ def test_damaged_rows_are_told_from_the_others(tmp_path: Path, name: str) -> Non
             assert row.text("text", blank=True) is not None
     streamed = [*stream_rows(source, ["text"])]
     assert [(row.where, row.problem) for row in streamed] == [(r.where, r.problem) for r in rows]
+
+
+@pytest.mark.parametrize("make", [_file("a.csv", WIDE), _file("a.parquet", _parquet(ROWS))])
+def test_a_field_that_is_not_there_is_named_in_streams_too(tmp_path: Path, make: Maker) -> None:
+    source = open_source(str(make(tmp_path)), "data.path", kind=None, fields=["body"])
+    with pytest.raises(ValueError, match=r"no field 'body' among \['text', 'label'\]; correct"):
+        next(iter(stream_rows(source, ["body"], ["system"])))
+    assert next(iter(stream_rows(source, ["text"], ["system", "label"]))).fields.keys() == {
+        "text",
+        "label",
+    }
 
 
 @pytest.mark.parametrize("name", WRONG)
