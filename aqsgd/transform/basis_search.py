@@ -25,6 +25,7 @@ from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind
 from thinpipe.aqsgd.transform.proposal import Proposal
+from thinpipe.aqsgd.transform.tokens import median_size
 
 _MOST_TOKENS = 256
 """Of a message."""
@@ -229,15 +230,17 @@ def massive_channels(square_D: Tensor) -> Tensor:
     return torch.nonzero(square_D > _MASSIVE * usual).flatten()[:few]
 
 
-def sampled(tokens: int) -> slice:
-    """Which tokens of a message are looked at."""
-    return slice(None, None, max(1, math.ceil(tokens / _MOST_TOKENS)))
+def sampled(value_NK: Tensor) -> Tensor:
+    """Numbers of the tokens of a message that are looked at; zeros only if there are no others."""
+    alive_N = torch.nonzero(value_NK.any(1)).flatten()
+    some_N = alive_N if len(alive_N) else torch.arange(len(value_NK))
+    return some_N[:: max(1, math.ceil(len(some_N) / _MOST_TOKENS))]
 
 
 def _limited(x_ND: Tensor) -> Tensor:
     """Tokens of usual size as they are, and massive ones smaller: there are few, and alike."""
     size_N1 = x_ND.abs().mean(1, keepdim=True)
-    return x_ND * (_LARGEST * size_N1.median() / size_N1.clamp_min(1e-30)).clamp_max(1.0)
+    return x_ND * (_LARGEST * median_size(x_ND) / size_N1.clamp_min(1e-30)).clamp_max(1.0)
 
 
 def _shifts(square_K: Tensor) -> Tensor:

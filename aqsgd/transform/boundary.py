@@ -88,16 +88,18 @@ class _Part(NamedTuple):
 class _Seen(NamedTuple):
     """Tokens that the sender looks at, also in coefficients: what is to be sent, and values.
 
-    Values have what the basis leaves out; what is to be sent has not.
+    Values have what the basis leaves out; what is to be sent has not. `number_N` are the tokens'
+    among those of the part.
     """
 
+    number_N: Tensor
     change_ND: Tensor
     change_NK: Tensor
     value_ND: Tensor
     value_NK: Tensor
 
-    def without(self, massive_N: Tensor) -> "_Seen":
-        return _Seen(*(x[~massive_N] for x in self))
+    def only(self, which_N: Tensor) -> "_Seen":
+        return _Seen(*(x[which_N] for x in self))
 
 
 class _Sent(NamedTuple):
@@ -263,7 +265,7 @@ class TransformBoundary:
         self, part: _Part, plan: MessagePlan, x_ND: Tensor, y_NK: Tensor
     ) -> tuple[int, Choice, _Seen]:
         """The step, what differs from token to token, and what the sender looks at."""
-        some = sampled(len(x_ND))
+        some = sampled(y_NK)
         share_N, change_NK = torch.zeros(len(y_NK), dtype=torch.int64), y_NK
         if part.kind == CHANGE:
             held_NK = part.values()
@@ -271,9 +273,9 @@ class TransformBoundary:
             change_NK = y_NK - held_NK * (SHARES[share_N] / 4)[:, None]
         weight_N = self.weights.octaves(plan.ids_B[part.rows].tolist(), plan.shape_BTD[1])
         choice = Choice(coarseness(y_NK, weight_N), share_N)
-        value_ND, value_NK, change_NK = x_ND[some].float().cpu(), y_NK[some], change_NK[some]
-        seen = _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
-        step = self._steps.choose(part.kind == CHANGE, *seen.without(~usual(value_NK)))
+        value_ND, value_NK, change_NK = x_ND[some.to(x_ND.device)].float().cpu(), y_NK[some], change_NK[some]
+        seen = _Seen(some, self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
+        step = self._steps.choose(part.kind == CHANGE, *seen.only(usual(value_NK))[1:])
         step -= 0 if weight_N is None else 2 * NEUTRAL
         return _fitting(step, choice, y_NK), choice, seen
 
@@ -367,9 +369,8 @@ class TransformBoundary:
         self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
         if sent.seen is None:
             return
-        tokens, some = x_BTD.shape[1], sampled(len(sent.steps))
+        tokens, (some, change_ND, _, value_ND, _) = x_BTD.shape[1], sent.seen
         size_N1 = step_sizes(sent.steps[some]).float()[:, None]
-        change_ND, _, value_ND, _ = sent.seen
         self._proposals.see(kind, change_ND / size_N1, value_ND / size_N1, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             total_TK = sent.total_NK[:tokens]

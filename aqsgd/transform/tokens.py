@@ -61,10 +61,16 @@ def best_shares(value_NK: Tensor, held_NK: Tensor) -> Tensor:
     return torch.stack(left).argmin(0)
 
 
+def median_size(x_ND: Tensor) -> Tensor:
+    """Of tokens that are not zero, as gradients of padding are; 0 if all are."""
+    size_N = x_ND.abs().mean(1)
+    return size_N.where(size_N > 0, torch.nan).nanmedian().nan_to_num()
+
+
 def usual(value_NK: Tensor) -> Tensor:
-    """Which tokens (bool) are not massive."""
+    """Which tokens (bool) are neither massive nor zero."""
     size_N = value_NK.abs().mean(1)
-    return size_N <= _MASSIVE * size_N.median()
+    return (size_N > 0) & (size_N <= _MASSIVE * median_size(value_NK))
 
 
 def coarseness(value_NK: Tensor, weight_N: Tensor | None) -> Tensor:
@@ -73,7 +79,7 @@ def coarseness(value_NK: Tensor, weight_N: Tensor | None) -> Tensor:
     `weight_N` is in octaves, about 0 on average.
     """
     size_N = value_NK.abs().mean(1)
-    largest = _MASSIVE * size_N.median().clamp_min(1e-30)
+    largest = _MASSIVE * median_size(value_NK).clamp_min(1e-30)
     coarse_N = (2 * (size_N / largest).clamp_min(1.0).log2()).round()
     if weight_N is not None:
         coarse_N += NEUTRAL - (2 * weight_N).round()

@@ -188,6 +188,25 @@ def test_directions_that_come_up_later_are_coded_as_well() -> None:
         assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
 
 
+@pytest.mark.parametrize("zeros", [0.3, 0.6, 0.9])
+def test_tokens_that_are_zero_do_not_make_the_others_finer(zeros: float) -> None:
+    """As gradients of padding are, often most tokens of a batch of sentences."""
+    ids, used, error = list(range(8)), {}, {}
+    dead_BT = torch.rand(8, TOKENS, generator=torch.Generator().manual_seed(0)) < zeros
+    for some in (False, True):
+        source, (sender, receiver) = Source(), ends()
+        for step in range(8):
+            x_BTD = source.visit(ids)
+            if some:
+                x_BTD[dead_BT] = 0
+            out_BTD, used[some] = send(sender, receiver, x_BTD, ids, step)
+            finish(sender, receiver)
+            assert_alike(sender, receiver)
+        error[some] = float((out_BTD - x_BTD)[~dead_BT].norm() / x_BTD[~dead_BT].norm())
+    assert used[True] < (1.1 - 0.8 * zeros) * used[False]
+    assert error[True] == pytest.approx(error[False], rel=0.3)
+
+
 def test_zeros_and_extremes_are_coded() -> None:
     for size in (0.0, 1e-30, 1e30):
         sender, receiver = ends()
