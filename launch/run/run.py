@@ -237,8 +237,16 @@ class RankRun:
 
             config = decide_cuts(config, session, len(samples), saved=self._resume.cuts, log=shows)
         config.check_model_cuts()
-        training = Training(config, samples, session, digests, show=self._show, given=self._given)
-        training.begin(self._stack, self._resume)
+        training = Training(
+            config,
+            samples,
+            session,
+            digests,
+            show=self._show,
+            given=self._given,
+            resume=self._resume,
+        )
+        training.begin(self._stack)
         for notice in notices:
             training.display.note(notice)
         self._stop.begin_training(config.checkpoint.grace_s, training.agreement.stop_all)

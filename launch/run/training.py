@@ -3,9 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.streams.stream import StreamSampler, position, sampler_for
+from thinpipe.launch.data.sampler import Change, paced
+from thinpipe.launch.data.streams.stream import Sampler, StreamSampler, position, sampler_for
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
@@ -35,6 +37,7 @@ from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.mesh import Mesh
 
 _ENDED = "the run ends early, as evaluations are no better (eval.patience)"
 
@@ -51,24 +54,31 @@ class Training:
         *,
         show: int,
         given: ProgramParts,
+        resume: Resume,
     ) -> None:
         """Build this rank's stages; `digests` are those of the samples, by set."""
+        self._resume = resume
         self._config, self._samples, self._session = config, samples, session
         self.shows = session.local_rank == show
         speaks = session.local_rank == max(0, show)
         self._relay: Callable[[], dict[str, Any] | None] = relay_status if speaks else lambda: None
-        self._sampler = sampler_for(
-            samples,
-            batch_size=config.train.batch_size,
-            replicas=session.mesh.dp_size,
-            replica=session.mesh.dp_rank,
-            seed=config.run.seed,
-            shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
-        )
-        self.steps = config.train.steps(self._sampler.steps_per_epoch)
+        self._changes: list[Change] = []
+        plan, dp_size = partial(_sampler, config, samples), session.mesh.dp_size
+        if resume.chosen and position(samples) is None:
+            from thinpipe.launch.run.sharing import changes_before
+
+            self._changes = changes_before(resume.chosen.manifest, dp_size, plan)
+        self._sampler = plan(session.mesh, self._changes)
+        self.steps = self._sampler.steps(config.train.epochs, config.train.max_steps)
+        planned = self._changes[0].steps if self._changes else self.steps
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
         built = build(
-            config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
+            config,
+            session.transport,
+            run_id=session.run_id,
+            total_steps=planned,
+            pace=partial(paced, changes=self._changes, steps=self.steps),
+            given=given,
         )
         self.built = replace(built, samples=position(samples))
         facts = {
@@ -76,6 +86,10 @@ class Training:
             "data": digests,
             "steps_per_epoch": self._sampler.steps_per_epoch,
         }
+        if self._changes:
+            whole = self._sampler.epoch(self._changes[-1].step) + 1
+            facts["changes"] = self._changes
+            facts["whole_epochs"] = whole, self._sampler.steps_of(whole).start
         folder = config.run.path / "checkpoints"
         self._checkpoints = Checkpoints(
             folder,
@@ -113,9 +127,9 @@ class Training:
         """Whether evaluations have not become better for as long as settings say."""
         return self.built.best.enough
 
-    def begin(self, stack: ExitStack, resume: Resume) -> None:
+    def begin(self, stack: ExitStack) -> None:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
-        config = self._config
+        config, resume = self._config, self._resume
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
         self._ended_before = self.ends_early
         mesh = self._session.mesh
@@ -162,25 +176,30 @@ class Training:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
         held = memory_notices(plan_memory(config, len(self._samples)))
         beginning = [started] if started else []
+        if resume.chosen and self._changes and self._changes[-1].step == self.start:
+            from thinpipe.launch.run.sharing import words_of_change
+
+            beginning.append(words_of_change(self._changes, self._sampler, config, self.steps))
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
 
     def _full_step(self, step: int) -> int:
         """The step, or the one before it if that has fewer samples, as the last of an epoch may."""
-        full = len(self._sampler.ids(step)) == len(self._sampler.ids(0))
+        full = self._sampler.samples(step) >= self._config.train.batch_size
         return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
-        per_epoch = self._sampler.steps_per_epoch
-        stop = min((epoch + 1) * per_epoch, self.steps)
-        return range(stop if self._ended_before else max(self.start, epoch * per_epoch), stop)
+        steps = self._sampler.steps_of(epoch)
+        stop = min(steps.stop, self.steps)
+        return range(stop if self._ended_before else max(self.start, steps.start), stop)
 
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if a stream of them has ended before."""
         if not isinstance(self._sampler, StreamSampler):
-            return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
+            own = self._samples.batch(self._sampler.ids(step))
+            return self._config.model.adapted(own).counting(self._sampler.counted(step))
         batch = self._sampler.batch(step)
         if batch is None:
             self.steps = step
@@ -215,6 +234,7 @@ class Training:
             tokens_per_s=totals.tokens / elapsed,
             step_s=elapsed,
             lr=lr,
+            samples=self._sampler.samples(step),
             eval=None,
             **numbers,
         )
@@ -267,10 +287,11 @@ class Training:
             self._checkpoints.start(done, last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
-        options = self._config.checkpoint
-        every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
-        due = done == self.steps or done % every == 0 or done == self._best_is_due
-        return due or self._save_again
+        options, epoch = self._config.checkpoint, self._sampler.epoch(done - 1)
+        due = done == self._sampler.steps_of(epoch).stop and (epoch + 1) % options.every_epochs == 0
+        if options.every_steps:
+            due = done % options.every_steps == 0
+        return due or done in (self.steps, self._best_is_due) or self._save_again
 
     def save_now(self, done: int) -> None:
         self.records.flush()
@@ -348,6 +369,22 @@ class Training:
             missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
             batch = self._config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
             yield batch.counting(len(own)) if missing else batch
+
+
+def _sampler(
+    config: RunConfig, samples: SampleSet, mesh: Mesh, changes: Sequence[Change]
+) -> Sampler:
+    return sampler_for(
+        samples,
+        batch_size=config.train.batch_size,
+        replicas=mesh.dp_size,
+        replica=mesh.dp_rank,
+        seed=config.run.seed,
+        shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
+        changes=changes,
+        alike=mesh.shards > 1,
+        masks=not config.model.is_own,
+    )
 
 
 def _calls(config: RunConfig, session: Session, given: ProgramParts) -> Together:
