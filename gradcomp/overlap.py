@@ -16,6 +16,8 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
+_END_S = 20.0
+"""For a job whose connections are broken."""
 
 
 class Overlap:
@@ -58,6 +60,16 @@ class Overlap:
     def drop(self) -> None:
         """Forget what is under way, once it is over."""
         self.wait()
+        self._jobs = []
+
+    def abandon(self) -> None:
+        """Wait until all has failed or is over, whatever came of it; nothing can be launched then.
+
+        Raises:
+            TimeoutError: a job goes on.
+        """
+        for job in self._jobs:
+            job.exception(_END_S)
         self._jobs = []
 
     def save(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from thinpipe.gradcomp.registry import load_method, method_names, parse_options
+from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain, first_misread, known_keys, written_keys
 from thinpipe.pipeline.config import PipelineConfig
@@ -55,6 +55,39 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")
+
+
+def check_elastic(
+    least: int | None, pipeline: PipelineConfig, method: str, options: BaseModel, data: str | None
+) -> None:
+    """Replicas can go on without one; `data` are a setting of samples that cannot be shared."""
+    if least is None:
+        return
+    what = f"elastic.min_replicas = {least}"
+    if least > pipeline.replicas:
+        raise ValueError(
+            f"{what}: there are {pipeline.replicas} (pipeline.replicas); use that many or fewer"
+        )
+    if least == pipeline.replicas:
+        return
+    if not goes_on(method, options):
+        able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
+        delayed = ", not delayed" if method in able else ""
+        raise ValueError(
+            f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
+            f"use {', '.join(able)}{delayed}, or remove [elastic]"
+        )
+    for name, value in (
+        ("cuts", list(pipeline.cuts) or None),
+        ("shards", pipeline.shards if pipeline.shards > 1 else None),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"pipeline.{name} = {value}: replicas of several ranks cannot go on without one "
+                f"yet; remove it, or {what}"
+            )
+    if data is not None:
+        raise ValueError(f"{data}: its samples cannot be shared anew; remove it, or {what}")
 
 
 def check_stream(

@@ -29,6 +29,7 @@ from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
 from thinpipe.launch.config.checks import (
     check_boundaries,
     check_cuts,
+    check_elastic,
     check_gradcomp,
     check_stream,
 )
@@ -40,6 +41,7 @@ from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
+    ElasticConfig,
     EvalConfig,
     ReportConfig,
     RunSection,
@@ -83,6 +85,7 @@ class RunConfig(BaseModel):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    elastic: ElasticConfig = ElasticConfig()
     report: ReportConfig = ReportConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
     shards: ShardsConfig = ShardsConfig()
@@ -264,6 +267,7 @@ class RunConfig(BaseModel):
         _check_stream(self)
         _check_task(self)
         check_gradcomp(self.gradcomp)
+        _check_elastic(self)
         _check_tie(self)
         return self
 
@@ -323,6 +327,13 @@ def _check_sizes(config: RunConfig) -> None:
             f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
             f"multiple of {parts}"
         )
+
+
+def _check_elastic(config: RunConfig) -> None:
+    block = config.data.stream_block
+    stream = None if block is None else f"data.stream_block = {block}"
+    least = config.elastic.min_replicas
+    check_elastic(least, config.pipeline, config.method, config.method_options, stream)
 
 
 def _check_stream(config: RunConfig) -> None:
