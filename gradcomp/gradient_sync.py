@@ -68,9 +68,13 @@ class GradientSync(BaseSync):
         self._begun = self._step
         self._readiness.begin_step(passes)
 
+    def settle(self) -> None:
+        """Wait for exchanges under way, which have failed or are about to."""
+        self._overlap.settle()
+
     def abandon(self) -> None:
-        """Forget the step under way, whose exchanges have failed or are about to."""
-        self._overlap.abandon()
+        """Forget the step under way, whose exchanges have failed."""
+        self.settle()
         self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
         self._step = self._begun
         self._reducer.drop()

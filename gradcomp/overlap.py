@@ -62,15 +62,14 @@ class Overlap:
         self.wait()
         self._jobs = []
 
-    def abandon(self) -> None:
-        """Wait until all has failed or is over, whatever came of it; nothing can be launched then.
+    def settle(self) -> None:
+        """Wait until nothing is under way, whatever came of it.
 
         Raises:
             TimeoutError: a job goes on.
         """
         for job in self._jobs:
             job.exception(_END_S)
-        self._jobs = []
 
     def save(self) -> dict[str, Any]:
         """A result that was not joined, for `state_dict`."""

@@ -200,6 +200,25 @@ class PipelineEngine:
         """Finish a step in which only the last exchange failed; `shared_WN` is of who had it."""
         return self._finished(self._stats.taken_over(shared_WN))
 
+    @property
+    def passes(self) -> int:
+        """The number of the last pass."""
+        return self._pass
+
+    def abandon_pass(self) -> None:
+        """Wait until this rank's threads have nothing to do, and forget the pass under way."""
+        for stage in self._stages.values():
+            stage.abandon_pass()
+        self._first_error = FirstError()
+        self._schedules.clear()
+
+    def regroup(self, ids_B: Tensor, passes: int) -> None:
+        """Go on in the transport's new groups, with these samples, after pass `passes`."""
+        self.announce(ids_B)
+        self._pass = passes
+        for stage in self._stages.values():
+            stage.group = self.transport.pipeline_group
+
     def abandon_step(self) -> None:
         """Forget what was computed since `train_step` began; it can be called again then."""
         self._finish_step(keep=False)

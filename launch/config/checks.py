@@ -58,9 +58,13 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
 
 
 def check_elastic(
-    least: int | None, pipeline: PipelineConfig, method: str, options: BaseModel, data: str | None
+    least: int | None,
+    pipeline: PipelineConfig,
+    method: str,
+    options: BaseModel,
+    others: Sequence[str],
 ) -> None:
-    """Replicas can go on without one; `data` are a setting of samples that cannot be shared."""
+    """Replicas can go on without one; `others` are settings with which they cannot."""
     if least is None:
         return
     what = f"elastic.min_replicas = {least}"
@@ -77,17 +81,10 @@ def check_elastic(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
             f"use {', '.join(able)}{delayed}, or remove [elastic]"
         )
-    for name, value in (
-        ("cuts", list(pipeline.cuts) or None),
-        ("shards", pipeline.shards if pipeline.shards > 1 else None),
-    ):
-        if value is not None:
-            raise ValueError(
-                f"pipeline.{name} = {value}: replicas of several ranks cannot go on without one "
-                f"yet; remove it, or {what}"
-            )
-    if data is not None:
-        raise ValueError(f"{data}: its samples cannot be shared anew; remove it, or {what}")
+    for other in others:
+        raise ValueError(
+            f"{other}: with it replicas cannot go on without one yet; change it, or remove {what}"
+        )
 
 
 def check_stream(

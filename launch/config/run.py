@@ -330,10 +330,18 @@ def _check_sizes(config: RunConfig) -> None:
 
 
 def _check_elastic(config: RunConfig) -> None:
-    block = config.data.stream_block
-    stream = None if block is None else f"data.stream_block = {block}"
+    block, shards = config.data.stream_block, config.pipeline.shards
+    others = [f"data.stream_block = {block}"] if block is not None else []
+    others += [f"pipeline.shards = {shards}"] if shards > 1 else []
+    others += [
+        f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}'
+        for (cut, direction), spec in config.specs.items()
+        if spec.kind not in ("raw", "direct")
+    ]
+    if config.pipeline.stages > 1 and config.model.tie_embeddings == "exact":
+        others.append('model.tie_embeddings = "exact"')
     least = config.elastic.min_replicas
-    check_elastic(least, config.pipeline, config.method, config.method_options, stream)
+    check_elastic(least, config.pipeline, config.method, config.method_options, others)
 
 
 def _check_stream(config: RunConfig) -> None:

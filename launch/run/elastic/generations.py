@@ -41,8 +41,20 @@ _T = TypeVar("_T")
 class Adapting(Protocol):
     """The parts of a run that depend on who is in it."""
 
-    def replicas_left(self, generation: int, before: tuple[int, int], lost: str) -> None:
-        """The mesh has changed; this rank was one replica of so many. `lost` says who left."""
+    @property
+    def passes(self) -> int:
+        """The number of the last pass through the pipeline."""
+
+    def settle(self) -> None:
+        """End what other threads do, and the pass under way: connections are broken."""
+
+    def replicas_left(
+        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    ) -> None:
+        """The mesh has changed; this rank was one replica of so many.
+
+        `passes` is the most that a rank has begun, `lost` says who left.
+        """
 
     def interrupt(self) -> None:
         """A rank was lost: end waits that are no messages. Called by another thread."""
@@ -128,7 +140,8 @@ class Elastic:
                     forget()
                 self._proven = False
                 lost = "; ".join(self._lost[m] for m in members if m in self._lost)
-                self._run.replicas_left(self._generation, (mesh.replica, mesh.replicas), lost)
+                before, passes = (mesh.replica, mesh.replicas), int(furthest["passes"])
+                self._run.replicas_left(self._generation, before, passes, lost)
                 if behind:
                     break
         self._done, self._packed = self._done + 1, packed
@@ -159,6 +172,7 @@ class Elastic:
         while True:
             if not self._knows_a_loss():
                 raise error
+            self._run.settle()
             self._generation += 1
             members = self._agree()
             if self._me not in members:
@@ -185,7 +199,7 @@ class Elastic:
 
     def _why_not(self, members: Sequence[int]) -> str:
         if 0 not in members:
-            return "rank 0, which is lost, writes the run's folder: the others do not go on"
+            return "replica 0, which is lost, writes the run's folder: the others do not go on"
         left = len(members) // self._transport.mesh.pipeline_ranks
         return f"replicas left: {left}, fewer than elastic.min_replicas = {self._least}"
 
@@ -203,7 +217,8 @@ class Elastic:
         """
         key = f"ready/{self._generation}"
         self._store.set(
-            f"{key}/{self._me}", json.dumps({"done": self._done, "packed": self._packed})
+            f"{key}/{self._me}",
+            json.dumps({"done": self._done, "packed": self._packed, "passes": self._run.passes}),
         )
         limit_s = time.monotonic() + self._wait_s
         waiting = {*self._members}
@@ -242,7 +257,8 @@ class Elastic:
         posts = [
             json.loads(self._store.get(f"ready/{self._generation}/{member}")) for member in members
         ]
-        most: Mapping[str, Any] = max(posts, key=lambda post: int(post["done"]))
+        most: dict[str, Any] = max(posts, key=lambda post: int(post["done"]))
+        most["passes"] = max(post["passes"] for post in posts)
         if most["done"] > self._done + 1:
             raise DesyncError(
                 f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "

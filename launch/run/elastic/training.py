@@ -43,11 +43,23 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
 
-    def replicas_left(self, generation: int, before: tuple[int, int], lost: str) -> None:
+    @property
+    def passes(self) -> int:
+        """The number of the last one (`Adapting`)."""
+        return self.built.engine.passes
+
+    def settle(self) -> None:
+        """End what was under way (`Adapting`)."""
+        self._sync.settle()
+        self.built.engine.abandon_pass()
+
+    def replicas_left(
+        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    ) -> None:
         """Go on in a new mesh (`Adapting`)."""
         self._sync.regroup(*before)
         self._plan.share_anew(self._session.mesh, self._done)
-        self.built.engine.announce(self._sampler.all_ids())
+        self.built.engine.regroup(self._sampler.all_ids(), passes)
         rates = self.built.lr_schedule
         rates.last_epoch = rates.last_epoch  # by the new plan
         self._checkpoints.regroup(generation, self._plan.facts(self._digests))
@@ -99,4 +111,4 @@ class ElasticTraining(Training):
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
-        return self._elastic.together(do)
+        return self._elastic.together(do, forget=self.built.engine.abandon_step)

@@ -133,6 +133,27 @@ def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path, method: st
     assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
+TWO_BY_TWO = (
+    "pipeline.replicas=2",
+    "pipeline.cuts=[1]",
+    "pipeline.microbatches=2",
+    'boundary=[{forward={kind="direct",bits=4},backward={kind="direct",bits=8}}]',
+)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path, rank: int) -> None:
+    run = Started(folder, "ef_gradients", *TWO_BY_TWO)
+    run.kill_rank(rank, after=12)
+    code, said = run.done()
+    assert code == 0, said
+    assert f"lost: rank {rank}" in said
+    assert f"rank {5 - rank}: the others go on without it, as its replica is lost" in said
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert summary["final_loss"] < summary["first_loss"] - 1
+
+
 def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
     run = Started(folder, "allreduce")
     run.kill_rank(1, after=12)
@@ -155,7 +176,7 @@ def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
     [
         (2, 3, "killed by signal 9"),
         (1, 2, "replicas left: 1, fewer than elastic.min_replicas = 2"),
-        (0, 1, "rank 0, which is lost, writes the run's folder"),
+        (0, 1, "replica 0, which is lost, writes the run's folder"),
     ],
 )
 def test_below_the_least_or_without_rank_0_it_ends_as_before(
@@ -180,12 +201,22 @@ def test_below_the_least_or_without_rank_0_it_ends_as_before(
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
             "ef_gradients, powersgd, quantize, topk, not delayed, or remove",
         ),
-        ({"pipeline": {"cuts": [2], "replicas": 2}}, r"pipeline.cuts = \[2\]"),
+        (
+            {
+                "pipeline": {"cuts": [2], "replicas": 2},
+                "boundary": [{"forward": {"kind": "aqsgd"}, "backward": {"kind": "raw"}}],
+            },
+            'boundary.forward.kind = "aqsgd" at cut 2',
+        ),
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],
 )
 def test_what_cannot_go_on_is_refused_by_name(sections: dict[str, Any], message: str) -> None:
-    base = {"pipeline": {"cuts": [], "replicas": 2}, "elastic": {"min_replicas": 1}}
+    base: dict[str, Any] = {
+        "pipeline": {"cuts": [], "replicas": 2},
+        "boundary": [],
+        "elastic": {"min_replicas": 1},
+    }
     with pytest.raises(ValidationError, match=message):
         config(**{**base, **sections})
     config(**base)
@@ -198,7 +229,14 @@ class Recorder:
     def __init__(self, transport: GlooTransport) -> None:
         self._transport, self.told, self.proofs = transport, list[Any](), 0
 
-    def replicas_left(self, generation: int, before: tuple[int, int], lost: str) -> None:
+    passes = 7
+
+    def settle(self) -> None: ...
+
+    def replicas_left(
+        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    ) -> None:
+        assert passes == self.passes
         self.told.append((generation, before, lost))
 
     def prove_equal(self) -> None:
