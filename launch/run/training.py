@@ -2,7 +2,6 @@
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -172,10 +171,6 @@ class Training:
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
-
-    def stop_all(self) -> threading.Event:
-        """As that of the agreement there is now."""
-        return self.agreement.stop_all()
 
     def _agreement(self, store: Store) -> Agreement:
         mesh = self._session.mesh
