@@ -48,8 +48,9 @@ def supervise(be_rank: Callable[[], None]) -> None:
     if code >= 0:
         sys.exit(code)
     if not asked:
-        gone_on = _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
-        sys.exit(0 if gone_on else 1)
+        if _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading):
+            os._exit(0)  # at once: an ordinary exit waits until torch's agent ends it
+        sys.exit(1)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
