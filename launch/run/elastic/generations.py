@@ -162,7 +162,8 @@ class Elastic:
                 return
             with self._changed:
                 self._lost[rank] = message
-                break_connections(self._ports)
+                if rank in self._members:  # else the next generation is without it already
+                    break_connections(self._ports)
                 self._changed.notify_all()
             self._run.interrupt()
             number += 1
@@ -189,7 +190,8 @@ class Elastic:
                 for place, member in enumerate(self._members)
                 if member in members
             }
-            self._members = members
+            with self._changed:
+                self._members = members
             try:
                 self._form(numbers)
             except TransportError as again:
@@ -224,11 +226,13 @@ class Elastic:
         waiting = {*self._members}
         while waiting and time.monotonic() < limit_s:
             waiting = {m for m in waiting if not self._store.check([f"{key}/{m}"])}
-            waiting -= self._lost.keys()
+            with self._changed:  # a loss counts once connections are broken
+                waiting -= self._lost.keys()
             time.sleep(_POLL_S * bool(waiting))
         size = self._transport.mesh.pipeline_ranks
         replicas = [self._members[at : at + size] for at in range(0, len(self._members), size)]
-        gone = waiting | self._lost.keys()
+        with self._changed:
+            gone = waiting | self._lost.keys()
         whole = [member for ranks in replicas if not gone & {*ranks} for member in ranks]
         said = self._store.compare_set(f"members/{self._generation}", "", json.dumps(whole))
         members: list[int] = json.loads(said)
