@@ -49,7 +49,7 @@ def supervise(be_rank: Callable[[], None]) -> None:
         sys.exit(code)
     if not asked:
         if _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading):
-            os._exit(0)  # at once: an ordinary exit waits until torch's agent ends it
+            sys.exit(0)  # not os._exit: torch's agent waits for what the process returns
         sys.exit(1)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
