@@ -54,6 +54,10 @@ class Stateless:
 
     def keep(self) -> None: ...
 
+    def drop(self) -> None: ...
+
+    def regroup(self, rank: int, size: int) -> None: ...
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

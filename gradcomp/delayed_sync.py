@@ -86,6 +86,7 @@ class _KeptAtOnce:
     def __init__(self, reducer: FeedbackReducer) -> None:
         self._reducer = reducer
         self.state_dict, self.load_state_dict = reducer.state_dict, reducer.load_state_dict
+        self.drop, self.regroup = reducer.drop, reducer.regroup
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         sum_N = self._reducer.reduce(bucket, flat_N, key)

@@ -28,6 +28,11 @@ class Residuals(Staged):
         left_N = self.get(name, x_N.device)
         return x_N if left_N is None else x_N.add_(left_N)
 
+    def move(self, name: str, to: str, start: int) -> None:
+        """Add a residual to another one, from its value `start` on, and forget it."""
+        if (moved_n := self._kept.pop(name, None)) is not None:
+            self._kept[to][start : start + len(moved_n)] += moved_n
+
 
 class FeedbackReducer(ABC):
     """Base of reducers whose only state is residuals; each adds `reduce`."""
@@ -43,6 +48,9 @@ class FeedbackReducer(ABC):
 
     def drop(self) -> None:
         self._residuals.drop()
+
+    def regroup(self, rank: int, size: int) -> None:  # noqa: B027  # residuals stay as they are
+        """Replicas left; this one was `rank` of `size`. What it owes stays owed."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._residuals.state_dict()
@@ -71,3 +79,14 @@ class ServedReducer(FeedbackReducer):
         self._residuals.set(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
         self._residuals.set(f"served-{bucket.index}", reduced.left_n)
         return torch.cat(reduced.results)
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Shards change. What this replica's answers lack, it sends from now on itself.
+
+        So only what the lost ones owed is lost.
+        """
+        for name, sent_N in self._residuals.state_dict().items():
+            kind, _, bucket = name.partition("-")
+            if kind == "sent":
+                starts_N = torch.arange(len(sent_N)).tensor_split(size)[rank][:1].tolist()
+                self._residuals.move(f"served-{bucket}", name, starts_N[0] if starts_N else 0)

@@ -27,6 +27,12 @@ class Reducer(Kept, Protocol):
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Return the sum over the replicas; runs on the communication thread."""
 
+    def drop(self) -> None:
+        """Forget what the step has changed."""
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Replicas left, after a `keep` or `drop`; this one was `rank` of `size`."""
+
 
 class GradientSync(BaseSync):
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
@@ -53,13 +59,29 @@ class GradientSync(BaseSync):
         """
         self._peers, self._reducer = peers, reducer
         self._overlap = Overlap(device_of(parameters))
-        self._step = 0
+        self._step = self._begun = 0
         backward_order = list(reversed(parameters))
         self._buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
         self._readiness = Readiness(self._buckets, self._launch)
 
     def begin_step(self, step: int, passes: int) -> None:
+        self._begun = self._step
         self._readiness.begin_step(passes)
+
+    def settle(self) -> None:
+        """Wait for exchanges under way, which have failed or are about to."""
+        self._overlap.settle()
+
+    def abandon(self) -> None:
+        """Forget the step under way, whose exchanges have failed."""
+        self.settle()
+        self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
+        self._step = self._begun
+        self._reducer.drop()
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Replicas left between two steps; this one was `rank` of `size`."""
+        self._reducer.regroup(rank, size)
 
     def before_step(self) -> None:
         self._readiness.finish()

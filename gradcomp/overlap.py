@@ -16,6 +16,8 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
+_END_S = 20.0
+"""For a job whose connections are broken."""
 
 
 class Overlap:
@@ -59,6 +61,15 @@ class Overlap:
         """Forget what is under way, once it is over."""
         self.wait()
         self._jobs = []
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, whatever came of it.
+
+        Raises:
+            TimeoutError: a job goes on.
+        """
+        for job in self._jobs:
+            job.exception(_END_S)
 
     def save(self) -> dict[str, Any]:
         """A result that was not joined, for `state_dict`."""

@@ -35,6 +35,11 @@ class Method(Protocol):
         """Make the exchange of one rank; `peers` are the replicas of its stages."""
 
 
+def goes_on(name: str, options: BaseModel) -> bool:
+    """Whether a method's replicas can go on when one is lost: GOES_ON in its file."""
+    return getattr(load_method(name), "GOES_ON", False) and not getattr(options, "delayed", False)
+
+
 _MakeOptimizer = Callable[
     [BaseModel, Sequence[nn.Parameter], TrainOptions, Any], torch.optim.Optimizer | None
 ]

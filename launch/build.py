@@ -75,10 +75,13 @@ def build(
     *,
     run_id: int,
     total_steps: int,
+    pace: Callable[[int], float] = float,
     wiring: Wiring | None = None,
     given: ProgramParts | None = None,
 ) -> Built:
     """Make this rank's part of the run; every rank calls it alike.
+
+    The learning rate of a step is that of step `pace(step)` among `total_steps`.
 
     Without a `wiring`, the schedule says which rank holds which stage, and the transport joins
     them.
@@ -126,7 +129,7 @@ def build(
         shards=shards,
         make_schedule=wiring.make_schedule,
     )
-    factor = given.schedule or _lr_factor(config, total_steps)
+    factor = given.schedule or _lr_factor(config, total_steps, pace)
     rates = Rates(optimizer, factor, given.schedulers)
     return Built(stages, engine, optimizer, rates, sync, Best(config.eval), shards)
 
@@ -303,13 +306,16 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
         ) from error
 
 
-def _lr_factor(config: RunConfig, total_steps: int) -> Callable[[int], float] | None:
+def _lr_factor(
+    config: RunConfig, total_steps: int, pace: Callable[[int], float]
+) -> Callable[[int], float] | None:
     """Factor of a step's learning rate; None leaves it alone."""
     train = config.train
     if not train.warmup_steps and train.decay == "none":
         return None
 
-    def factor(step: int) -> float:
+    def factor(number: int) -> float:
+        step = pace(number)
         if step < train.warmup_steps:
             return (step + 1) / train.warmup_steps
         if train.decay == "none":

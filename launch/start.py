@@ -95,6 +95,11 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     if machines.alone:
         restarts = machines.max_restarts
         return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
+    if config.elastic.goes_on(config.pipeline.replicas):
+        raise ValueError(
+            f"elastic.min_replicas = {config.elastic.min_replicas}: runs on several machines "
+            "cannot go on without one yet; remove it, and use --max-restarts"
+        )
     placed = hosts_by_rank(config.pipeline.placement)
     join_s = config.pipeline.peer_timeout_s
     nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)

@@ -139,10 +139,14 @@ class PipelineEngine:
         Raises:
             OSError: there is no room for the activation caches.
         """
-        self._own_ids_B = ids_B if len(ids_B) else None
+        self.announce(ids_B)
         repaired = self._stats.consistency.begin(ids_B, first_ids_B)
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return repaired
+
+    def announce(self, ids_B: Tensor) -> None:
+        """All samples of this replica from now on; none: they are not known."""
+        self._own_ids_B = ids_B if len(ids_B) else None
 
     def close(self) -> None:
         self._stats.consistency.release()
@@ -184,7 +188,42 @@ class PipelineEngine:
             sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
         )
-        totals = self._stats.share(own, self._scope(step))
+        return self._finished(self._stats.share(own, self._scope(step)))
+
+    @property
+    def last_shared(self) -> Tensor:
+        """[W, N]: what all ranks shared at the end of the last step that was finished here."""
+        return self._stats.shared_WN
+
+    def finish_step(self, shared_WN: Tensor) -> StepTotals:
+        """Finish a step in which only the last exchange failed; `shared_WN` is of who had it."""
+        return self._finished(self._stats.taken_over(shared_WN))
+
+    @property
+    def passes(self) -> int:
+        """The number of the last pass."""
+        return self._pass
+
+    def abandon_pass(self) -> None:
+        """Wait until this rank's threads have nothing to do, and forget the pass under way."""
+        for stage in self._stages.values():
+            stage.abandon_pass()
+        self._first_error = FirstError()
+        self._schedules.clear()
+
+    def regroup(self, ids_B: Tensor, passes: int) -> None:
+        """Go on in the transport's new groups, with these samples, after pass `passes`."""
+        self.announce(ids_B)
+        self._pass = passes
+        for stage in self._stages.values():
+            stage.group = self.transport.pipeline_group
+
+    def abandon_step(self) -> None:
+        """Forget what was computed since `train_step` began; it can be called again then."""
+        self._finish_step(keep=False)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _finished(self, totals: StepTotals) -> StepTotals:
         self._apply(totals)
         measured = {(w.cut, DIRECTIONS.index(w.direction)): w for w in totals.wire}
         return replace(totals, notes=tuple(self._guard.judge(measured)))

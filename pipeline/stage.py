@@ -118,6 +118,13 @@ class CompressedStage(_PipelineStageBase):
         for channel in self.channels.outgoing():
             channel.end_pass()
 
+    def abandon_pass(self) -> None:
+        """Forget the pass under way, whose messages have failed or are about to."""
+        for channel in self.channels.all():
+            channel.abandon_pass()
+        self._local_inputs.clear()
+        self._local_gradients.clear()
+
     def receive_activation(self, m: int) -> Tensor:
         """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
         if m in self._local_inputs:

@@ -95,6 +95,8 @@ class StepStats:
         self._transport, self._cuts, self._loss_scope = transport, tuple(cuts), loss_scope
         self._outgoing = [end for end in channels if isinstance(end, OutgoingChannel)]
         self._sent = (0, 0, 0)
+        self.shared_WN = torch.empty(0, 0, dtype=torch.float64)
+        """What the last `share` was made of."""
         self._coming_B = torch.empty(0, dtype=torch.int64)
         self.consistency = CacheConsistency(transport, channels, cuts)
 
@@ -117,9 +119,17 @@ class StepStats:
         scalars = _Scalars(step.loss, tokens, step.square_norm, busy, step.seconds, *sent)
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
-        all_WN = self._transport.share(mine, scope)
+        self.shared_WN = all_WN = self._transport.share(mine, scope)
         held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
+
+    def taken_over(self, shared_WN: torch.Tensor) -> StepTotals:
+        """What `share` would have returned, of a step in which this rank lost the others.
+
+        `shared_WN` is that of a rank which did not.
+        """
+        self.shared_WN = shared_WN
+        return self._totals(shared_WN, Repair(), "world")
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
         of_ranks = _Scalars(*all_WN[:, :_SCALARS].unbind(1))

@@ -273,7 +273,11 @@ class TransformBoundary:
             change_NK = y_NK - held_NK * (SHARES[share_N] / 4)[:, None]
         weight_N = self.weights.octaves(plan.ids_B[part.rows].tolist(), plan.shape_BTD[1])
         choice = Choice(coarseness(y_NK, weight_N), share_N)
-        value_ND, value_NK, change_NK = x_ND[some.to(x_ND.device)].float().cpu(), y_NK[some], change_NK[some]
+        value_ND, value_NK, change_NK = (
+            x_ND[some.to(x_ND.device)].float().cpu(),
+            y_NK[some],
+            change_NK[some],
+        )
         seen = _Seen(some, self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.only(usual(value_NK))[1:])
         step -= 0 if weight_N is None else 2 * NEUTRAL

@@ -32,6 +32,7 @@ _Named = tuple[str, list[Tensor]]
 """A parameter's name and its views of the target, the result and this replica's part of it."""
 
 REPLICAS_EQUAL = True
+GOES_ON = True
 
 
 class Config(ExchangeOptions):
@@ -78,6 +79,13 @@ class PowerSGD:
     def keep(self) -> None:
         self._residuals.keep()
         self._Q.keep()
+
+    def drop(self) -> None:
+        self._residuals.drop()
+        self._Q.drop()
+
+    def regroup(self, rank: int, size: int) -> None:
+        """What a lost replica owed is lost; Q is alike on all."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._residuals.state_dict(), "Q": self._Q.state_dict()}

@@ -15,6 +15,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
+GOES_ON = True
 
 
 class Config(ExchangeOptions):

@@ -17,6 +17,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
+GOES_ON = True
 
 
 class Config(ExchangeOptions):

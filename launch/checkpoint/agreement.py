@@ -92,6 +92,18 @@ class Agreement:
             self._changed.notify_all()
             return found
 
+    @property
+    def pending(self) -> Ask:
+        """What was asked for here, or agreed on, and not done yet."""
+        with self._changed:
+            return max(self._wanted, self._agreed[1])
+
+    def release(self) -> None:
+        """Let training go on: a rank that is lost will not answer."""
+        with self._changed:
+            self._answered = False
+            self._changed.notify_all()
+
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count():

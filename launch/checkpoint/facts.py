@@ -19,7 +19,7 @@ def check_facts(
     Raises:
         CheckpointError: naming each that differs.
     """
-    changed = changed_settings(saved["config"], now["config"])
+    changed = changed_settings(_as_set(saved), _as_set(now))
     differing = describe_changes(changed)
     samples = differences(saved.get("data"), now.get("data"), "data")
     if samples and not any(change.name.startswith("data.") for change in changed):
@@ -36,6 +36,14 @@ def check_facts(
             f"{epochs_hint(changed)}, or start a new run from its weights: "
             f'model.from_run = "{folder.parents[1]}"{own} and another run.name, without --resume'
         )
+
+
+def _as_set(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that a run began with: replicas, and with them the batch, may have changed."""
+    config: Mapping[str, Any] = facts["config"]
+    if "batch_size" not in facts:
+        return config
+    return {**config, "train": {**config["train"], "batch_size": facts["batch_size"]}}
 
 
 def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:

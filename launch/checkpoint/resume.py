@@ -34,7 +34,9 @@ class Resume(NamedTuple):
         """Whole epochs that the chosen checkpoint has done."""
         if self.chosen is None:
             return 0
-        return self.chosen.manifest.step // int(self.chosen.manifest.meta["steps_per_epoch"])
+        step, meta = self.chosen.manifest.step, self.chosen.manifest.meta
+        epochs, first = meta.get("whole_epochs", (0, 0))  # where replicas changed in one
+        return int(epochs) + max(-1, (step - int(first)) // int(meta["steps_per_epoch"]))
 
     @property
     def cuts(self) -> list[int] | None:

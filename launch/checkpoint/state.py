@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.net.overlay.ranks import gone_for_good
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.transport import Peers
 
 _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
+_SERIAL_BITS = 20
+"""Of a save's number, those that count within a generation of ranks (`regroup`)."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
 """Wait before a failed save is retried; each failure in a row doubles it."""
 
@@ -78,6 +81,29 @@ class Checkpoints:
         self._pause_s = _FIRST_PAUSE_S
         self._retry_at_s: float | None = None
         self._problem: str | None = None
+        self._gone: Callable[[], str] = gone_for_good
+        self._generation = 0
+
+    def locate(self) -> None:
+        """Learn where each rank saves; a collective, once for the ranks there are."""
+        self._place = place_of(self._session, self._root)
+
+    def watch(self, gone: Callable[[], str]) -> None:
+        """`gone` says who will not answer any more: then a save under way fails."""
+        self._gone = lambda: gone() or gone_for_good()
+
+    def regroup(self, generation: int, facts: Mapping[str, Any]) -> None:
+        """Ranks have left, and `facts` are now these. A save under way fails, and is tried again.
+
+        `locate` comes next.
+        """
+        self._gone = lambda: "replicas have left"
+        if not self.wait():
+            self._retry_at_s = time.monotonic()
+        self._facts, self._board, self._made_peers = through_json(facts), None, None
+        # the same on all ranks, and more than before, however many saves each has begun
+        high = (self._serial >> _SERIAL_BITS) + generation - self._generation
+        self._serial, self._generation = high << _SERIAL_BITS, generation
 
     def start(self, step: int, *, last: bool = False) -> None:
         """Save as `root/step-<step>` while training continues; `step` optimizer steps are done.
@@ -105,9 +131,13 @@ class Checkpoints:
         """Wait for the save that is under way; whether it succeeded."""
         if self._under_way is None:
             return True
-        saved = self._under_way.result()
-        self._under_way = None
-        return saved
+        under_way, self._under_way = self._under_way, None
+        try:
+            return under_way.result()
+        except TransportError as error:
+            if not (gone := self._gone()):
+                raise
+            return self._failed(f"{gone} ({error})", None)
 
     def retry_due(self) -> bool:
         """Whether the last save failed, long enough ago to try again with the step there is now."""
@@ -195,11 +225,17 @@ class Checkpoints:
 
     def _run(self, transaction: Transaction, step: int, state: Any, last: bool) -> bool:
         """Remember what was saved, or warn at once unless it is the last; whether it was."""
-        self._problem = problem = transaction.run(state)
+        problem = transaction.run(state)
         if problem is None:
+            self._problem = None
             self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
             return True
-        if self._session.local_rank == 0 and not last:
+        return self._failed(problem, None if last else step)
+
+    def _failed(self, problem: str, step: int | None) -> bool:
+        """Try again later, and warn of a step."""
+        self._problem = problem
+        if self._session.local_rank == 0 and step is not None:
             _log.warning(
                 "step %d was not saved: %s; training continues; saving is retried in %.0f s (%s)",
                 step,
@@ -229,9 +265,9 @@ class Checkpoints:
                 store,
                 mesh.rank,
                 mesh.world_size,
-                name="checkpoints",
+                name=f"checkpoints{self._generation or ''}",
                 limit_s=_SLOWEST_DISK_S,
-                gone=gone_for_good,
+                gone=lambda: self._gone(),
             )
         return self._board.gather(value)
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from thinpipe.gradcomp.registry import load_method, method_names, parse_options
+from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain, first_misread, known_keys, written_keys
 from thinpipe.pipeline.config import PipelineConfig
@@ -55,6 +55,36 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")
+
+
+def check_elastic(
+    least: int | None,
+    pipeline: PipelineConfig,
+    method: str,
+    options: BaseModel,
+    others: Sequence[str],
+) -> None:
+    """Replicas can go on without one; `others` are settings with which they cannot."""
+    if least is None:
+        return
+    what = f"elastic.min_replicas = {least}"
+    if least > pipeline.replicas:
+        raise ValueError(
+            f"{what}: there are {pipeline.replicas} (pipeline.replicas); use that many or fewer"
+        )
+    if least == pipeline.replicas:
+        return
+    if not goes_on(method, options):
+        able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
+        delayed = ", not delayed" if method in able else ""
+        raise ValueError(
+            f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
+            f"use {', '.join(able)}{delayed}, or remove [elastic]"
+        )
+    for other in others:
+        raise ValueError(
+            f"{other}: with it replicas cannot go on without one yet; change it, or remove {what}"
+        )
 
 
 def check_stream(

@@ -9,7 +9,7 @@ from thinpipe.launch.config.toml import toml_value
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
 _MAY_CHANGE = (
-    *("run.name", "eval.", "checkpoint.", "network.", "train.max_skipped"),
+    *("run.name", "eval.", "checkpoint.", "elastic.", "network.", "train.max_skipped"),
     "train.verify_every",
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),

@@ -29,6 +29,7 @@ from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
 from thinpipe.launch.config.checks import (
     check_boundaries,
     check_cuts,
+    check_elastic,
     check_gradcomp,
     check_stream,
 )
@@ -40,6 +41,7 @@ from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
+    ElasticConfig,
     EvalConfig,
     ReportConfig,
     RunSection,
@@ -85,6 +87,7 @@ class RunConfig(BaseModel):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    elastic: ElasticConfig = ElasticConfig()
     report: ReportConfig = ReportConfig()
     watch: WatchConfig = WatchConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
@@ -267,6 +270,7 @@ class RunConfig(BaseModel):
         _check_stream(self)
         _check_task(self)
         check_gradcomp(self.gradcomp)
+        _check_elastic(self)
         _check_tie(self)
         return self
 
@@ -326,6 +330,21 @@ def _check_sizes(config: RunConfig) -> None:
             f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
             f"multiple of {parts}"
         )
+
+
+def _check_elastic(config: RunConfig) -> None:
+    block, shards = config.data.stream_block, config.pipeline.shards
+    others = [f"data.stream_block = {block}"] if block is not None else []
+    others += [f"pipeline.shards = {shards}"] if shards > 1 else []
+    others += [
+        f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}'
+        for (cut, direction), spec in config.specs.items()
+        if spec.kind not in ("raw", "direct")
+    ]
+    if config.pipeline.stages > 1 and config.model.tie_embeddings == "exact":
+        others.append('model.tie_embeddings = "exact"')
+    least = config.elastic.min_replicas
+    check_elastic(least, config.pipeline, config.method, config.method_options, others)
 
 
 def _check_stream(config: RunConfig) -> None:

@@ -122,6 +122,22 @@ class CheckpointConfig(BaseModel):
     grace_s: float = Field(20.0, ge=1, le=25)
 
 
+class ElasticConfig(BaseModel):
+    """With `min_replicas`, a run goes on without the replicas that it loses, down to so many.
+
+    The others do the step under way again, and share the samples of a lost replica. Unless set, all
+    replicas are needed: the run ends, or restarts (--max-restarts).
+    """
+
+    model_config = _STRICT
+
+    min_replicas: int | None = Field(None, ge=1)
+
+    def goes_on(self, replicas: int) -> bool:
+        """Whether a run of so many replicas may lose some."""
+        return self.min_replicas is not None and self.min_replicas < replicas
+
+
 class ReportConfig(BaseModel):
     """Trackers that get the numbers of every step, next to `metrics.jsonl` and `report.html`.
 

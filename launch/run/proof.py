@@ -36,14 +36,19 @@ class Proof:
         self._built, self._transport, self._every = built, transport, every
         self._said_kinds = False
 
+    def is_due(self, done: int) -> bool:
+        return bool(self._every) and done % self._every == 0
+
     def check(self, done: int) -> dict[str, int]:
+        """As `compare`, where that is due."""
+        return self.compare(done) if self.is_due(done) else {}
+
+    def compare(self, done: int) -> dict[str, int]:
         """After `done` steps: samples dropped because two ends differed, by channel.
 
         Raises:
             CorruptionError: on every rank, naming those whose weights differ.
         """
-        if not self._every or done % self._every:
-            return {}
         kind = arithmetic(self._built.stages[0].device)
         answers = gather_json(self._transport, [kind, self._weights(), self._memories()])
         self._compare_weights([(kind, weights) for kind, weights, _ in answers], done)

@@ -121,6 +121,11 @@ class Records:
                 self._display.note(notice)
             self._load = None
 
+    def planned(self, steps: int) -> None:
+        """So many steps are to be done in all."""
+        self._info = replace(self._info, total_steps=steps)
+        self._display.planned(steps)
+
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         if self._pending is not None:
             self._pending = replace(self._pending, eval=dict(metrics))

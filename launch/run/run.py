@@ -122,7 +122,8 @@ class RankRun:
             ValueError: they changed, there is no epoch under way, or a batch was left out.
         """
         training = self._open(samples, size)
-        for step in training.left_of(self._epoch):
+        while self._done in training.left_of(self._epoch):  # which grows if replicas are lost
+            step = self._done
             self._stop.check()
             batch = training.batch(step)
             if batch is None:
@@ -237,11 +238,24 @@ class RankRun:
 
             config = decide_cuts(config, session, len(samples), saved=self._resume.cuts, log=shows)
         config.check_model_cuts()
-        training = Training(config, samples, session, digests, show=self._show, given=self._given)
-        training.begin(self._stack, self._resume)
+        kind: type[Training] = Training
+        if config.elastic.goes_on(config.pipeline.replicas):
+            from thinpipe.launch.run.elastic.training import ElasticTraining
+
+            kind = ElasticTraining
+        training = kind(
+            config,
+            samples,
+            session,
+            digests,
+            show=self._show,
+            given=self._given,
+            resume=self._resume,
+        )
+        training.begin(self._stack)
         for notice in notices:
             training.display.note(notice)
-        self._stop.begin_training(config.checkpoint.grace_s, training.agreement.stop_all)
+        self._stop.begin_training(config.checkpoint.grace_s, lambda: training.agreement.stop_all())
         self.config, self._samples, self._done = config, samples, training.start
         return training
 

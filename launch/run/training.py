@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from thinpipe.launch.build import ProgramParts, build
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
@@ -17,7 +18,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.streams.stream import StreamSampler, position, sampler_for
+from thinpipe.launch.data.streams.stream import Sampler, StreamSampler, position
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
@@ -25,9 +26,9 @@ from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
 from thinpipe.launch.run.evaluation import Wanted
-from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
+from thinpipe.launch.run.sharing import Plan
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.run.together import Together
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
@@ -35,7 +36,9 @@ from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.step_stats import StepTotals
 
+_T = TypeVar("_T")
 _ENDED = "the run ends early, as evaluations are no better (eval.patience)"
 
 
@@ -51,38 +54,33 @@ class Training:
         *,
         show: int,
         given: ProgramParts,
+        resume: Resume,
     ) -> None:
         """Build this rank's stages; `digests` are those of the samples, by set."""
+        self._resume = resume
         self._config, self._samples, self._session = config, samples, session
         self.shows = session.local_rank == show
         speaks = session.local_rank == max(0, show)
         self._relay: Callable[[], dict[str, Any] | None] = relay_status if speaks else lambda: None
-        self._sampler = sampler_for(
-            samples,
-            batch_size=config.train.batch_size,
-            replicas=session.mesh.dp_size,
-            replica=session.mesh.dp_rank,
-            seed=config.run.seed,
-            shuffle=getattr(samples, "shuffle", True),  # which only those of one's own say
-        )
-        self.steps = config.train.steps(self._sampler.steps_per_epoch)
+        resumed = resume.chosen.manifest if resume.chosen else None
+        self._plan = Plan(config, samples, session.mesh, resumed)
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
         built = build(
-            config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
+            config,
+            session.transport,
+            run_id=session.run_id,
+            total_steps=self._plan.first_steps,
+            pace=self._plan.pace,
+            given=given,
         )
         self.built = replace(built, samples=position(samples))
-        facts = {
-            "config": config.shared(),
-            "data": digests,
-            "steps_per_epoch": self._sampler.steps_per_epoch,
-        }
         folder = config.run.path / "checkpoints"
         self._checkpoints = Checkpoints(
             folder,
             config.checkpoint,
             self.built,
             session,
-            facts,
+            self._plan.facts(digests),
             config.data,
             memories_on_disk=config.memory.tier == "disk",
         )
@@ -98,10 +96,21 @@ class Training:
         self._together = _calls(config, session, given)
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
+        self._digests, self._is_program = digests, given.is_program
+        self._done = self._agreed = 0  # steps that were done, and that all ranks agreed after
         self.start, self.stopping, self._finished = 0, False, False
         self._save_again = self._ended_before = False
         self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
+
+    @property
+    def steps(self) -> int:
+        """How many there are in all."""
+        return self._plan.steps
+
+    @property
+    def _sampler(self) -> Sampler:
+        return self._plan.sampler
 
     @property
     def nothing_left(self) -> bool:
@@ -113,26 +122,21 @@ class Training:
         """Whether evaluations have not become better for as long as settings say."""
         return self.built.best.enough
 
-    def begin(self, stack: ExitStack, resume: Resume) -> None:
+    def begin(self, stack: ExitStack) -> None:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
-        config = self._config
+        config, resume = self._config, self._resume
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
         self._ended_before = self.ends_early
-        mesh = self._session.mesh
-        self.agreement = Agreement(
-            self._session.store,
-            mesh.rank,
-            mesh.world_size,
-            done=self.start,
-            wait_s=config.pipeline.peer_timeout_s,
-            on_stop=tell_stop,
-        )
+        self._done = self._agreed = self.start
+        self.agreement = self._agreement(self._session.store)
         started = None
         if not resume.chosen:
             if config.model.from_run:
                 from thinpipe.launch.trained.model import start_from_run
 
                 started = start_from_run(self.built, config)
+            from thinpipe.launch.run.first_weights import begin_alike
+
             begin_alike(self.built, self._session.transport)
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
@@ -167,28 +171,42 @@ class Training:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
         held = memory_notices(plan_memory(config, len(self._samples)))
         beginning = [started] if started else []
+        if resume.chosen and self._plan.changed_at == self.start:
+            beginning.append(self._plan.words())
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
 
+    def _agreement(self, store: Store) -> Agreement:
+        mesh = self._session.mesh
+        return Agreement(
+            store,
+            mesh.rank,
+            mesh.world_size,
+            done=self._agreed,
+            wait_s=self._config.pipeline.peer_timeout_s,
+            on_stop=tell_stop,
+        )
+
     def _full_step(self, step: int) -> int:
         """The step, or the one before it if that has fewer samples, as the last of an epoch may."""
-        full = len(self._sampler.ids(step)) == len(self._sampler.ids(0))
+        full = self._sampler.samples(step) >= self._config.train.batch_size
         return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
-        per_epoch = self._sampler.steps_per_epoch
-        stop = min((epoch + 1) * per_epoch, self.steps)
-        return range(stop if self._ended_before else max(self.start, epoch * per_epoch), stop)
+        steps = self._sampler.steps_of(epoch)
+        stop = min(steps.stop, self.steps)
+        return range(stop if self._ended_before else max(self.start, steps.start), stop)
 
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if a stream of them has ended before."""
         if not isinstance(self._sampler, StreamSampler):
-            return self._config.model.adapted(self._samples.batch(self._sampler.ids(step)))
+            own = self._samples.batch(self._sampler.ids(step))
+            return self._config.model.adapted(own).counting(self._sampler.counted(step))
         batch = self._sampler.batch(step)
         if batch is None:
-            self.steps = step
+            self._plan.steps = step
             self.built.sync.finish()
             self.display.note(f"the stream of samples ended after {step} steps")
             return None
@@ -204,8 +222,10 @@ class Training:
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        totals, epoch, samples = self._train(batch, step)
+        self._done = step + 1
         asked = self.agreement.after(step + 1)
+        self._agreed = step + 1
         self.stopping = asked == Ask.STOP
         self._save_again = asked == Ask.SAVE
         self.built.lr_schedule.step()
@@ -216,10 +236,11 @@ class Training:
         numbers["repaired"] = dict(totals.repaired)
         record = StepRecord(
             step=step + 1,
-            epoch=self._sampler.epoch(step) + 1,
+            epoch=epoch + 1,
             tokens_per_s=totals.tokens / elapsed,
             step_s=elapsed,
             lr=lr,
+            samples=samples,
             eval=None,
             **numbers,
         )
@@ -229,16 +250,23 @@ class Training:
             self._timeline = timeline_of(self._config, record, shared)
         self.records.add(record)
         self._skips.count(record.step, skipped=record.skipped, empty=record.tokens == 0)
-        self._proof.check(record.step)
+        if self._proof.is_due(record.step):
+            self._all_do(lambda: self._proof.check(record.step))
         return record
+
+    def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
+        """Numbers of the step, its epoch, and how many samples count in it."""
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        return totals, self._sampler.epoch(step), self._sampler.samples(step)
+
+    def _all_do(self, do: Callable[[], _T]) -> _T:
+        """What all ranks do together, with messages of each to each."""
+        return do()
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
         """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
         self.meet("run.evaluate", step + 1)
-        metrics = self._evaluate(samples, step, compressed=False)
-        if self._config.pipeline.cuts:
-            compressed = self._evaluate(samples, step, compressed=True)
-            metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
+        metrics = self._all_do(lambda: self._evaluate_both(samples, step))
         self.records.evaluated(metrics)
         if math.isnan(metrics["loss"]):
             self.display.note(
@@ -249,6 +277,13 @@ class Training:
             self._best_is_due = step + 1
         if self.ends_early and not self.nothing_left:
             self.display.note(f"{_ENDED}: {self.built.best.words()}")
+        return metrics
+
+    def _evaluate_both(self, samples: SampleSet, step: int) -> dict[str, float]:
+        metrics = self._evaluate(samples, step, compressed=False)
+        if self._config.pipeline.cuts:
+            compressed = self._evaluate(samples, step, compressed=True)
+            metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         return metrics
 
     def end_epoch(self, done: int) -> None:
@@ -272,14 +307,15 @@ class Training:
             self._checkpoints.start(done, last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
-        options = self._config.checkpoint
-        every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
-        due = done == self.steps or done % every == 0 or done == self._best_is_due
-        return due or self._save_again
+        options, epoch = self._config.checkpoint, self._sampler.epoch(done - 1)
+        due = done == self._sampler.steps_of(epoch).stop and (epoch + 1) % options.every_epochs == 0
+        if options.every_steps:
+            due = done % options.every_steps == 0
+        return due or done in (self.steps, self._best_is_due) or self._save_again
 
     def save_now(self, done: int) -> None:
         self.records.flush()
-        self._checkpoints.save(done)
+        self._all_do(lambda: self._checkpoints.save(done))
 
     def finish(self, done: int) -> None:
         """Save the end, free the activation cache, and gather what the report needs.
@@ -291,14 +327,15 @@ class Training:
         self._finished = True
         self.meet("the end of its epochs", done)
         self._skips.finish(done)
-        self._checkpoints.save_last(done)
+        self._all_do(lambda: self._checkpoints.save_last(done))
         if self.built.best.wanted:
             self.display.note(self.built.best.words())
         if done < self.steps:  # ended early, and saved as it was
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
-        self._hosts = gather_json(self._session.transport, self._own_host())
+        hosts = self._own_host()
+        self._hosts = self._all_do(lambda: gather_json(self._session.transport, hosts))
         self.records.flush()
 
     def report(self) -> None:

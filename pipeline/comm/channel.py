@@ -28,6 +28,9 @@ _AHEAD = 2
 """Decoded microbatches that may wait for the schedule: one that is ready when it asks, and one more
 to even out work of unequal length. Decoded values take many times the memory of messages."""
 
+_SETTLE_S = 20.0
+"""For jobs whose connections are broken."""
+
 Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None]
 """Takes what was done, for which microbatch, and from when to when (`time.perf_counter`)."""
 
@@ -98,6 +101,16 @@ class OutgoingChannel:
         if self._last is not None:
             self._pass.first_error.wait_for(self._last)
 
+    def abandon_pass(self) -> None:
+        """Wait until nothing is under way, whatever came of it, and be ready for another pass.
+
+        Raises:
+            TimeoutError: something still is.
+        """
+        if self._last is not None:
+            self._last.exception(_SETTLE_S)
+        self._worker, self._last = _worker(self.codec, self._link, "send"), None
+
     def take_traffic(self) -> Traffic:
         """Return what was sent, and count from zero."""
         taken, self._traffic = self._traffic, Traffic()
@@ -159,6 +172,13 @@ class IncomingChannel:
         x_BTD, decoded = first_error.wait_for(self._jobs.pop(m))
         self._record("wait", m, start, time.perf_counter())
         return self._stream.hand_over(x_BTD, decoded)
+
+    def abandon_pass(self) -> None:
+        """As that of the outgoing end."""
+        for job in self._jobs.values():
+            job.exception(_SETTLE_S)
+        self._worker, self._jobs = _worker(self.codec, self._link, "receive"), {}
+        self._coming.clear()
 
     def _take(self, m: int) -> tuple[Tensor, CudaEvent]:
         start = time.perf_counter()

@@ -4,7 +4,7 @@ Forward and backward messages of a pipeline travel on groups of their own, so th
 behind the other; so do control vectors, and exchanges between replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -42,9 +42,33 @@ class GlooTransport:
             ValueError: the world has not pipeline_ranks * replicas * shards ranks.
             TransportError: a rank did not join within `timeout_s`.
         """
+        self._timeout_s = timeout_s
+        self._links: list[GlooLink] = []
+        self._peers: list[tuple[Sequence[int], GlooPeers]] = []
+        self._make_groups(pipeline_ranks, replicas, shards)
+
+    def regroup(self, numbers: Mapping[int, int]) -> None:
+        """Go on in torch's new default group, with links and peers as they were handed out.
+
+        `numbers` are the ranks of before that are in it, each with its number there; of a replica
+        all or none. What was under way is forgotten; every rank of the new group calls it.
+
+        Raises:
+            TransportError: a rank did not join in time.
+        """
+        before = self.mesh
+        replicas = len(numbers) // (before.pipeline_ranks * before.shards)
+        self._make_groups(before.pipeline_ranks, replicas, before.shards)
+        for link in self._links:  # of cuts, whose ends keep their places in the pipeline
+            link.reset(self._backward if link.channel % 2 else self.pipeline_group)
+        for at, (ranks, peers) in enumerate(self._peers):
+            left = [numbers[rank] for rank in ranks if rank in numbers]
+            self._peers[at] = left, peers
+            peers.reset(self._two_groups(left))
+
+    def _make_groups(self, pipeline_ranks: int, replicas: int, shards: int) -> None:
         check_world(pipeline_ranks, replicas, dist.get_world_size(), shards=shards)
         self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank(), shards)
-        self._timeout_s = timeout_s
         self.pipeline_group = self._group(self.mesh.pipeline, "pipeline")
         self._backward = self._group(self.mesh.pipeline, "pipeline")
         self.shard_group = self.pipeline_group
@@ -68,11 +92,17 @@ class GlooTransport:
         if channel < FIRST_CUT:
             return GlooLink(self._control, peer, channel, name, device)
         group = self._backward if channel % 2 else self.pipeline_group
-        return GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
+        link = GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
+        self._links.append(link)
+        return link
 
     def peers(self, ranks: Sequence[int], what: str = "replica") -> GlooPeers:
-        groups = self._group(ranks, "exchange"), self._group(ranks, "exchange")
-        return GlooPeers(groups, what)
+        peers = GlooPeers(self._two_groups(ranks), what)
+        self._peers.append((ranks, peers))
+        return peers
+
+    def _two_groups(self, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        return self._group(ranks, "exchange"), self._group(ranks, "exchange")
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed.

@@ -86,6 +86,12 @@ class GlooLink:
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
+    def reset(self, group: dist.ProcessGroup) -> None:
+        """Go on in another group, and forget what was under way."""
+        self.group = group
+        self._expected.clear()
+        self._sent.clear()
+
     def begin_pass(self, number: int) -> None:
         """Wait for earlier sends; every expected message must have been taken."""
         for work, _ in self._sent:

@@ -28,8 +28,12 @@ class GlooPeers:
     ) -> None:
         """`what` errors call each of the ranks."""
         self._what = what
-        self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self.bytes_sent = 0
+        self.reset(groups)
+
+    def reset(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+        """Go on with the ranks of other groups."""
+        self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._groups = groups
 
     def exchange(

@@ -1,5 +1,8 @@
 """What every method in gradcomp/methods must meet, on replicas in one process."""
 
+from collections.abc import Collection, Mapping
+from typing import Any
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -7,7 +10,10 @@ from torch import Tensor
 
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.decentral import Decentral
-from thinpipe.gradcomp.registry import load_method, method_names, parse_options
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.transport import Peers
 
 every_method = pytest.mark.parametrize("name", method_names())
 
@@ -168,3 +174,85 @@ def test_a_step_that_does_not_count_costs_that_step_alone(form: str) -> None:
         assert _given(broken, number, finite=True)
         assert _given(whole, number, finite=True)
     assert_equal(broken.parameters(), whole.parameters())
+
+
+class Moving:
+    """Peers whose group changes under a method, and can break."""
+
+    def __init__(self, inner: Peers) -> None:
+        self.inner, self.broken = inner, False
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.inner.bytes_sent
+
+    def exchange(
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+    ) -> dict[int, Tensor]:
+        if self.broken:
+            raise TransportError("replica 1 -> replica 0: lost")
+        return self.inner.exchange(outgoing, sources, capacity)
+
+
+def owed(sync: Any) -> float:
+    """The sum of all residuals."""
+    state = sync.state_dict()["reducer"]
+    tensors = [v for v in torch.utils._pytree.tree_leaves(state) if isinstance(v, Tensor)]
+    return float(sum(tensor.double().sum() for tensor in tensors))
+
+
+def able() -> list[str]:
+    return [name for name in method_names() if goes_on(name, parse_options(name, {}))]
+
+
+@pytest.mark.parametrize("name", able())
+def test_replicas_that_are_left_go_on(name: str) -> None:
+    """The step under way is forgotten and done again; what survivors owe stays owed."""
+    moving = [Moving(peers) for peers in local_peers(4)]
+    fields = load_method(name).Config.model_fields
+    options = {key: value for key, value in {"bucket_mb": 1e-4}.items() if key in fields}
+    replicas = Replicas(4, name, options, peers=moving)
+    train(replicas, 3)
+    before = replicas.parameters()
+    saved = [sync.state_dict() for sync in replicas.syncs]
+    for peers in moving:
+        peers.broken = True
+    replicas.backward()
+    for sync in replicas.syncs:
+        with pytest.raises(TransportError):
+            sync.before_step()
+        sync.abandon()
+    replicas.step_number -= 1
+    for optimizer in replicas.optimizers:
+        optimizer.zero_grad()
+    for sync, state in zip(replicas.syncs, saved, strict=True):
+        assert_same(sync.state_dict(), state)
+    survivors = [0, 1, 3]
+    for peers, inner in zip((moving[rank] for rank in survivors), local_peers(3), strict=True):
+        peers.inner, peers.broken = inner, False
+    owners = (replicas.nets, replicas.syncs, replicas.optimizers)
+    replicas.nets, replicas.syncs, replicas.optimizers = (
+        [each[rank] for rank in survivors] for each in owners
+    )
+    owes = [owed(sync) for sync in replicas.syncs]
+    for rank, sync in zip(survivors, replicas.syncs, strict=True):
+        sync.regroup(rank, 4)
+    assert [owed(sync) for sync in replicas.syncs] == pytest.approx(owes, abs=1e-6)
+    first, *others = train(replicas, 3)
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.isfinite(first).all()
+    assert not torch.equal(first, before[0])
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    leaves = [torch.utils._pytree.tree_leaves(each) for each in (found, expected)]
+    for one, other in zip(*leaves, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other

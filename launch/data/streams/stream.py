@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from thinpipe.launch.data.own import OwnSet, Reading, digest_item
 from thinpipe.launch.data.sample_set import Ids, SampleSet
-from thinpipe.launch.data.sampler import EpochSampler, shuffled
+from thinpipe.launch.data.sampler import Change, EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
 Carry = Tensor
@@ -317,7 +317,7 @@ def own_block(
 class StreamSampler:
     """As EpochSampler, for samples that come in one order: a single epoch of `steps`."""
 
-    dropped = 0
+    dropped = left_out = 0
 
     def __init__(self, samples: StreamSet, *, batch_size: int, replicas: int, replica: int) -> None:
         self.steps_per_epoch = len(samples) // batch_size
@@ -331,6 +331,19 @@ class StreamSampler:
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
 
+    def steps_of(self, epoch: int) -> range:
+        """All steps: there is one epoch."""
+        return range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+
+    def steps(self, epochs: int, most: int | None) -> int:
+        """How many steps so many epochs have, no more than `most`."""
+        whole = self.steps_of(epochs - 1).stop
+        return whole if most is None else min(whole, most)
+
+    def samples(self, step: int) -> int:
+        """How many samples a step has, over all replicas, unless the stream ends."""
+        return self._batch
+
     def batch(self, step: int) -> Batch | None:
         """This replica's samples of a step; None if the stream has ended."""
         ids = range(step * self._batch, (step + 1) * self._batch)
@@ -342,9 +355,21 @@ class StreamSampler:
         return torch.arange(first + self._replica, first + self._batch, self._replicas)
 
 
-def sampler_for(
-    samples: SampleSet, *, batch_size: int, replicas: int, replica: int, seed: int, shuffle: bool
-) -> EpochSampler | StreamSampler:
+Sampler = EpochSampler | StreamSampler
+
+
+def sampler_for(  # noqa: PLR0913  # those of EpochSampler
+    samples: SampleSet,
+    *,
+    batch_size: int,
+    replicas: int,
+    replica: int,
+    seed: int,
+    shuffle: bool,
+    changes: Sequence[Change] = (),
+    alike: bool = False,
+    masks: bool = True,
+) -> Sampler:
     """What chooses the samples of every step."""
     if isinstance(samples, StreamSet):
         return StreamSampler(samples, batch_size=batch_size, replicas=replicas, replica=replica)
@@ -355,6 +380,9 @@ def sampler_for(
         replica=replica,
         seed=seed,
         shuffle=shuffle,
+        changes=changes,
+        alike=alike,
+        masks=masks,
     )
 
 

@@ -15,7 +15,7 @@ _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
 _OWN_ACCOUNT_S = 0.2
 """How long the main thread may take to say more, if it has noticed too."""
-_STUCK_S = 10.0
+_STUCK_S, _SETTLE_S = 10.0, 600.0
 _FIRST = "1"
 
 
@@ -70,6 +70,51 @@ class Failures:
             RuntimeError: the store is gone.
         """
         await_key(self._store, _FIRST)
+
+
+class Losses:
+    """Ranks that were lost, in the run's store, and whether the others go on without them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("losses", store)
+
+    def open(self) -> None:
+        """From here on the run may go on."""
+        self._store.set("open", "")
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._store.check(["open"]))
+
+    def report(self, rank: int, message: str) -> None:
+        """Publish what ended a rank."""
+        number = self._store.add("count", 1)
+        self._store.set(str(number), json.dumps([rank, message]))
+
+    def wait(self, number: int) -> tuple[int, str]:
+        """The rank that was lost as number so many, from 1, and what ended it; waits for it.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        await_key(self._store, str(number))
+        rank, message = json.loads(self._store.get(str(number)))
+        return int(rank), str(message)
+
+    def settle(self, rank: int, *, goes_on: bool) -> None:
+        """Say whether the others go on without a rank."""
+        self._store.set(f"settled/{rank}", str(int(goes_on)))
+
+    def settled(self, rank: int) -> bool:
+        """Whether they do; waits until it is known, ten minutes at most.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        key, limit_s = f"settled/{rank}", time.monotonic() + _SETTLE_S
+        while not self._store.check([key]) and time.monotonic() < limit_s:
+            time.sleep(0.05)
+        return self._store.check([key]) and self._store.get(key) == b"1"
 
 
 class Watch:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from thinpipe.pipeline.comm.gloo import Traffic
 BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
 
+PORTS: dict[str, int] = {}
+"""At which this process listens, by traffic, once that is known."""
 _DEFAULT = "control"
 _MOST_DESCRIPTORS = 1024
 """Looked at where the system does not list them; a rank has about 50 when it starts."""
@@ -40,6 +42,7 @@ def register(address: str | None) -> dict[str, int]:
         before = _listening(address)
         devices[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
         (ports[traffic],) = _listening(address) - before
+    PORTS.update(ports)
     create = functools.partial(_create, devices)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     return ports
@@ -68,6 +71,19 @@ def _listening(address: str) -> set[int]:
             if listens and internet and found.getsockname()[0] == address:
                 ports.add(found.getsockname()[1])
     return ports
+
+
+def break_connections(ports: Collection[int]) -> None:
+    """Shut this process's connections to and from these ports of its own and others.
+
+    Who waits for a peer wakes up with an error; nothing that torch offers does that.
+    """
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                ends = found.getsockname()[1], found.getpeername()[1]
+                if any(port in ports for port in ends):
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 def _descriptors() -> Iterable[int]:

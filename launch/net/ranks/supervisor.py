@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.host.signals import pass_on_signals
 from thinpipe.launch.host.terminal import print_error
-from thinpipe.launch.net.ranks.failures import Failures, death_by
+from thinpipe.launch.net.ranks.failures import Failures, Losses, death_by
 from thinpipe.launch.net.ranks.store import connect_store
 
 DESCRIPTOR = "THINPIPE_SUPERVISOR"
@@ -31,7 +31,8 @@ def supervise(be_rank: Callable[[], None]) -> None:
     """Fork a rank, pass signals on to it, and exit as it does.
 
     A rank that another signal ended is reported to all others, with the likely reason. This process
-    then exits with 1: one that ended by a signal too would pass for killed itself.
+    then exits with 1: one that ended by a signal too would pass for killed itself. Or with 0, if
+    the others go on without the rank: torch's agent would end them.
     """
     reading, writing = os.pipe()
     kills = _memory_kills()
@@ -47,26 +48,34 @@ def supervise(be_rank: Callable[[], None]) -> None:
     if code >= 0:
         sys.exit(code)
     if not asked:
-        _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+        if _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading):
+            sys.exit(0)  # not os._exit: torch's agent waits for what the process returns
         sys.exit(1)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 
 
-def _report(message: str, reading: int) -> None:
+def _report(message: str, reading: int) -> bool:
+    """Tell the others; whether they go on."""
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
         host, port, name, who = json.loads(os.read(reading, 4096))
     except (BlockingIOError, ValueError):  # it died before there were others
         print_error(f"rank {os.environ['RANK']}: {message}")
-        return
+        return False
     print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
+        losses, rank = Losses(store), int(os.environ["RANK"])
+        if losses.is_open:
+            losses.report(rank, f"{who}: {message}")
+            if losses.settled(rank):
+                return True
         Failures(store, who).report(message, cause=True)
     except RuntimeError:
         print_error(f"{who}: the run's store is gone, so the others are not told")
+    return False
 
 
 def _memory_kills() -> int:

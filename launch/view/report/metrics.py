@@ -49,7 +49,8 @@ class StepRecord:
     classification `tokens` counts samples. `repaired` counts, by cut, samples whose cache entries
     differed or were lost and were reset at both ends; `notes` are messages of the guard. `own`
     holds numbers that the user's program logged. `weight_bytes` and `gradient_bytes` went between
-    the shards of stages.
+    the shards of stages. `samples` are those that count in the step, over all replicas; of runs of
+    earlier versions they are not known.
     """
 
     step: int
@@ -71,6 +72,7 @@ class StepRecord:
     own: Mapping[str, Loss] = field(default_factory=dict)
     weight_bytes: int = 0
     gradient_bytes: int = 0
+    samples: int | None = None
 
     @property
     def bytes_per_cut(self) -> dict[int, int]:

@@ -59,7 +59,8 @@ class Summary(TypedDict):
     samples whose cache entries were reset. `wall_s` is the sum of step times, without start-up and
     evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
     `weight_bytes` and `gradient_bytes` went between the shards of stages. `edges` are the
-    connections between hosts, of the present start only.
+    connections between hosts, of the present start only. `samples` are those trained on, by epoch
+    from 1: fewer than there are if replicas cannot share them evenly.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Summary(TypedDict):
     edges: list[Edge]
     repaired: dict[str, int]
     skipped: int
+    samples: dict[str, int]
     wall_s: float
     machine: str
     versions: dict[str, str]
@@ -141,6 +143,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
             for cut in sorted({cut for record in records for cut in record.repaired})
         },
         skipped=sum(record.skipped for record in records),
+        samples=_samples(records),
         wall_s=sum(record.step_s for record in records),
         machine=info.machine,
         versions=dict(info.versions),
@@ -169,6 +172,13 @@ def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
     sent = sum(record.sync_bytes for record in records)
     ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
     return ring / sent if sent and ring else None
+
+
+def _samples(records: Sequence[StepRecord]) -> dict[str, int]:
+    found = Counter[str]()
+    for record in records:
+        found[str(record.epoch)] += record.samples or 0
+    return dict(found)
 
 
 def _finite(value: float) -> float | None:

@@ -59,6 +59,11 @@ class Display:
         if record.eval is not None:
             self.evaluated(record)
 
+    def planned(self, steps: int) -> None:
+        """So many steps are to be done in all."""
+        if self._view is not None:
+            self._view.planned(steps)
+
     def evaluated(self, record: StepRecord) -> None:
         self._progress.eval = record.eval
         if self._view is not None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -45,6 +46,10 @@ class Log:
         due = now_s - self._printed_s >= LOG_INTERVAL_S
         if due or record.step == self._info.total_steps:
             self._print_step(record, now_s)
+
+    def planned(self, steps: int) -> None:
+        """So many are to be done in all."""
+        self._info = replace(self._info, total_steps=steps)
 
     def evaluated(self, record: StepRecord) -> None:
         if record.step != self._printed_step:

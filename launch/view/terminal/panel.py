@@ -70,6 +70,10 @@ class LivePanel:
     def step(self, record: StepRecord) -> None:
         self._bar.update(self._task, completed=record.step)
 
+    def planned(self, steps: int) -> None:
+        """So many are to be done in all."""
+        self._bar.update(self._task, total=steps)
+
     def evaluated(self, record: StepRecord) -> None:
         """Nothing to do: the panel is drawn again all the time."""
 

@@ -1,11 +1,14 @@
 """Every step's samples: once per epoch, sticky to their replica, a pure function of the step."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.data.sampler import Change, EpochSampler, paced
 
 
 @st.composite
@@ -95,3 +98,96 @@ def test_negative_step_is_refused() -> None:
     sampler = EpochSampler(8, batch_size=4, replicas=1, replica=0, seed=0)
     with pytest.raises(ValueError, match="step = -1: steps count from 0"):
         sampler.ids(-1)
+
+
+@st.composite
+def _changed_runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """A run, and the numbers of its replicas with how many steps each takes."""
+    batch = draw(st.sampled_from([4, 6, 12]))
+    n = draw(st.integers(batch, 90))
+    fitting = [number for number in range(1, batch + 1) if batch % number == 0]
+    parts = draw(
+        st.lists(st.tuples(st.sampled_from(fitting), st.integers(0, 9)), min_size=2, max_size=4)
+    )
+    alike = draw(st.booleans())
+    run = {"n": n, "batch_size": batch, "seed": draw(st.integers(0, 99)), "alike": alike}
+    return {**run, "shuffle": draw(st.booleans())}, parts
+
+
+def _visits(run: dict[str, Any], parts: list[tuple[int, int]]) -> dict[int, list[int]]:
+    """What counted in each epoch; the last part also finishes the epoch after its first."""
+    visited: dict[int, list[int]] = {}
+    changes: list[Change] = []
+    step = 0
+    for place, (replicas, count) in enumerate(parts):
+        numbers = range(replicas)
+        samplers = [
+            EpochSampler(**run, replicas=replicas, replica=r, changes=changes) for r in numbers
+        ]
+        stop = step + count
+        if place == len(parts) - 1:
+            stop = samplers[0].steps_of(samplers[0].epoch(step) + 1).stop
+        for now in range(step, stop):
+            ids = [sampler.ids(now) for sampler in samplers]
+            sizes = {len(own) for own in ids}
+            assert min(sizes) >= 1
+            assert max(sizes) <= min(sizes) + (not run["alike"])
+            assert max(sizes) <= run["batch_size"] // replicas + 1
+            counted = [sampler.counted(now) for sampler in samplers]
+            assert sum(counted) == samplers[0].samples(now)
+            for sampler, own, count in zip(samplers, ids, counted, strict=True):
+                assert len(own.unique()) == len(own), "no sample twice in a step of a replica"
+                assert torch.isin(own, sampler.all_ids()).all()
+                visited.setdefault(sampler.epoch(now), []).extend(own[:count].tolist())
+        step = stop
+        changes.append(Change(step, replicas, run["batch_size"] // replicas, 0))
+    return visited
+
+
+@given(_changed_runs())
+def test_a_change_of_replicas_repeats_no_sample(run: tuple[dict[str, Any], Any]) -> None:
+    for epoch, visited in _visits(*run).items():
+        assert len(set(visited)) == len(visited), epoch
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "parts"),
+    [
+        (41, 4, [(1, 5), (2, 0)]),
+        (4101, 4, [(1, 512), (2, 0)]),
+        (4101, 12, [(2, 100), (3, 0)]),
+        (41, 4, [(1, 10), (2, 0)]),  # one is left, for two
+        (41, 4, [(2, 3), (4, 0)]),
+        (41, 4, [(4, 9), (1, 0)]),
+        (50, 12, [(3, 1), (2, 1), (6, 1), (1, 0)]),
+    ],
+)
+@pytest.mark.parametrize("alike", [False, True])
+def test_every_sample_counts_once_where_replicas_change(
+    n: int, batch: int, parts: list[tuple[int, int]], alike: bool
+) -> None:
+    run = {"n": n, "batch_size": batch, "seed": 3, "alike": alike}
+    visited = _visits(run, parts)
+    assert sorted(visited[0]) == list(range(n))
+    last = parts[-1][0]
+    assert sorted(visited[1]) == list(range(n - n % last))
+
+
+def test_too_few_samples_without_masks_are_left_out_and_counted() -> None:
+    sampler = EpochSampler(
+        41, batch_size=4, replicas=2, replica=0, seed=0, changes=[Change(10, 1, 4, 22)], masks=False
+    )
+    assert sampler.left_out == 1
+    assert list(sampler.steps_of(0)) == []
+    assert sampler.steps_of(1) == range(10, 20)
+
+
+def test_the_pace_has_no_jump_and_ends_where_it_was_to_end() -> None:
+    changes = [Change(5, 1, 4, 22), Change(8, 2, 2, 21)]
+    paces = [paced(step, changes, 25) for step in range(26)]
+    assert paces[:6] == [0, 1, 2, 3, 4, 5]
+    assert paces[25] == pytest.approx(22)
+    ahead = [after - before for before, after in itertools.pairwise(paces)]
+    assert ahead[5:8] == pytest.approx([17 / 16] * 3)
+    assert ahead[8:] == pytest.approx([(17 - 3 * 17 / 16) / 17] * 17)
+    assert paced(7, [], 22) == 7

@@ -12,7 +12,7 @@ from thinpipe.launch.view.report.metrics import MetricsWriter, RecentMean, StepR
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
     "lr", "skipped", "sync_bytes", "control_bytes", "eval", "repaired", "notes",
-    "own", "weight_bytes", "gradient_bytes",
+    "own", "weight_bytes", "gradient_bytes", "samples",
 ]  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""A run goes on without replicas that it loses: `generations` agrees, `training` adapts."""

@@ -1,0 +1,271 @@
+"""A run goes on without replicas that it loses, in the same processes ([elastic] min_replicas).
+
+*Sections* are what all ranks do together: a step, an evaluation, a checkpoint. When a rank is lost,
+the others abandon the section under way, agree on the next *generation* of ranks, make process
+groups of it, and do that section again. No rank can be more than one section ahead of another, as
+each needs messages of all. So a section counts for all or for none: who is behind takes what those
+ahead have found in it. For a step that is the vector which all share before the optimizer's step,
+as gradients were summed before.
+
+Ranks learn of a loss from the supervisor of the process that was killed, through the run's store.
+A thread then breaks this rank's connections, which wakes up whatever waits for a peer.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.gloo_backend import BACKEND, PORTS, break_connections
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.wire.header import DesyncError
+
+_log = logging.getLogger(__name__)
+_NOTICE_S = 10.0
+"""From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
+_POLL_S = 0.005
+
+_T = TypeVar("_T")
+
+
+class Adapting(Protocol):
+    """The parts of a run that depend on who is in it."""
+
+    @property
+    def passes(self) -> int:
+        """The number of the last pass through the pipeline."""
+
+    def settle(self) -> None:
+        """End what other threads do, and the pass under way: connections are broken."""
+
+    def replicas_left(
+        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    ) -> None:
+        """The mesh has changed; this rank was one replica of so many.
+
+        `passes` is the most that a rank has begun, `lost` says who left.
+        """
+
+    def interrupt(self) -> None:
+        """A rank was lost: end waits that are no messages. Called by another thread."""
+
+    def prove_equal(self) -> None:
+        """Compare the replicas' weights; a collective.
+
+        Raises:
+            ConfigError: they differ.
+        """
+
+
+class Elastic:
+    """This rank's part in it, from the first step on."""
+
+    def __init__(
+        self,
+        store: Store,
+        transport: GlooTransport,
+        run: Adapting,
+        *,
+        least: int,
+        wait_s: float,
+    ) -> None:
+        """The run goes on with `least` replicas or more; every rank calls it.
+
+        Raises:
+            ConfigError: this rank's supervisor is not ours, so no loss would be told.
+        """
+        if not PORTS:
+            raise ConfigError(
+                f"elastic.min_replicas = {least}: these ranks were not started by `thinpipe "
+                "train`, which tells the others of a rank that is lost; start the run with it"
+            )
+        self._transport, self._run, self._least, self._wait_s = transport, run, least, wait_s
+        self._store, self._root = PrefixStore("elastic", store), store
+        rank, world = transport.mesh.rank, transport.mesh.world_size
+        self._me, self._members = rank, [*range(world)]
+        self._store.set(f"ports/{rank}", json.dumps([*PORTS.values()]))
+        found = [json.loads(self._store.get(f"ports/{other}")) for other in range(world)]
+        self._ports = {port for ports in found for port in ports}
+        self._generation, self._done, self._packed = 0, 0, None
+        self._proven = True
+        self._losses = Losses(store)
+        self._lost: dict[int, str] = {}
+        self._changed = threading.Condition()
+        self._losses.open()
+        own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
+        threading.Thread(target=self._watch, args=(own,), daemon=True).start()
+
+    def together(
+        self,
+        do: Callable[[], _T],
+        *,
+        forget: Callable[[], None] = lambda: None,
+        pack: Callable[[_T], Any] = lambda result: result,
+        take: Callable[[Any], _T] = lambda packed: packed,
+    ) -> _T:
+        """The result of a section, the same on all ranks that are left.
+
+        `do` can be called again after `forget`. Its result becomes JSON by `pack`; a rank that is
+        behind calls `take` with that of another.
+
+        Raises:
+            TransportError: a peer is lost, and the run does not go on without it.
+        """
+        while True:
+            try:
+                if not self._proven:
+                    self._run.prove_equal()
+                    self._proven = True
+                result = do()
+                packed = pack(result)
+                break
+            except TransportError as error:
+                mesh, members = self._transport.mesh, self._members
+                furthest = self._regroup(error)
+                behind = furthest["done"] > self._done
+                if behind:
+                    packed = furthest["packed"]
+                    result = take(packed)
+                else:
+                    forget()
+                self._proven = False
+                lost = "; ".join(self._lost[m] for m in members if m in self._lost)
+                before, passes = (mesh.replica, mesh.replicas), int(furthest["passes"])
+                self._run.replicas_left(self._generation, before, passes, lost)
+                if behind:
+                    break
+        self._done, self._packed = self._done + 1, packed
+        return result
+
+    @property
+    def loss(self) -> str:
+        """Who was lost, as long as the run goes on to the next generation."""
+        return "; ".join(self._lost.get(member, "") for member in self._members).strip("; ")
+
+    def _watch(self, losses: Losses) -> None:
+        """Learn of losses, and break connections so that nobody waits for one."""
+        number = 1
+        while True:
+            try:
+                rank, message = losses.wait(number)
+            except RuntimeError:  # the store is gone, which ends the process
+                return
+            with self._changed:
+                self._lost[rank] = message
+                if rank in self._members:  # else the next generation is without it already
+                    break_connections(self._ports)
+                self._changed.notify_all()
+            self._run.interrupt()
+            number += 1
+
+    def _regroup(self, error: TransportError) -> Mapping[str, Any]:
+        """Form the next generation; what its rank that is furthest has posted."""
+        while True:
+            if not self._knows_a_loss():
+                raise error
+            self._run.settle()
+            self._generation += 1
+            members = self._agree()
+            if self._me not in members:
+                end_now(0, f"rank {self._me}: the others go on without it, as its replica is lost")
+            per_replica = self._transport.mesh.pipeline_ranks
+            lost = [member for member in self._members if member not in members]
+            goes_on = len(members) >= self._least * per_replica and 0 in members
+            for member in lost:
+                self._losses.settle(member, goes_on=goes_on)
+            if not goes_on:
+                raise TransportError(f"{error}; {self._why_not(members)}") from error
+            numbers = {
+                place: members.index(member)
+                for place, member in enumerate(self._members)
+                if member in members
+            }
+            with self._changed:
+                self._members = members
+            try:
+                self._form(numbers)
+            except TransportError as again:
+                error = again
+                continue
+            return self._furthest(members)
+
+    def _why_not(self, members: Sequence[int]) -> str:
+        if 0 not in members:
+            return "replica 0, which is lost, writes the run's folder: the others do not go on"
+        left = len(members) // self._transport.mesh.pipeline_ranks
+        return f"replicas left: {left}, fewer than elastic.min_replicas = {self._least}"
+
+    def _knows_a_loss(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(self._is_incomplete, _NOTICE_S)
+
+    def _is_incomplete(self) -> bool:
+        return any(member in self._lost for member in self._members)
+
+    def _agree(self) -> list[int]:
+        """Who is in the next generation: replicas of which all ranks are ready for it.
+
+        The first to see all others ready, or lost, says it for all.
+        """
+        key = f"ready/{self._generation}"
+        self._store.set(
+            f"{key}/{self._me}",
+            json.dumps({"done": self._done, "packed": self._packed, "passes": self._run.passes}),
+        )
+        limit_s = time.monotonic() + self._wait_s
+        waiting = {*self._members}
+        while waiting and time.monotonic() < limit_s:
+            waiting = {m for m in waiting if not self._store.check([f"{key}/{m}"])}
+            with self._changed:  # a loss counts once connections are broken
+                waiting -= self._lost.keys()
+            time.sleep(_POLL_S * bool(waiting))
+        size = self._transport.mesh.pipeline_ranks
+        replicas = [self._members[at : at + size] for at in range(0, len(self._members), size)]
+        with self._changed:
+            gone = waiting | self._lost.keys()
+        whole = [member for ranks in replicas if not gone & {*ranks} for member in ranks]
+        said = self._store.compare_set(f"members/{self._generation}", "", json.dumps(whole))
+        members: list[int] = json.loads(said)
+        return members
+
+    def _form(self, numbers: Mapping[int, int]) -> None:
+        """Make the groups of a generation."""
+        dist.destroy_process_group()
+        try:
+            dist.init_process_group(
+                BACKEND,
+                store=PrefixStore(f"generation{self._generation}", self._root),
+                rank=self._members.index(self._me),
+                world_size=len(self._members),
+                timeout=timedelta(seconds=self._wait_s),
+            )
+        except RuntimeError as error:
+            raise TransportError(f"rank {self._me}: {str(error).splitlines()[0]}") from error
+        self._transport.regroup(numbers)
+        with self._changed:
+            if self._is_incomplete():
+                break_connections(self._ports)
+                raise TransportError(f"rank {self._me}: another rank was lost meanwhile")
+
+    def _furthest(self, members: Sequence[int]) -> Mapping[str, Any]:
+        posts = [
+            json.loads(self._store.get(f"ready/{self._generation}/{member}")) for member in members
+        ]
+        most: dict[str, Any] = max(posts, key=lambda post: int(post["done"]))
+        most["passes"] = max(post["passes"] for post in posts)
+        if most["done"] > self._done + 1:
+            raise DesyncError(
+                f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "
+                f"another rank has done {most['done']} of; resume from a checkpoint (--resume)"
+            )
+        return most

@@ -1,0 +1,323 @@
+"""A run loses replicas and goes on, in the same processes."""
+
+import json
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tests.processes import lives, named
+from tests.ranks import Ranks
+from tests.training import config
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.net.ranks import gloo_backend
+from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.run.elastic.generations import Elastic
+from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+SAMPLES, EPOCHS = 240, 2
+RUN = """
+[run]
+name = "elastic"
+folder = "{folder}"
+[model]
+layers = 2
+width = 32
+heads = 2
+context = 32
+[data]
+path = "{text}"
+sequence_length = 32
+train_sequences = 240
+eval_sequences = 6
+[pipeline]
+device = "cpu"
+replicas = 3
+[train]
+epochs = 2
+batch_size = 6
+warmup_steps = 2
+verify_every = 7
+[checkpoint]
+every_steps = 5
+keep = 99
+[gradcomp]
+method = "{method}"
+ef_gradients = {{ bucket_mb = 0.02, fraction = 0.1 }}
+[elastic]
+min_replicas = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = "".join(f"{n} squared is {n * n}.\n" for n in range(4000))
+    (tmp_path / "text.txt").write_text(text)
+    return tmp_path
+
+
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(path)]
+
+
+class Started:
+    """A run under its launcher, with supervisors."""
+
+    def __init__(self, folder: Path, method: str, *changes: str) -> None:
+        self.folder, path = folder / "run", folder / "run.toml"
+        path.write_text(RUN.format(folder=self.folder, text=folder / "text.txt", method=method))
+        words = [word for change in changes for word in ("--set", change)]
+        self._process = subprocess.Popen(
+            [*command(path), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.seen: list[psutil.Process] = []
+
+    def kill_rank(self, rank: int, *, after: int) -> None:
+        """SIGKILL, once so many steps are on record."""
+        until(lambda: self.steps >= after or self._process.poll() is not None)
+        assert self._process.poll() is None, self._process.communicate()
+        self.seen = psutil.Process(self._process.pid).children(recursive=True)
+        (found,) = named(self.seen, f"thinpipe {rank}")
+        found.send_signal(signal.SIGKILL)
+
+    @property
+    def steps(self) -> int:
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def done(self) -> tuple[int, str]:
+        said, _ = self._process.communicate(timeout=PATIENCE_S)
+        until(lambda: not any(map(lives, self.seen)))
+        return self._process.returncode, " ".join(said.split())
+
+
+@pytest.mark.parametrize("method", ["allreduce", "ef_gradients"])
+def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path, method: str) -> None:
+    run = Started(folder, method)
+    run.kill_rank(2, after=8)
+    run.kill_rank(1, after=30)
+    code, said = run.done()
+    assert code == 0, said
+    assert "lost: rank 2" in said
+    assert "samples go to 2 replicas in place of 3" in said
+    assert "samples go to 1 replica in place of 2" in said
+    records = read_metrics(run.folder / "metrics.jsonl")
+    assert [record.step for record in records] == [*range(1, len(records) + 1)]
+    counted = {
+        epoch: sum(record.samples or 0 for record in records if record.epoch == epoch)
+        for epoch in (1, 2)
+    }
+    assert counted == {1: SAMPLES, 2: SAMPLES}
+    assert sum(record.tokens for record in records) == EPOCHS * SAMPLES * 32
+    assert {record.samples for record in records} >= {6, 4, 2}
+    assert records[-1].loss < records[0].loss - 1
+    rates = [record.lr for record in records[2:]]
+    assert rates == sorted(rates, reverse=True), "no jump up"
+    assert rates[-1] < 0.01 * rates[0], "it decays to its end"
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+
+
+TWO_BY_TWO = (
+    "pipeline.replicas=2",
+    "pipeline.cuts=[1]",
+    "pipeline.microbatches=2",
+    'boundary=[{forward={kind="direct",bits=4},backward={kind="direct",bits=8}}]',
+)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path, rank: int) -> None:
+    run = Started(folder, "ef_gradients", *TWO_BY_TWO)
+    run.kill_rank(rank, after=12)
+    code, said = run.done()
+    assert code == 0, said
+    assert f"lost: rank {rank}" in said
+    assert f"rank {5 - rank}: the others go on without it, as its replica is lost" in said
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert summary["final_loss"] < summary["first_loss"] - 1
+
+
+def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
+    run = Started(folder, "allreduce")
+    run.kill_rank(1, after=12)
+    assert run.done()[0] == 0
+    again = subprocess.run(
+        [*command(folder / "run.toml"), "--resume", "--step", "30"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    said = " ".join(again.stdout.split())
+    assert "samples go to 3 replicas in place of 2" in said
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("rank", "least", "why"),
+    [
+        (2, 3, "killed by signal 9"),
+        (1, 2, "replicas left: 1, fewer than elastic.min_replicas = 2"),
+        (0, 1, "replica 0, which is lost, writes the run's folder"),
+    ],
+)
+def test_below_the_least_or_without_rank_0_it_ends_as_before(
+    folder: Path, rank: int, least: int, why: str
+) -> None:
+    run = Started(folder, "allreduce", f"elastic.min_replicas={least}")
+    if least == 2:
+        run.kill_rank(2, after=5)
+    run.kill_rank(rank, after=18)
+    code, said = run.done()
+    assert code == 1, said
+    assert why in said
+    assert f"rank {rank} on " in said
+    assert rank == 0 or "continue from there with --resume" in said  # which rank 0 says
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"gradcomp": {"method": "diloco"}}, 'gradcomp.method = "diloco": its replicas cannot'),
+        (
+            {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
+            "ef_gradients, powersgd, quantize, topk, not delayed, or remove",
+        ),
+        (
+            {
+                "pipeline": {"cuts": [2], "replicas": 2},
+                "boundary": [{"forward": {"kind": "aqsgd"}, "backward": {"kind": "raw"}}],
+            },
+            'boundary.forward.kind = "aqsgd" at cut 2',
+        ),
+        ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_name(sections: dict[str, Any], message: str) -> None:
+    base: dict[str, Any] = {
+        "pipeline": {"cuts": [], "replicas": 2},
+        "boundary": [],
+        "elastic": {"min_replicas": 1},
+    }
+    with pytest.raises(ValidationError, match=message):
+        config(**{**base, **sections})
+    config(**base)
+    config(**{**base, **sections, "elastic": {"min_replicas": 2}})
+
+
+class Recorder:
+    """What `Elastic` tells the run."""
+
+    def __init__(self, transport: GlooTransport) -> None:
+        self._transport, self.told, self.proofs = transport, list[Any](), 0
+
+    passes = 7
+
+    def settle(self) -> None: ...
+
+    def replicas_left(
+        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    ) -> None:
+        assert passes == self.passes
+        self.told.append((generation, before, lost))
+
+    def prove_equal(self) -> None:
+        self._transport.share(torch.zeros(1, dtype=torch.float64), "world")
+        self.proofs += 1
+
+    def interrupt(self) -> None: ...
+
+
+def one_is_behind(rank: int, port: int) -> dict[str, Any]:
+    """The last exchange of the second section reaches rank 0 and not rank 1; rank 2 is lost."""
+    store, losses = TCPStore("127.0.0.1", port, is_master=False), Losses
+    gloo_backend.register("127.0.0.1")
+    dist.destroy_process_group()
+    dist.init_process_group(
+        gloo_backend.BACKEND,
+        store=PrefixStore("first", store),
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=60),
+    )
+    transport = GlooTransport(1, 3, timeout_s=60)
+    run = Recorder(transport)
+    elastic = Elastic(store, transport, run, least=1, wait_s=60)
+    forgotten, attempts = [], [0]
+
+    def share(section: int) -> list[float]:
+        attempts[0] += 1
+        mine = torch.tensor([10.0 * section + rank], dtype=torch.float64)
+        found: list[float] = transport.share(mine, "world").flatten().tolist()
+        if section == 1 and rank == 2:
+            losses(store).report(2, "rank 2 is gone")
+            raise SystemExit
+        if section == 1 and rank == 1:
+            raise TransportError("rank 2 -> rank 1: lost")
+        return found
+
+    results = []
+    for section in range(4):
+        try:
+            results.append(
+                elastic.together(
+                    lambda section=section: share(section),
+                    forget=lambda section=section: forgotten.append(section),
+                    take=lambda packed: [*packed, "taken"],
+                )
+            )
+        except SystemExit:
+            break
+    return {"results": results, "told": run.told, "forgot": forgotten, "proofs": run.proofs}
+
+
+@pytest.mark.dist
+def test_a_section_counts_for_all_who_are_left_or_for_none(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, lost = ranks(3, one_is_behind, store.port)
+    assert lost["results"] == [[0, 1, 2]]
+    assert first["results"] == [[0, 1, 2], [10, 11, 12], [20, 21], [30, 31]]
+    assert second["results"] == [[0, 1, 2], [10, 11, 12, "taken"], [20, 21], [30, 31]]
+    assert first["told"] == [(1, (0, 3), "rank 2 is gone")]
+    assert second["told"] == [(1, (1, 3), "rank 2 is gone")]
+    assert first["forgot"] == [2], "it had begun the third"
+    assert second["forgot"] == []
+    assert first["proofs"] == second["proofs"] == 1
+
+
+def nobody_was_lost(rank: int, port: int) -> str:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    gloo_backend.PORTS["control"] = 1
+    transport = GlooTransport(1, 2, timeout_s=60)
+    elastic = Elastic(store, transport, Recorder(transport), least=1, wait_s=60)
+
+    def fail() -> None:
+        raise TransportError("an edge")
+
+    with pytest.raises(TransportError, match="an edge") as raised:
+        elastic.together(fail)
+    return str(raised.value)
+
+
+@pytest.mark.dist
+def test_a_failure_without_a_loss_is_raised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(2, nobody_was_lost, store.port) == ["an edge"] * 2
