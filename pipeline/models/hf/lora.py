@@ -81,11 +81,12 @@ def check_targets(model: Any, config: LoraConfig) -> None:
     missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
         raise _no_such_target(model, targets, missing)
-    most = max(min(model.get_submodule(name).weight.shape) for name in names)
-    if config.rank > most:
+    chosen = [name for name in names if not targets or f".{name}".endswith(tuple(f".{t}" for t in targets))]
+    most = max((min(model.get_submodule(name).weight.shape) for name in chosen), default=0)
+    if config.rank > most > 0:
         raise ValueError(
-            f"model.lora.rank = {config.rank}: no linear layer of a block has a rank above {most}; "
-            "use 8 to 64"
+            f"model.lora.rank = {config.rank}: no linear layer that it is added to has a rank "
+            f"above {most}; use fewer, as in rank = {min(8, most)}"
         )
 
 
