@@ -29,6 +29,8 @@ _MOST_REPLICAS = 4
 """More of them keep no more each."""
 _MOST_KINDS = 64
 """Models with more blocks are taken to repeat their second one up to the last."""
+_MOST_MIXED = 100_000
+"""With more blocks it counts as if none were computed again: such a run is a mistake."""
 _BLOCKS_UNDER_WAY = 7
 """Whose weights a shard holds as messages, gathered, copied and as gradients; measured by
 `benchmarks.shards.memory`."""
@@ -181,15 +183,22 @@ def stage_cuts(config: RunConfig) -> tuple[int, ...]:
 def block_memory(config: RunConfig) -> list[BlockRun]:
     """All blocks in order."""
     seen = dict[Any, ModelMemory]()
-    runs = groupby(_counted_as(config.model, block) for block in range(config.model.layers))
-    return [BlockRun(_block(config, block, seen), len(list(run))) for block, run in runs]
+    return [BlockRun(_block(config, block, seen), count) for block, count in _alike(config.model)]
 
 
-def _counted_as(model: "ModelKind", block: int) -> int:
-    """In deep models, the first of the inner blocks that are computed alike."""
-    if model.layers <= _MOST_KINDS or block in (0, model.layers - 1):
-        return block
-    return next(b for b in range(1, block + 1) if model.recomputes(b) == model.recomputes(block))
+def _alike(model: "ModelKind") -> Iterable[tuple[int, int]]:
+    """A block, and how many from there on count as it does; in deep models inner ones are alike,
+    but for whether they are computed again.
+    """
+    last = model.layers - 1
+    if last < _MOST_KINDS:
+        return [(block, 1) for block in range(model.layers)]
+    again = next((block for block in range(1, _MOST_KINDS) if model.recomputes(block)), 0)
+    inner = [(1, last - 1)]
+    if again > 1 and last < _MOST_MIXED:
+        runs = groupby(range(1, last), key=model.recomputes)
+        inner = [(again if recomputed else 1, len(list(run))) for recomputed, run in runs]
+    return [(0, 1), *inner, (last, 1)]
 
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:

@@ -81,7 +81,11 @@ def check_targets(model: Any, config: LoraConfig) -> None:
     missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
         raise _no_such_target(model, targets, missing)
-    chosen = [name for name in names if not targets or f".{name}".endswith(tuple(f".{t}" for t in targets))]
+    chosen = [
+        name
+        for name in names
+        if not targets or f".{name}".endswith(tuple(f".{t}" for t in targets))
+    ]
     most = max((min(model.get_submodule(name).weight.shape) for name in chosen), default=0)
     if config.rank > most > 0:
         raise ValueError(
