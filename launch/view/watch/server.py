@@ -99,12 +99,13 @@ class Site:
             told: str | None = None
             while not left.done():
                 version = self._version
+                moments = [run.moment for run in self._runs]  # a thread replaces them meanwhile
                 messages = [
-                    run.moment.since(number, shown[number])
-                    for number, run in enumerate(self._runs)
-                    if run.moment is not None and run.moment is not shown[number]
+                    moment.since(number, before)
+                    for number, (moment, before) in enumerate(zip(moments, shown, strict=True))
+                    if moment is not None and moment is not before
                 ]
-                shown = [run.moment for run in self._runs]
+                shown = moments
                 if self._compared != told:
                     told = self._compared
                     messages.append(told or "")
