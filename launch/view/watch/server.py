@@ -7,6 +7,7 @@ alone: for two addresses a framework would only add code between a client and it
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -29,7 +30,7 @@ _MOST_WAITING = 128
 """Connections without a whole request; beyond, the oldest are closed."""
 _REQUEST_S, _WRITE_S = 10.0, 20.0
 _MOST_HEADERS = 8192
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _HEADERS = {
     "content-security-policy": f"{content_policy()}; frame-ancestors 'none'",
@@ -43,10 +44,14 @@ _HEADERS = {
 
 
 class Site:
-    """An ASGI application that shows runs; with a `token`, only to who has it."""
+    """An ASGI application that shows runs; with a `token`, only to who has it.
 
-    def __init__(self, runs: Sequence[Followed], token: str | None) -> None:
+    Without one, it answers only to names of this machine and to the `address` where it listens.
+    """
+
+    def __init__(self, runs: Sequence[Followed], address: str, token: str | None) -> None:
         self._runs, self._token = runs, token
+        self._names = {*_LOOPBACK, address}
         self._streams = 0
         self._news, self._version = asyncio.Condition(), 0
         self._reader: asyncio.Task[None] | None = None
@@ -68,8 +73,9 @@ class Site:
         self, path: str, method: str, headers: Mapping[str, str]
     ) -> tuple[int, bytes] | None:
         """Status and words, if a request gets nothing."""
-        host = headers.get("host", "").rsplit(":", 1)[0] if self._token is None else _LOOPBACK[0]
-        if host not in _LOOPBACK:  # a site whose name was made to lead to this machine
+        host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
+        if self._token is None and host not in self._names:
+            # a site whose name was made to lead to this machine
             return 403, b"this page is at localhost; --listen serves it to other machines\n"
         if path not in ("/", "/events"):
             return 404, b"no such page\n"
@@ -198,7 +204,7 @@ class Connection(H11Protocol):
 def serve(runs: Sequence[Followed], host: str, sock: Any, token: str | None) -> None:
     """Serve until interrupted, on a socket that listens already."""
     config = uvicorn.Config(
-        Site(runs, token),
+        Site(runs, host, token),
         host=host,
         http=Connection,
         ws="none",

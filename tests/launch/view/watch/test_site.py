@@ -57,7 +57,7 @@ async def told(
 
 
 def site_of(*runs: object) -> Site:
-    return Site(cast(Sequence[Followed], runs), None)
+    return Site(cast(Sequence[Followed], runs), "127.0.0.1", None)
 
 
 def test_steps_that_come_while_others_are_sent_are_not_lost(
