@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypedDict
 
 from thinpipe.launch.host import disk
+from thinpipe.launch.view.report.edge_trace import EdgeSample
 from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges, traces_of
 from thinpipe.launch.view.report.metrics import RunInfo
 
@@ -109,16 +110,18 @@ class Told:
         try:
             state = json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
-            self.places: list[Place] = state["places"]
-            self.edges: list[Edge] = state["edges"]
-            self.traces: Traces = state["traces"]
-            self.now: list[tuple[str, str, str]] = state["now"]
+            self.places: list[Place] = _all_with(Place, state["places"])
+            self.edges: list[Edge] = _all_with(Edge, state["edges"])
+            self.traces: Traces = {
+                str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
+            }
+            self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
             raise ValueError(
                 f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
                 f"trained it, run `thinpipe report {folder}` once"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder / STATE}: not the state of a run ({error}); `thinpipe report {folder}` "
                 "writes it again"
@@ -157,6 +160,14 @@ def _state_of(link: Mapping[str, Any]) -> str:
         return f"lost for {link.get('silence_s', 0.0):.0f} s"
     silence_s = link.get("silence_s", 0.0)
     return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+
+
+def _all_with(kind: Any, items: Sequence[Any]) -> list[Any]:
+    """Objects that a file holds, each with the fields of a kind; another version has others."""
+    for item in items:
+        if missing := sorted(kind.__required_keys__ - dict(item).keys()):
+            raise ValueError(f"{kind.__name__} without {', '.join(missing)}")
+    return list(items)
 
 
 def _changed_s(path: Path) -> float:

@@ -24,12 +24,15 @@ _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 PERIOD_S = 1.0
 _SHARE = 0.02
 """Of the time, that reading may take: less often for a run with many steps."""
+_LONGEST_S = 30.0
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
 _MOST_WAITING = 128
 """Connections without a whole request; beyond, the oldest are closed."""
 _REQUEST_S, _WRITE_S = 10.0, 20.0
 _MOST_HEADERS = 8192
+_NOT_YET = ""
+"""Before the runs were compared; None if there is nothing to compare."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _HEADERS = {
@@ -55,7 +58,7 @@ class Site:
         self._streams = 0
         self._news, self._version = asyncio.Condition(), 0
         self._reader: asyncio.Task[None] | None = None
-        self._compared: str | None = None
+        self._compared: str | None = _NOT_YET
 
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
@@ -103,6 +106,7 @@ class Site:
             await send(_start(200, "text/event-stream"))
             shown: list[Moment | None] = [None] * len(self._runs)
             told: str | None = None
+            problem = ""
             while not left.done():
                 version = self._version
                 moments = [run.moment for run in self._runs]  # a thread replaces them meanwhile
@@ -112,9 +116,12 @@ class Site:
                     if moment is not None and moment is not before
                 ]
                 shown = moments
-                if self._compared != told:
+                if self._compared and self._compared != told:
                     told = self._compared
-                    messages.append(told or "")
+                    messages.append(told)
+                if (now := "; ".join(run.problem for run in self._runs if run.problem)) != problem:
+                    problem = now
+                    messages.append(json.dumps({"problem": problem}))
                 for text in messages or self._alive():
                     await send(_body(f"data: {text}\n\n"))
                 await self._next(version, left)
@@ -146,14 +153,14 @@ class Site:
         while self._streams:
             began_s = loop.time()
             found = [await asyncio.to_thread(run.refresh) for run in self._runs]
-            if any(found) or self._compared is None:
+            if any(found) or self._compared == _NOT_YET:
                 message = await asyncio.to_thread(compared, self._runs)
                 self._compared = json.dumps(message) if message else None
                 async with self._news:
                     self._version += 1
                     self._news.notify_all()
             took_s = loop.time() - began_s
-            await asyncio.sleep(max(PERIOD_S, took_s / _SHARE))
+            await asyncio.sleep(min(_LONGEST_S, max(PERIOD_S, took_s / _SHARE)))
 
 
 class Connection(H11Protocol):

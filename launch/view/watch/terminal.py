@@ -57,7 +57,7 @@ def frame(state: dict[str, Any]) -> RenderableType:
         spark.add(math.nan if loss is None else loss)
     bar = Table.grid(expand=True)
     bar.add_row(ProgressBar(total=head["total"], completed=head["done"]))
-    words = [head["state"] or "Finished."]
+    words = [*filter(None, [state["problem"]]), head["state"] or "Finished."]
     words += [f"About {head['left']} left."] if head["left"] else []
     words += [f"No step for {state['silent_s']:.0f} s."] if state["silent_s"] > _WAIT_S else []
     body: list[RenderableType] = [
@@ -93,9 +93,10 @@ def _table(spec: dict[str, Any]) -> Table:
 
 def _states(run: str) -> Iterator[dict[str, Any]]:
     """The run, again whenever it changes."""
-    state: dict[str, Any] = {"parts": {}, "columns": {}, "silent_s": 0.0}
+    state: dict[str, Any] = {"parts": {}, "columns": {}, "silent_s": 0.0, "problem": ""}
     messages = _of_link(run) if run.startswith(("http://", "https://")) else _of_folder(Path(run))
     for message in messages:
+        state["problem"] = _printable(message.get("problem", state["problem"]))
         if message.get("run") != 0:
             continue
         start, columns = message.get("start", 0), message.get("columns", {})
@@ -126,10 +127,13 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
     while True:
         if run.moment is not before and run.moment is not None:
-            yield json.loads(run.moment.since(0, before)) | {"silent_s": run.silent_s}
+            yield json.loads(run.moment.since(0, before)) | {
+                "silent_s": run.silent_s,
+                "problem": run.problem,
+            }
             before = run.moment
         else:
-            yield {"run": 0, "parts": {}, "silent_s": run.silent_s}
+            yield {"run": 0, "parts": {}, "silent_s": run.silent_s, "problem": run.problem}
         sleep(_PERIOD_S)
         run.refresh()
 

@@ -75,6 +75,14 @@ def test_damaged_files_are_named_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"info": 3}')
     with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
         Told(tmp_path)
+    Journal(run_info((), folder=tmp_path), [PLACE]).write()
+    state = json.loads((tmp_path / "state.json").read_text())
+    bad = {"places": [{"rank": 0}], "edges": [{"source": "one"}], "traces": {"one": [{}]},
+           "now": [["one"]]}  # fmt: skip
+    for name, value in [*bad.items(), *dict.fromkeys(bad, 3).items()]:
+        (tmp_path / "state.json").write_text(json.dumps({**state, name: value}))
+        with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
+            Told(tmp_path)
     line = json.dumps({"at_s": 1.0, "step": 1, "kind": "note", "text": "kept"})
     (tmp_path / "notes.jsonl").write_text(f'{{"half\n[1]\n{{}}\n{line}\n')
     assert [note["text"] for note in read_notes(tmp_path)] == ["kept"]
