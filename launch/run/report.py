@@ -64,4 +64,6 @@ def _read(folder: Path) -> Story:
     events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
     summary = summarize(told.info, records, told.edges)
     notes = read_notes(folder)
-    return Story(told.info, records, summary, events, told.traces, told.places, notes)
+    return Story(
+        told.info, records, summary, events, told.traces, told.places, notes, (), told.ended
+    )

@@ -20,6 +20,7 @@ from thinpipe.launch.view.report.metrics import RunInfo
 STATE, NOTES = "state.json", "notes.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
+_MOST_WORDS = 200
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
 
@@ -56,18 +57,23 @@ class Journal:
         host: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._info, self._places, self._host = info, places, host
+        self._own: dict[str, Any] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
-    def write(self) -> bool:
-        """Replace the state by that of now; False if there are no connections to follow."""
-        own = self._host()
+    def write(self, ended: str | None = None) -> bool:
+        """Replace the state by that of now; False if there are no connections to follow.
+
+        With `ended` it is the last one: why the run ended, "" where nothing is known.
+        """
+        own = self._own = self._host() or self._own  # at the end, those that there were
         state = {
             "info": _info_as_json(self._info),
             "places": self._places,
             "edges": edges_of([own]),
             "traces": traces_of([own]),
-            "now": _now(own),
+            "now": _now(own if ended is None else None),
+            "ended": ended,
         }
         path = self._info.folder / STATE
         partial = path.with_name(f".{STATE}.partial")
@@ -85,10 +91,11 @@ class Journal:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_S)
+        self.write(ended=_reason(error))
 
 
 def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> None:
@@ -115,6 +122,7 @@ class Told:
             self.traces: Traces = {
                 str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
             }
+            self.ended: str | None = state.get("ended")
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
             raise ValueError(
@@ -128,7 +136,8 @@ class Told:
             ) from None
         edges, traces = read_edges(folder)  # of all hosts, once a run has ended
         written_s = _changed_s(folder / STATE)
-        if edges and _changed_s(folder / "summary.json") >= written_s - PERIOD_S:
+        reported_s = _changed_s(folder / "summary.json") if edges else 0.0
+        if edges and (self.ended is not None or reported_s >= written_s - PERIOD_S):
             self.edges, self.traces = edges, traces
         if time.time() - written_s > _STALE * PERIOD_S:
             self.now = []
@@ -160,6 +169,15 @@ def _state_of(link: Mapping[str, Any]) -> str:
         return f"lost for {link.get('silence_s', 0.0):.0f} s"
     silence_s = link.get("silence_s", 0.0)
     return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a run ends, in a line."""
+    if error is None:
+        return ""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error).partition("\n")[0][:_MOST_WORDS] or type(error).__name__
 
 
 def _all_with(kind: Any, items: Sequence[Any]) -> list[Any]:

@@ -133,7 +133,7 @@ class Followed:
             notes = [*notes, Note(at_s=time.time(), step=0, kind="warning", text=text)]
         events = read_timeline(self.folder).events if (self.folder / TIMELINE).is_file() else ()
         summary = summarize(told.info, self._records, told.edges)
-        about = (events, told.traces, told.places, notes, told.now)
+        about = (events, told.traces, told.places, notes, told.now, told.ended)
         self.story = Story(told.info, self._records, summary, *about)
         parts = {key: _json(part) for key, part in content(self.story, self._rows).items()}
         number = self.moment.number + 1 if self.moment else 0

@@ -45,7 +45,7 @@ def show(runs: list[str]) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for state in states:
             live.update(frame(state), refresh=True)
-            if state["parts"]["head"]["done"] >= state["parts"]["head"]["total"]:
+            if state["parts"]["head"]["over"]:
                 return
 
 
@@ -59,7 +59,8 @@ def frame(state: dict[str, Any]) -> RenderableType:
     bar.add_row(ProgressBar(total=head["total"], completed=head["done"]))
     words = [*filter(None, [state["problem"]]), head["state"] or "Finished."]
     words += [f"About {head['left']} left."] if head["left"] else []
-    words += [f"No step for {state['silent_s']:.0f} s."] if state["silent_s"] > _WAIT_S else []
+    silent = state["silent_s"] > _WAIT_S and not head["over"]
+    words += [f"No step for {state['silent_s']:.0f} s."] if silent else []
     body: list[RenderableType] = [
         Text(head["about"], style="dim"),
         Text(" ".join(words)),

@@ -61,9 +61,9 @@ function render() {
   const { parts, columns } = run, { head } = parts;
   document.title = `${head.name} - ThinPipe`;
   $("name").textContent = head.name; $("about").textContent = head.about;
-  const silence = run.silent_s > 30 ? ` No step for ${Math.round(run.silent_s)} s.` : "";
-  $("state").textContent = (live.problem + live.words + (head.state ? `${head.state}${head.left && live.words ? ` About ${head.left} left.` : ""}${silence}` : "Finished.")).trim();
-  $("progress").hidden = !head.state; $("progress").max = head.total; $("progress").value = head.done;
+  const silence = run.silent_s > 30 && !head.over ? ` No step for ${Math.round(run.silent_s)} s.` : "";
+  $("state").textContent = (live.problem + (head.over && live.words === "Live. " ? "" : live.words) + (head.state ? `${head.state}${head.left && live.words ? ` About ${head.left} left.` : ""}${silence}` : "Finished.")).trim();
+  $("progress").hidden = head.over; $("progress").max = head.total; $("progress").value = head.done;
   charts.forEach(chart => { chart.used = false; });
   put("cards", "cards", parts.cards, () => parts.cards.map(([name, value]) =>
     make("div", { class: "card" }, make("span", {}, name), make("strong", {}, value))));

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -42,6 +43,30 @@ def test_connections_are_followed_between_steps_too(
         assert Told(tmp_path).edges[0]["bytes"] == 2_500_000
         link["sent_nbytes"] = 7
         until(lambda: Told(tmp_path).edges[0]["bytes"] == 7)
+
+
+def test_the_end_of_a_run_is_told_and_why(tmp_path: Path) -> None:
+    info, steps = run_info((), folder=tmp_path, total_steps=40), [step_record(3)]
+    host = {"name": "one", "links": {"two": LINK}, "trace": []}
+    hosts = iter([host, None])
+
+    def state() -> tuple[bool, str, str]:
+        told = Told(tmp_path)
+        story = Story(info, steps, summarize(info, steps), now=told.now, ended=told.ended)
+        head = content(story, Rows(steps))["head"]
+        return head["over"], head["left"], head["state"]
+
+    with Journal(info, [], lambda: next(hosts)):
+        over, left, words = state()
+        assert (over, bool(left), words) == (False, True, "Step 3 of 40.")
+    assert state() == (True, "", "Ended after step 3 of 40.")
+    assert Told(tmp_path).edges[0]["bytes"] == 2_500_000, "kept, though they are gone"
+    assert Told(tmp_path).now == []
+    for error, why in ((KeyboardInterrupt(), "interrupted"), (OSError("full.\nWell."), "full")):
+        with contextlib.suppress(type(error)), Journal(info, []):
+            assert not state()[0], "it was resumed"
+            raise error
+        assert state() == (True, "", f"Ended after step 3 of 40: {why}.")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.pages import messages_of
 from tests.records import step_record
 from tests.runs import EVIL, HOSTS, records, served, write_run
 from thinpipe.launch.cli import app
+from thinpipe.launch.view.report.journal import Journal, Told
 from thinpipe.launch.view.watch import terminal
 from thinpipe.launch.view.watch.follow import Followed
 from thinpipe.launch.view.watch.share import draw
@@ -91,6 +92,20 @@ def test_a_terminal_shows_a_run_of_another_machine(tmp_path: Path) -> None:
         assert "401, use the whole link" in refused(f"http://127.0.0.1:{port}/", "--terminal")
     assert "is the run's page still served there" in refused(f"http://127.0.0.1:{port}/",
                                                              "--terminal")  # fmt: skip
+
+
+def test_a_terminal_leaves_a_run_that_ended_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", records(20))
+    with Journal(Told(folder).info, []):
+        pass
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen)
+    monkeypatch.setattr(terminal, "sleep", lambda _: pytest.fail("it waits for more"))
+    terminal.show([str(folder)])
+    assert isinstance(screen.file, io.StringIO)
+    assert "Ended after step 20 of 40." in screen.file.getvalue()
 
 
 def test_a_terminal_obeys_no_text_of_others(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
             return False
 
     monkeypatch.setattr(server, "_SHARE", 1e-4)
-    monkeypatch.setattr(server.asyncio, "sleep", counted)
+    monkeypatch.setattr(asyncio, "sleep", counted)
     asyncio.run(told(site_of(Slow()), lambda _: bool(slept), 5.0))
     assert slept
     assert max(slept) == 30
