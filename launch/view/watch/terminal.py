@@ -1,5 +1,6 @@
 """The page's numbers in a terminal, from a folder or from the link of another machine's page."""
 
+import http.client
 import json
 import math
 import urllib.error
@@ -143,19 +144,32 @@ def _of_link(link: str) -> Iterator[dict[str, Any]]:
     """Messages of a page's server.
 
     Raises:
-        ValueError: it does not answer, or not to this link.
+        ValueError: it does not answer, not to this link, or no longer.
     """
     address, token = urldefrag(link)
     request = urllib.request.Request(urljoin(address, "events"))
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:
+        opener = urllib.request.build_opener(_NotElsewhere)
+        with opener.open(request, timeout=_WAIT_S) as answer:
             for line in answer:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
     except urllib.error.HTTPError as error:
         words = error.read(200).decode("utf-8", "replace").strip()
-        raise ValueError(f"{address}: {error.code}, {words}") from None
-    except OSError as error:
+        if place := error.headers.get("Location"):
+            words = f"it leads to {place}; name the page's own link, as only it gets the token"
+        raise ValueError(_printable(f"{address}: {error.code}, {words}")) from None
+    except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"{address}: {error}; is the run's page still served there?") from None
+    raise ValueError(
+        f"{address}: its server has ended, with its run or without; look where it was started"
+    )
+
+
+class _NotElsewhere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the token of a link is for its server alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
