@@ -64,12 +64,15 @@ def _read(folder: Path) -> Story:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
+    state = None
     if not (folder / STATE).is_file():
         config = load_config(folder / "config.toml", [f"run.folder={folder}"])
         per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
         steps = max(records[-1].step, config.train.steps(per_epoch))
-        Journal(describe_run(config, steps), ()).write()
-    told = Told(folder)
+        journal = Journal(describe_run(config, steps), ())
+        journal.write()
+        state = journal.state()  # the folder may be read-only
+    told = Told(folder, state)
     events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
     summary = summarize(told.info, records, told.edges)
     notes = read_notes(folder)

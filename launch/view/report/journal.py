@@ -66,8 +66,18 @@ class Journal:
 
         With `ended` it is the last one: why the run ended, "" where nothing is known.
         """
+        state = self.state(ended)
+        path = self._info.folder / STATE
+        partial = path.with_name(f".{STATE}.partial")
+        with suppress(OSError):
+            partial.write_text(json.dumps(state), encoding="utf-8")
+            disk.replace(partial, path)
+        return self._own is not None
+
+    def state(self, ended: str | None = None) -> dict[str, Any]:
+        """What is written."""
         own = self._own = self._host() or self._own  # at the end, those that there were
-        state = {
+        return {
             "info": _info_as_json(self._info),
             "places": self._places,
             "edges": edges_of([own]),
@@ -75,12 +85,6 @@ class Journal:
             "now": _now(own if ended is None else None),
             "ended": ended,
         }
-        path = self._info.folder / STATE
-        partial = path.with_name(f".{STATE}.partial")
-        with suppress(OSError):
-            partial.write_text(json.dumps(state), encoding="utf-8")
-            disk.replace(partial, path)
-        return own is not None
 
     def _follow(self) -> None:
         while not self._over.wait(PERIOD_S):
@@ -107,15 +111,15 @@ def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> No
 
 
 class Told:
-    """What the two files of a folder say; without them, as of earlier versions, nothing.
+    """What the two files of a folder say; a `given` state stands in for the first.
 
     Raises:
         ValueError: `state.json` is none, or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: Any = None) -> None:
         try:
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            state = given or json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
             self.places: list[Place] = _all_with(Place, state["places"])
             self.edges: list[Edge] = _all_with(Edge, state["edges"])
@@ -127,7 +131,7 @@ class Told:
         except FileNotFoundError:
             raise ValueError(
                 f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
-                f"trained it, run `thinpipe report {folder}` once"
+                f"trained it, run `thinpipe report {folder}` once (of a copy, if it is read-only)"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -135,7 +139,7 @@ class Told:
                 "writes it again"
             ) from None
         edges, traces = read_edges(folder)  # of all hosts, once a run has ended
-        written_s = _changed_s(folder / STATE)
+        written_s = 0.0 if given else _changed_s(folder / STATE)
         reported_s = _changed_s(folder / "summary.json") if edges else 0.0
         if edges and (self.ended is not None or reported_s >= written_s - PERIOD_S):
             self.edges, self.traces = edges, traces

@@ -89,6 +89,20 @@ def test_a_run_that_was_trained_does_not_fail_for_its_samples(
     ] in said
 
 
+def test_older_runs_in_folders_that_cannot_be_written_are_compared(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        run_in(folder, [3.0, 2.0])
+        (folder / ".state.json.partial").mkdir()  # root may write anywhere else
+    done = CliRunner().invoke(
+        app, ["report", *map(str, folders), "--out", str(tmp_path / "a.html")]
+    )
+    assert done.exit_code == 0, done.output
+    assert not any((folder / "state.json").exists() for folder in folders)
+    *_, last = messages_of(tmp_path / "a.html")
+    assert ["Steps done", "2 of 4", "2 of 4"] in last["table"]["rows"]
+
+
 @pytest.mark.parametrize(("folder", "problem"), [("", "no config.toml"), ("one", "no step was")])
 def test_what_is_no_run_or_has_no_step_is_named(folder: str, problem: str, tmp_path: Path) -> None:
     run_in(tmp_path / "one", [])
