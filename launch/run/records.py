@@ -30,7 +30,7 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
-    from thinpipe.launch.view.report.journal import Place
+    from thinpipe.launch.view.report.journal import Journal, Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
@@ -68,6 +68,7 @@ class Records:
         self._writer: MetricsWriter | None = None
         self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
+        self._journal: Journal | None = None
         self._reported = False
         self._load: BackgroundLoad | None = BackgroundLoad(family=True)
         self._report_took_s, self._report_at_s = 0.0, 0.0
@@ -101,7 +102,7 @@ class Records:
         from thinpipe.launch.view.report.journal import Journal
 
         places = places_of(self._config, self._hosts)
-        stack.enter_context(Journal(self._info, places, self._host))
+        self._journal = stack.enter_context(Journal(self._info, places, self._host))
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             stack.enter_context(served(self._info.folder, port, self._display.note))
@@ -127,6 +128,12 @@ class Records:
         """So many steps are to be done in all."""
         self._info = replace(self._info, total_steps=steps)
         self._display.planned(steps)
+
+    def ends_early(self, why: str) -> None:
+        """The run is going to end before its last step."""
+        self._display.note(why)
+        if self._journal is not None:
+            self._journal.why = why
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         if self._pending is not None:

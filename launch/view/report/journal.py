@@ -58,6 +58,8 @@ class Journal:
     ) -> None:
         self._info, self._places, self._host = info, places, host
         self._own: dict[str, Any] | None = None
+        self.why = ""
+        """Why the run ends before its last step, if it does without an error."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -99,7 +101,7 @@ class Journal:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_S)
-        self.write(ended=_reason(error))
+        self.write(ended=_reason(error) or self.why)
 
 
 def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> None:
