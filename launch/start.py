@@ -131,10 +131,10 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     keep_freed_memory()
     os.environ[SHOW] = str(show)
     try:
-        train_rank(config, resume, show=show)
+        trained = train_rank(config, resume, show=show)
         if os.environ.get("LOCAL_RANK", "0") == str(show):
             texts = show_samples(config)
-            if texts and os.environ["RANK"] == "0":
+            if texts and trained and os.environ["RANK"] == "0":
                 from thinpipe.launch.run.report import add_samples
 
                 add_samples(config.run.path, texts)

@@ -8,8 +8,8 @@ from thinpipe.launch.host.packages import explain
 from thinpipe.launch.run.run import RankRun
 
 
-def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
-    """Train as one rank of a run, under the environment that torchrun sets.
+def train_rank(config: RunConfig, resume: Resume, *, show: int) -> bool:
+    """Train as one rank of a run, under the environment that torchrun sets; whether any was left.
 
     The rank with local rank `show` shows progress on each host; all ranks have the same numbers.
 
@@ -28,6 +28,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
                 run.step(batch)
             if due and not run.done_before:
                 run.evaluate_on(corpus.evaluation)
+        return not run.done_before
 
 
 def _load(config: RunConfig) -> tuple[Corpus | None, str | None]:

@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,15 +95,18 @@ def served(*folders: Path, listen: str = "127.0.0.1") -> Iterator[tuple[int, lis
             assert server.stdout is not None
             links = [server.stdout.readline().removeprefix("watch at ").strip()]
             assert links[0].startswith("http://")
-            until(lambda: _answers(port))
+            until(lambda: _answers(listen.replace("0.0.0.0", "127.0.0.1"), port))
             yield port, links
         finally:
             server.terminate()
 
 
-def _answers(port: int) -> bool:
+def _answers(address: str, port: int) -> bool:
+    """Whether something does, and be it with a refusal."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60):
+        with urllib.request.urlopen(f"http://{address}:{port}/", timeout=60):
             return True
+    except urllib.error.HTTPError:
+        return True
     except OSError:
         return False

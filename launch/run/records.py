@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,11 +30,13 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
-    from thinpipe.launch.view.report.journal import Place
+    from thinpipe.launch.view.report.journal import Journal, Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
+_LEAVE_S = 5.0
+"""For the server of the page to end."""
 _REPORT_SHARE = 0.01
 """Share of the time since the last report that the next may take: training waits for it."""
 
@@ -65,6 +68,7 @@ class Records:
         self._writer: MetricsWriter | None = None
         self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
+        self._journal: Journal | None = None
         self._reported = False
         self._load: BackgroundLoad | None = BackgroundLoad(family=True)
         self._report_took_s, self._report_at_s = 0.0, 0.0
@@ -98,11 +102,10 @@ class Records:
         from thinpipe.launch.view.report.journal import Journal
 
         places = places_of(self._config, self._hosts)
-        stack.enter_context(Journal(self._info, places, self._host))
+        self._journal = stack.enter_context(Journal(self._info, places, self._host))
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
-            stack.enter_context(served(self._info.folder, port))
-            self._display.note(f"watch at http://localhost:{port}/")
+            stack.enter_context(served(self._info.folder, port, self._display.note))
 
     def _noted(self, text: str) -> None:
         from thinpipe.launch.view.report.journal import add_note
@@ -125,6 +128,12 @@ class Records:
         """So many steps are to be done in all."""
         self._info = replace(self._info, total_steps=steps)
         self._display.planned(steps)
+
+    def ends_early(self, why: str) -> None:
+        """The run is going to end before its last step."""
+        self._display.note(why)
+        if self._journal is not None:
+            self._journal.why = why
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         if self._pending is not None:
@@ -199,18 +208,35 @@ class Records:
 
 
 @contextmanager
-def served(folder: Path, port: int) -> Iterator[None]:
+def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[None]:
     """Serve the page of a run from another process, as threads of this one would slow its steps.
 
-    It ends when its standard input does, also if this process is killed.
+    Where it is, is noted once it is there. It ends when its standard input does, also if this
+    process is killed.
     """
     words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
     command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        server.communicate()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        said = threading.Thread(target=_note_link, args=(server, note), daemon=True)
+        said.start()
+        try:
+            yield
+        finally:
+            if server.stdin is not None:
+                server.stdin.close()
+            try:
+                server.wait(_LEAVE_S)
+            except subprocess.TimeoutExpired:  # it hangs, and a run must not
+                server.kill()
+            said.join(_LEAVE_S)
+
+
+def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:
+    """Pass on where the page is; a server that cannot have its port says why itself."""
+    for line in server.stdout or ():
+        if line.startswith("watch at "):
+            note(line.strip())
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

@@ -1,6 +1,7 @@
 """`thinpipe report`: the report of runs, from what their folders hold."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host import disk
 from thinpipe.launch.run.records import describe_run
 from thinpipe.launch.view.report.compare import write_page
 from thinpipe.launch.view.report.content import Story
@@ -40,11 +42,18 @@ def report(
 
 
 def add_samples(folder: Path, texts: Sequence[str]) -> None:
-    """Add what the model of a run wrote at its end to what its page shows."""
-    step = read_metrics(folder / "metrics.jsonl")[-1].step
-    for text in texts:
-        add_note(folder, text, step, "sample")
-    write_report(_read(folder))
+    """Add what the model of a run wrote at its end to what its page shows.
+
+    A full disk or a damaged file is no reason to call a run that was trained and saved failed.
+    """
+    try:
+        story = _read(folder)
+        for text in texts:
+            add_note(folder, text, story.records[-1].step, "sample")
+        write_report(replace(story, notes=read_notes(folder)))
+    except (OSError, ValueError) as error:
+        why = disk.why(error, folder) if isinstance(error, OSError) else str(error)
+        disk.warn_once("samples", f"{folder}/report.html lacks the samples: {why}")
 
 
 def _read(folder: Path) -> Story:
@@ -55,13 +64,18 @@ def _read(folder: Path) -> Story:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
+    state = None
     if not (folder / STATE).is_file():
         config = load_config(folder / "config.toml", [f"run.folder={folder}"])
         per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
         steps = max(records[-1].step, config.train.steps(per_epoch))
-        Journal(describe_run(config, steps), ()).write()
-    told = Told(folder)
+        journal = Journal(describe_run(config, steps), ())
+        journal.write()
+        state = journal.state()  # the folder may be read-only
+    told = Told(folder, state)
     events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
     summary = summarize(told.info, records, told.edges)
     notes = read_notes(folder)
-    return Story(told.info, records, summary, events, told.traces, told.places, notes)
+    return Story(
+        told.info, records, summary, events, told.traces, told.places, notes, (), told.ended
+    )

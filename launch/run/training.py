@@ -208,7 +208,7 @@ class Training:
         if batch is None:
             self._plan.steps = step
             self.built.sync.finish()
-            self.display.note(f"the stream of samples ended after {step} steps")
+            self.records.ends_early(f"the stream of samples ended after {step} steps")
             return None
         return self._config.model.adapted(batch)
 
@@ -276,7 +276,7 @@ class Training:
         if not self._finished and self.built.best.judge(metrics, step + 1):
             self._best_is_due = step + 1
         if self.ends_early and not self.nothing_left:
-            self.display.note(f"{_ENDED}: {self.built.best.words()}")
+            self.records.ends_early(f"{_ENDED}: {self.built.best.words()}")
         return metrics
 
     def _evaluate_both(self, samples: SampleSet, step: int) -> dict[str, float]:

@@ -95,3 +95,5 @@ def test_a_stream_that_ends_early_ends_the_run_and_is_saved(tmp_path: Path) -> N
     assert 5 < len(records) < 99
     assert f"the stream of samples ended after {len(records)} steps" in done.stdout + done.stderr
     assert [*(tmp_path / "run" / "checkpoints").glob(f"*{len(records)}*")]
+    state = json.loads((tmp_path / "run" / "state.json").read_text(encoding="utf-8"))
+    assert state["ended"] == f"the stream of samples ended after {len(records)} steps"

@@ -77,6 +77,8 @@ class Story:
     notes: Sequence[Note] = ()
     now: Sequence[tuple[str, str, str]] = ()
     """Source, target and state of a connection, while the run goes on."""
+    ended: str | None = None
+    """Why the run is over, "" where nothing is known; None while it goes on."""
 
 
 def content(story: Story, rows: Rows) -> Json:
@@ -105,15 +107,26 @@ def _head(story: Story) -> Json:
     info, records = story.info, story.records
     done = records[-1].step
     lately = median(record.step_s for record in records[-_LATELY:])
-    left_s = lately * max(0, info.total_steps - done)
+    over = story.ended is not None or done >= info.total_steps
+    left_s = 0.0 if over else lately * (info.total_steps - done)
     return {
         "name": info.name,
         "about": " \N{MIDDLE DOT} ".join((*info.shape, f"{story.summary['epochs']} epochs")),
         "done": done,
         "total": info.total_steps,
         "left": format_duration(left_s) if left_s else "",
-        "state": "" if done >= info.total_steps else f"Step {done:,} of {info.total_steps:,}.",
+        "over": over,
+        "state": "" if done >= info.total_steps else _state(story, done),
     }
+
+
+def _state(story: Story, done: int) -> str:
+    """How far a run is that has not done all its steps."""
+    where = f"step {done:,} of {story.info.total_steps:,}"
+    if story.ended is None:
+        return f"{where.capitalize()}."
+    why = story.ended.rstrip(".")
+    return f"Ended after {where}: {why}." if why else f"Ended after {where}."
 
 
 def _cards(story: Story) -> list[tuple[str, str]]:

@@ -70,7 +70,7 @@ def read_edges(folder: Path) -> tuple[list[Edge], Traces]:
         edges = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["edges"]
         known = [edge for edge in edges if edge.keys() == Edge.__required_keys__]
         return known, json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # or another version's
         return [], {}
 
 

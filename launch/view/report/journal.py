@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypedDict
 
 from thinpipe.launch.host import disk
+from thinpipe.launch.view.report.edge_trace import EdgeSample
 from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges, traces_of
 from thinpipe.launch.view.report.metrics import RunInfo
 
 STATE, NOTES = "state.json", "notes.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
+_MOST_WORDS = 200
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
 
@@ -55,25 +57,36 @@ class Journal:
         host: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._info, self._places, self._host = info, places, host
+        self._own: dict[str, Any] | None = None
+        self.why = ""
+        """Why the run ends before its last step, if it does without an error."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
-    def write(self) -> bool:
-        """Replace the state by that of now; False if there are no connections to follow."""
-        own = self._host()
-        state = {
-            "info": _info_as_json(self._info),
-            "places": self._places,
-            "edges": edges_of([own]),
-            "traces": traces_of([own]),
-            "now": _now(own),
-        }
+    def write(self, ended: str | None = None) -> bool:
+        """Replace the state by that of now; False if there are no connections to follow.
+
+        With `ended` it is the last one: why the run ended, "" where nothing is known.
+        """
+        state = self.state(ended)
         path = self._info.folder / STATE
         partial = path.with_name(f".{STATE}.partial")
         with suppress(OSError):
             partial.write_text(json.dumps(state), encoding="utf-8")
             disk.replace(partial, path)
-        return own is not None
+        return self._own is not None
+
+    def state(self, ended: str | None = None) -> dict[str, Any]:
+        """What is written."""
+        own = self._own = self._host() or self._own  # at the end, those that there were
+        return {
+            "info": _info_as_json(self._info),
+            "places": self._places,
+            "edges": edges_of([own]),
+            "traces": traces_of([own]),
+            "now": _now(own if ended is None else None),
+            "ended": ended,
+        }
 
     def _follow(self) -> None:
         while not self._over.wait(PERIOD_S):
@@ -84,10 +97,11 @@ class Journal:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(PERIOD_S)
+        self.write(ended=_reason(error) or self.why)
 
 
 def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> None:
@@ -99,33 +113,37 @@ def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> No
 
 
 class Told:
-    """What the two files of a folder say; without them, as of earlier versions, nothing.
+    """What the two files of a folder say; a `given` state stands in for the first.
 
     Raises:
         ValueError: `state.json` is none, or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: Any = None) -> None:
         try:
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            state = given or json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
-            self.places: list[Place] = state["places"]
-            self.edges: list[Edge] = state["edges"]
-            self.traces: Traces = state["traces"]
-            self.now: list[tuple[str, str, str]] = state["now"]
+            self.places: list[Place] = _all_with(Place, state["places"])
+            self.edges: list[Edge] = _all_with(Edge, state["edges"])
+            self.traces: Traces = {
+                str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
+            }
+            self.ended: str | None = state.get("ended")
+            self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
             raise ValueError(
                 f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
-                f"trained it, run `thinpipe report {folder}` once"
+                f"trained it, run `thinpipe report {folder}` once (of a copy, if it is read-only)"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder / STATE}: not the state of a run ({error}); `thinpipe report {folder}` "
                 "writes it again"
             ) from None
         edges, traces = read_edges(folder)  # of all hosts, once a run has ended
-        written_s = _changed_s(folder / STATE)
-        if edges and _changed_s(folder / "summary.json") >= written_s - PERIOD_S:
+        written_s = 0.0 if given else _changed_s(folder / STATE)
+        reported_s = _changed_s(folder / "summary.json") if edges else 0.0
+        if edges and (self.ended is not None or reported_s >= written_s - PERIOD_S):
             self.edges, self.traces = edges, traces
         if time.time() - written_s > _STALE * PERIOD_S:
             self.now = []
@@ -157,6 +175,23 @@ def _state_of(link: Mapping[str, Any]) -> str:
         return f"lost for {link.get('silence_s', 0.0):.0f} s"
     silence_s = link.get("silence_s", 0.0)
     return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a run ends, in a line."""
+    if error is None:
+        return ""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error).partition("\n")[0][:_MOST_WORDS] or type(error).__name__
+
+
+def _all_with(kind: Any, items: Sequence[Any]) -> list[Any]:
+    """Objects that a file holds, each with the fields of a kind; another version has others."""
+    for item in items:
+        if missing := sorted(kind.__required_keys__ - dict(item).keys()):
+            raise ValueError(f"{kind.__name__} without {', '.join(missing)}")
+    return list(items)
 
 
 def _changed_s(path: Path) -> float:

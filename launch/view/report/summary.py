@@ -60,7 +60,8 @@ class Summary(TypedDict):
     evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
     `weight_bytes` and `gradient_bytes` went between the shards of stages. `edges` are the
     connections between hosts, of the present start only. `samples` are those trained on, by epoch
-    from 1: fewer than there are if replicas cannot share them evenly.
+    from 1: fewer than there are if replicas cannot share them evenly. Epochs that an earlier
+    version trained are left out, as it did not count them.
     """
 
     name: str
@@ -175,10 +176,12 @@ def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
 
 
 def _samples(records: Sequence[StepRecord]) -> dict[str, int]:
+    """By epoch; without those of which a step, of an earlier version, does not know them."""
     found = Counter[str]()
     for record in records:
         found[str(record.epoch)] += record.samples or 0
-    return dict(found)
+    unknown = {str(record.epoch) for record in records if record.samples is None}
+    return {epoch: count for epoch, count in found.items() if epoch not in unknown}
 
 
 def _finite(value: float) -> float | None:

@@ -61,9 +61,12 @@ class Followed:
         self.moment: Moment | None = None
         """The newest one; None before the first step."""
         self.story: Story | None = None
+        self.problem = ""
+        """Why the folder cannot be read, if twice it could not."""
         self._restart()
         self._series = 0
         self._seen: list[Any] = []
+        self._failed: list[Any] = []
         Told(folder)
         self.refresh(strict=True)
 
@@ -80,18 +83,22 @@ class Followed:
         return 0.0
 
     def refresh(self, *, strict: bool = False) -> bool:
-        """Read what is new; whether there was any. A damaged file is `strict`ly refused."""
+        """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
         if seen == self._seen:
             return False
         try:
             self._read(seen[0], strict=strict)
-        except (OSError, ValueError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             if strict:
                 raise
-            return False  # a file that is being replaced: read again next time
-        self._seen = seen
-        return self.moment is not None
+            before, self._failed = self._failed, seen
+            if seen != before or self.problem:  # while a file is being replaced, that is no problem
+                return False
+            self.problem = str(error) or type(error).__name__
+            return True
+        self._seen, self._failed, cleared, self.problem = seen, [], bool(self.problem), ""
+        return cleared or self.moment is not None
 
     def _read(self, metrics: Any, *, strict: bool) -> None:
         """Of steps only those that were added, unless a resume has cut some off."""
@@ -126,7 +133,7 @@ class Followed:
             notes = [*notes, Note(at_s=time.time(), step=0, kind="warning", text=text)]
         events = read_timeline(self.folder).events if (self.folder / TIMELINE).is_file() else ()
         summary = summarize(told.info, self._records, told.edges)
-        about = (events, told.traces, told.places, notes, told.now)
+        about = (events, told.traces, told.places, notes, told.now, told.ended)
         self.story = Story(told.info, self._records, summary, *about)
         parts = {key: _json(part) for key, part in content(self.story, self._rows).items()}
         number = self.moment.number + 1 if self.moment else 0

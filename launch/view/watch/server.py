@@ -7,6 +7,7 @@ alone: for two addresses a framework would only add code between a client and it
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -23,13 +24,16 @@ _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 PERIOD_S = 1.0
 _SHARE = 0.02
 """Of the time, that reading may take: less often for a run with many steps."""
+_LONGEST_S = 30.0
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
 _MOST_WAITING = 128
 """Connections without a whole request; beyond, the oldest are closed."""
 _REQUEST_S, _WRITE_S = 10.0, 20.0
 _MOST_HEADERS = 8192
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_NOT_YET = ""
+"""Before the runs were compared; None if there is nothing to compare."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _HEADERS = {
     "content-security-policy": f"{content_policy()}; frame-ancestors 'none'",
@@ -43,14 +47,18 @@ _HEADERS = {
 
 
 class Site:
-    """An ASGI application that shows runs; with a `token`, only to who has it."""
+    """An ASGI application that shows runs; with a `token`, only to who has it.
 
-    def __init__(self, runs: Sequence[Followed], token: str | None) -> None:
+    Without one, it answers only to names of this machine and to the `address` where it listens.
+    """
+
+    def __init__(self, runs: Sequence[Followed], address: str, token: str | None) -> None:
         self._runs, self._token = runs, token
+        self._names = {*_LOOPBACK, address}
         self._streams = 0
         self._news, self._version = asyncio.Condition(), 0
         self._reader: asyncio.Task[None] | None = None
-        self._compared: str | None = None
+        self._compared: str | None = _NOT_YET
 
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
@@ -68,8 +76,9 @@ class Site:
         self, path: str, method: str, headers: Mapping[str, str]
     ) -> tuple[int, bytes] | None:
         """Status and words, if a request gets nothing."""
-        host = headers.get("host", "").rsplit(":", 1)[0] if self._token is None else _LOOPBACK[0]
-        if host not in _LOOPBACK:  # a site whose name was made to lead to this machine
+        host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
+        if self._token is None and host not in self._names:
+            # a site whose name was made to lead to this machine
             return 403, b"this page is at localhost; --listen serves it to other machines\n"
         if path not in ("/", "/events"):
             return 404, b"no such page\n"
@@ -97,17 +106,22 @@ class Site:
             await send(_start(200, "text/event-stream"))
             shown: list[Moment | None] = [None] * len(self._runs)
             told: str | None = None
+            problem = ""
             while not left.done():
                 version = self._version
+                moments = [run.moment for run in self._runs]  # a thread replaces them meanwhile
                 messages = [
-                    run.moment.since(number, shown[number])
-                    for number, run in enumerate(self._runs)
-                    if run.moment is not None and run.moment is not shown[number]
+                    moment.since(number, before)
+                    for number, (moment, before) in enumerate(zip(moments, shown, strict=True))
+                    if moment is not None and moment is not before
                 ]
-                shown = [run.moment for run in self._runs]
-                if self._compared != told:
+                shown = moments
+                if self._compared and self._compared != told:
                     told = self._compared
-                    messages.append(told or "")
+                    messages.append(told)
+                if (now := "; ".join(run.problem for run in self._runs if run.problem)) != problem:
+                    problem = now
+                    messages.append(json.dumps({"problem": problem}))
                 for text in messages or self._alive():
                     await send(_body(f"data: {text}\n\n"))
                 await self._next(version, left)
@@ -139,14 +153,14 @@ class Site:
         while self._streams:
             began_s = loop.time()
             found = [await asyncio.to_thread(run.refresh) for run in self._runs]
-            if any(found) or self._compared is None:
+            if any(found) or self._compared == _NOT_YET:
                 message = await asyncio.to_thread(compared, self._runs)
                 self._compared = json.dumps(message) if message else None
                 async with self._news:
                     self._version += 1
                     self._news.notify_all()
             took_s = loop.time() - began_s
-            await asyncio.sleep(max(PERIOD_S, took_s / _SHARE))
+            await asyncio.sleep(min(_LONGEST_S, max(PERIOD_S, took_s / _SHARE)))
 
 
 class Connection(H11Protocol):
@@ -197,7 +211,7 @@ class Connection(H11Protocol):
 def serve(runs: Sequence[Followed], host: str, sock: Any, token: str | None) -> None:
     """Serve until interrupted, on a socket that listens already."""
     config = uvicorn.Config(
-        Site(runs, token),
+        Site(runs, host, token),
         host=host,
         http=Connection,
         ws="none",

@@ -1,5 +1,6 @@
 """The page's numbers in a terminal, from a folder or from the link of another machine's page."""
 
+import http.client
 import json
 import math
 import urllib.error
@@ -45,7 +46,7 @@ def show(runs: list[str]) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for state in states:
             live.update(frame(state), refresh=True)
-            if state["parts"]["head"]["done"] >= state["parts"]["head"]["total"]:
+            if state["parts"]["head"]["over"]:
                 return
 
 
@@ -57,9 +58,10 @@ def frame(state: dict[str, Any]) -> RenderableType:
         spark.add(math.nan if loss is None else loss)
     bar = Table.grid(expand=True)
     bar.add_row(ProgressBar(total=head["total"], completed=head["done"]))
-    words = [head["state"] or "Finished."]
+    words = [*filter(None, [state["problem"]]), head["state"] or "Finished."]
     words += [f"About {head['left']} left."] if head["left"] else []
-    words += [f"No step for {state['silent_s']:.0f} s."] if state["silent_s"] > _WAIT_S else []
+    silent = state["silent_s"] > _WAIT_S and not head["over"]
+    words += [f"No step for {state['silent_s']:.0f} s."] if silent else []
     body: list[RenderableType] = [
         Text(head["about"], style="dim"),
         Text(" ".join(words)),
@@ -93,9 +95,10 @@ def _table(spec: dict[str, Any]) -> Table:
 
 def _states(run: str) -> Iterator[dict[str, Any]]:
     """The run, again whenever it changes."""
-    state: dict[str, Any] = {"parts": {}, "columns": {}, "silent_s": 0.0}
+    state: dict[str, Any] = {"parts": {}, "columns": {}, "silent_s": 0.0, "problem": ""}
     messages = _of_link(run) if run.startswith(("http://", "https://")) else _of_folder(Path(run))
     for message in messages:
+        state["problem"] = _printable(message.get("problem", state["problem"]))
         if message.get("run") != 0:
             continue
         start, columns = message.get("start", 0), message.get("columns", {})
@@ -126,10 +129,13 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
     while True:
         if run.moment is not before and run.moment is not None:
-            yield json.loads(run.moment.since(0, before)) | {"silent_s": run.silent_s}
+            yield json.loads(run.moment.since(0, before)) | {
+                "silent_s": run.silent_s,
+                "problem": run.problem,
+            }
             before = run.moment
         else:
-            yield {"run": 0, "parts": {}, "silent_s": run.silent_s}
+            yield {"run": 0, "parts": {}, "silent_s": run.silent_s, "problem": run.problem}
         sleep(_PERIOD_S)
         run.refresh()
 
@@ -138,19 +144,32 @@ def _of_link(link: str) -> Iterator[dict[str, Any]]:
     """Messages of a page's server.
 
     Raises:
-        ValueError: it does not answer, or not to this link.
+        ValueError: it does not answer, not to this link, or no longer.
     """
     address, token = urldefrag(link)
     request = urllib.request.Request(urljoin(address, "events"))
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:
+        opener = urllib.request.build_opener(_NotElsewhere)
+        with opener.open(request, timeout=_WAIT_S) as answer:
             for line in answer:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
     except urllib.error.HTTPError as error:
         words = error.read(200).decode("utf-8", "replace").strip()
-        raise ValueError(f"{address}: {error.code}, {words}") from None
-    except OSError as error:
+        if place := error.headers.get("Location"):
+            words = f"it leads to {place}; name the page's own link, as only it gets the token"
+        raise ValueError(_printable(f"{address}: {error.code}, {words}")) from None
+    except (OSError, http.client.HTTPException) as error:
         raise ValueError(f"{address}: {error}; is the run's page still served there?") from None
+    raise ValueError(
+        f"{address}: its server has ended, with its run or without; look where it was started"
+    )
+
+
+class _NotElsewhere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the token of a link is for its server alone."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None

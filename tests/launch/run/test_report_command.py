@@ -12,7 +12,9 @@ from tests.records import step_record
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.host import disk
 from thinpipe.launch.run.records import Records, describe_run
+from thinpipe.launch.run.report import add_samples
 from thinpipe.launch.view.report.metrics import MetricsWriter
 from thinpipe.launch.view.terminal.display import Display
 
@@ -59,6 +61,46 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     assert last["names"] == ["one", "two"]
     assert ["Training loss, last epoch", "2.5000", "1.5000"] in last["table"]["rows"]
     assert not (tmp_path / "one" / "report.html").exists()
+
+
+def test_samples_come_to_the_report(tmp_path: Path) -> None:
+    run_in(tmp_path / "one", [3.0, 2.0])
+    add_samples(tmp_path / "one", ["Once upon"])
+    (sample,) = parts_of(tmp_path / "one" / "report.html")["samples"]
+    assert (sample["text"], sample["step"]) == ("Once upon", 2)
+
+
+@pytest.mark.parametrize("damage", ["report", "metrics", "nothing"])
+def test_a_run_that_was_trained_does_not_fail_for_its_samples(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_said", set())
+    folder = tmp_path / "one"
+    run_in(folder, [] if damage == "nothing" else [3.0])
+    if damage == "report":
+        (folder / ".report.html.partial").mkdir()
+    if damage == "metrics":
+        (folder / "metrics.jsonl").write_text("{}\n")
+    add_samples(folder, ["Once upon"])
+    (said,) = caplog.messages
+    assert said.startswith(f"warning: {folder}/report.html lacks the samples: ")
+    assert {"report": "directory", "metrics": "metrics.jsonl:1", "nothing": "no step"}[
+        damage
+    ] in said
+
+
+def test_older_runs_in_folders_that_cannot_be_written_are_compared(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        run_in(folder, [3.0, 2.0])
+        (folder / ".state.json.partial").mkdir()  # root may write anywhere else
+    done = CliRunner().invoke(
+        app, ["report", *map(str, folders), "--out", str(tmp_path / "a.html")]
+    )
+    assert done.exit_code == 0, done.output
+    assert not any((folder / "state.json").exists() for folder in folders)
+    *_, last = messages_of(tmp_path / "a.html")
+    assert ["Steps done", "2 of 4", "2 of 4"] in last["table"]["rows"]
 
 
 @pytest.mark.parametrize(("folder", "problem"), [("", "no config.toml"), ("one", "no step was")])

@@ -61,9 +61,9 @@ function render() {
   const { parts, columns } = run, { head } = parts;
   document.title = `${head.name} - ThinPipe`;
   $("name").textContent = head.name; $("about").textContent = head.about;
-  const silence = run.silent_s > 30 ? ` No step for ${Math.round(run.silent_s)} s.` : "";
-  $("state").textContent = (live.words + (head.state ? `${head.state}${head.left && live.words ? ` About ${head.left} left.` : ""}${silence}` : "Finished.")).trim();
-  $("progress").hidden = !head.state; $("progress").max = head.total; $("progress").value = head.done;
+  const silence = run.silent_s > 30 && !head.over ? ` No step for ${Math.round(run.silent_s)} s.` : "";
+  $("state").textContent = (live.problem + (head.over && live.words === "Live. " ? "" : live.words) + (head.state ? `${head.state}${head.left && live.words ? ` About ${head.left} left.` : ""}${silence}` : "Finished.")).trim();
+  $("progress").hidden = head.over; $("progress").max = head.total; $("progress").value = head.done;
   charts.forEach(chart => { chart.used = false; });
   put("cards", "cards", parts.cards, () => parts.cards.map(([name, value]) =>
     make("div", { class: "card" }, make("span", {}, name), make("strong", {}, value))));
@@ -111,7 +111,8 @@ function plan() { if (!due) { due = true; requestAnimationFrame(render); } }
 
 /* A message replaces rows of a run from `start` on, and those parts of it that changed. */
 function apply(message) {
-  if (message.table) compared = message;
+  if (message.problem !== undefined) { live.problem = message.problem && `${message.problem} `; tell(live.words.trim()); }
+  else if (message.table) compared = message;
   else if (message.run !== undefined) {
     const run = runs[message.run] ||= { columns: {}, parts: {}, silent_s: 0 };
     if (message.columns) {
@@ -128,11 +129,11 @@ function apply(message) {
   plan();
 }
 
-const live = { words: "" };
+const live = { words: "", problem: "" };
 function tell(words) {
   live.words = `${words} `;
   if (runs.length) plan();
-  else $("state").textContent = words === "Live." ? "Live. Waiting for the first step." : words;
+  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words);
 }
 
 async function follow() {

@@ -152,6 +152,12 @@ def test_baselines_count_only_steps_that_crossed_the_cut(tmp_path: Path) -> None
     assert summarize(_info(tmp_path), records)["wire"][0]["bf16_bytes"] == 2000
 
 
+def test_samples_are_of_epochs_whose_steps_all_know_them(tmp_path: Path) -> None:
+    known = [(1, None), (1, 8), (2, 8), (2, 6), (3, None)]
+    steps = [step_record(n, epoch=e, samples=s) for n, (e, s) in enumerate(known, 1)]
+    assert summarize(run_info((), folder=tmp_path), steps)["samples"] == {"2": 14}
+
+
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no step was recorded"):
         summarize(_info(tmp_path), [])

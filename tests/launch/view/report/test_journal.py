@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -44,6 +45,30 @@ def test_connections_are_followed_between_steps_too(
         until(lambda: Told(tmp_path).edges[0]["bytes"] == 7)
 
 
+def test_the_end_of_a_run_is_told_and_why(tmp_path: Path) -> None:
+    info, steps = run_info((), folder=tmp_path, total_steps=40), [step_record(3)]
+    host = {"name": "one", "links": {"two": LINK}, "trace": []}
+    hosts = iter([host, None])
+
+    def state() -> tuple[bool, str, str]:
+        told = Told(tmp_path)
+        story = Story(info, steps, summarize(info, steps), now=told.now, ended=told.ended)
+        head = content(story, Rows(steps))["head"]
+        return head["over"], head["left"], head["state"]
+
+    with Journal(info, [], lambda: next(hosts)):
+        over, left, words = state()
+        assert (over, bool(left), words) == (False, True, "Step 3 of 40.")
+    assert state() == (True, "", "Ended after step 3 of 40.")
+    assert Told(tmp_path).edges[0]["bytes"] == 2_500_000, "kept, though they are gone"
+    assert Told(tmp_path).now == []
+    for error, why in ((KeyboardInterrupt(), "interrupted"), (OSError("full.\nWell."), "full")):
+        with contextlib.suppress(type(error)), Journal(info, []):
+            assert not state()[0], "it was resumed"
+            raise error
+        assert state() == (True, "", f"Ended after step 3 of 40: {why}.")
+
+
 @pytest.mark.parametrize(
     ("link", "state"),
     [
@@ -75,6 +100,14 @@ def test_damaged_files_are_named_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"info": 3}')
     with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
         Told(tmp_path)
+    Journal(run_info((), folder=tmp_path), [PLACE]).write()
+    state = json.loads((tmp_path / "state.json").read_text())
+    bad = {"places": [{"rank": 0}], "edges": [{"source": "one"}], "traces": {"one": [{}]},
+           "now": [["one"]]}  # fmt: skip
+    for name, value in [*bad.items(), *dict.fromkeys(bad, 3).items()]:
+        (tmp_path / "state.json").write_text(json.dumps({**state, name: value}))
+        with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
+            Told(tmp_path)
     line = json.dumps({"at_s": 1.0, "step": 1, "kind": "note", "text": "kept"})
     (tmp_path / "notes.jsonl").write_text(f'{{"half\n[1]\n{{}}\n{line}\n')
     assert [note["text"] for note in read_notes(tmp_path)] == ["kept"]

@@ -143,3 +143,16 @@ def test_runs_are_compared_once_all_have_begun(tmp_path: Path) -> None:
     assert message["names"] == ["a", "b"]
     runs.append(Followed(write_run(tmp_path / "c", [])))
     assert compared(runs) is None
+
+
+def test_a_state_of_another_version_is_a_problem_until_it_is_none(tmp_path: Path) -> None:
+    run = Followed(write_run(tmp_path / "run", records(4)))
+    state = (run.folder / "state.json").read_text()
+    (run.folder / "state.json").write_text(json.dumps({**json.loads(state), "places": [{}]}))
+    assert not run.refresh(), "it may be in the midst of being replaced"
+    assert run.refresh()
+    assert "state.json: not the state of a run (Place without host" in run.problem
+    assert not run.refresh()
+    (run.folder / "state.json").write_text(state)
+    assert run.refresh()
+    assert run.problem == ""

@@ -3,7 +3,11 @@
 import io
 import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from tests.pages import messages_of
 from tests.records import step_record
 from tests.runs import EVIL, HOSTS, records, served, write_run
 from thinpipe.launch.cli import app
+from thinpipe.launch.view.report.journal import Journal, Told
 from thinpipe.launch.view.watch import terminal
 from thinpipe.launch.view.watch.follow import Followed
 from thinpipe.launch.view.watch.share import draw
@@ -91,6 +96,69 @@ def test_a_terminal_shows_a_run_of_another_machine(tmp_path: Path) -> None:
         assert "401, use the whole link" in refused(f"http://127.0.0.1:{port}/", "--terminal")
     assert "is the run's page still served there" in refused(f"http://127.0.0.1:{port}/",
                                                              "--terminal")  # fmt: skip
+
+
+@contextmanager
+def stand_in(
+    status: int, headers: dict[str, str], body: bytes
+) -> Iterator[tuple[str, list[str | None]]]:
+    """A server that gives one answer to everything, and the tokens that it was given."""
+    tokens: list[str | None] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            tokens.append(self.headers["Authorization"])
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", tokens
+        server.shutdown()
+
+
+def test_a_link_whose_server_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = Followed(write_run(tmp_path / "run", records(20))).moment
+    assert moment is not None
+    with stand_in(200, {}, b"data: {}\n\n") as (link, _):
+        assert f"error: {link}: its server has ended" in refused(link, "--terminal")
+    cut_off = {"Content-Length": "99999999"}
+    for headers in ({}, cut_off):
+        screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+        monkeypatch.setattr(terminal, "Console", lambda screen=screen, **_: screen)
+        with stand_in(200, headers, f"data: {moment.since(0, None)}\n\n".encode()) as (link, _):
+            assert f"error: {link}: " in refused(link, "--terminal")
+        assert isinstance(screen.file, io.StringIO)
+        assert "Step 20 of 40." in screen.file.getvalue()
+
+
+def test_a_token_goes_nowhere_else(tmp_path: Path) -> None:
+    with stand_in(200, {}, b"") as (other, stolen):
+        with stand_in(302, {"Location": f"{other}\x1b[2J"}, b"") as (link, tokens):
+            said = refused(f"{link}#secret", "--terminal")
+        assert (tokens, stolen) == (["Bearer secret"], [])
+    assert f"302, it leads to {other}" in said
+    assert "\x1b" not in said
+
+
+def test_a_terminal_leaves_a_run_that_ended_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", records(20))
+    with Journal(Told(folder).info, []):
+        pass
+    screen = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen)
+    monkeypatch.setattr(terminal, "sleep", lambda _: pytest.fail("it waits for more"))
+    terminal.show([str(folder)])
+    assert isinstance(screen.file, io.StringIO)
+    assert "Ended after step 20 of 40." in screen.file.getvalue()
 
 
 def test_a_terminal_obeys_no_text_of_others(tmp_path: Path) -> None:

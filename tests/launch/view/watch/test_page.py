@@ -12,7 +12,7 @@ from tests.launch.test_train import run_file
 from tests.ports import free_port
 from tests.runs import EVIL, HOSTS, append, records, served, write_run
 from tests.waiting import until
-from thinpipe.launch.view.report.journal import add_note
+from thinpipe.launch.view.report.journal import Journal, Told, add_note
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.watch.cli import watch
 
@@ -63,6 +63,25 @@ def test_a_page_follows_a_run(tab: Browser, tmp_path: Path) -> None:
         assert tab.complaints() == []
     tab.wait(lambda: "No connection to the run's machine" in tab.text("#state"))
     assert all("net::ERR" in complaint for complaint in tab.complaints())
+
+
+def test_a_page_says_what_is_wrong_and_that_a_run_ended_early(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*DESKTOP)
+    folder = write_run(tmp_path / "run", records(20))
+    state = folder / "state.json"
+    with served(folder) as (port, _):
+        tab.open(f"http://localhost:{port}/")
+        tab.wait(lambda: tab.text("#state").startswith("Live. Step 20 of 40."))
+        good = state.read_text()
+        state.write_text(json.dumps({**json.loads(good), "now": 3}))
+        tab.wait(lambda: "state.json: not the state of a run" in tab.text("#state"))
+        state.write_text(good)
+        tab.wait(lambda: tab.text("#state").startswith("Live. Step 20 of 40."))
+        with Journal(Told(folder).info, []):
+            pass
+        tab.wait(lambda: tab.text("#state") == "Ended after step 20 of 40.")
+        assert tab.run("return document.getElementById('progress').hidden")
+        assert tab.complaints() == []
 
 
 @pytest.mark.slow

@@ -92,7 +92,17 @@ def test_names_that_lead_here_are_not_this_page_s(port: int) -> None:
     for name in ("evil.example", f"evil.example:{port}", "localhost.evil.example", ""):
         for path in ("/", "/events"):
             assert status(get(port, path, f"Host: {name}")) == 403
-    assert status(get(port, "/", "Host: [::1]:9")) == 200
+    for name in ("[::1]:9", "[::1]", f"Localhost:{port}", "127.0.0.1"):
+        assert status(get(port, "/", f"Host: {name}")) == 200
+
+
+def test_a_link_to_another_address_of_this_machine_alone_is_answered(tmp_path: Path) -> None:
+    with (
+        served(write_run(tmp_path / "run", records(2)), listen="127.0.0.2") as (_, links),
+        urllib.request.urlopen(links[0], timeout=PATIENCE_S) as page,
+    ):
+        assert links[0].startswith("http://127.0.0.2:")
+        assert page.status == 200
 
 
 def test_text_of_others_is_data(port: int) -> None:

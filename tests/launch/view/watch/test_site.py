@@ -1,0 +1,132 @@
+"""The server of the page, without a network."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, cast
+
+import pytest
+
+from thinpipe.launch.view.watch import server
+from thinpipe.launch.view.watch.follow import Followed, Moment
+from thinpipe.launch.view.watch.server import Site
+
+
+class Restless:
+    """A run that has steps more each time that anybody looks at it."""
+
+    silent_s, story, problem = 0.0, None, ""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def refresh(self) -> bool:
+        return True
+
+    @property
+    def moment(self) -> Moment:
+        self._looks += 1
+        steps: list[float | None] = [*range(1, 3 * self._looks + 1)]
+        return Moment(self._looks, (0, 1), {"step": steps}, {})
+
+
+async def told(
+    site: Site, enough: Callable[[list[Any]], bool], patience_s: float = 20.0
+) -> list[Any]:
+    """What a stream of the site said until it was enough, or until patience ran out."""
+    messages: list[Any] = []
+    over = asyncio.Event()
+
+    async def receive() -> MutableMapping[str, Any]:
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(event: MutableMapping[str, Any]) -> None:
+        if text := event.get("body", b"").decode().removeprefix("data: "):
+            messages.append(json.loads(text))
+        if enough(messages):
+            over.set()
+
+    host = [(b"host", b"localhost:8042")]
+    scope = {"path": "/events", "method": "GET", "headers": host}
+    stream = asyncio.create_task(site(scope, receive, send))
+    await asyncio.wait({stream}, timeout=patience_s)
+    over.set()
+    await stream
+    return messages
+
+
+def site_of(*runs: object) -> Site:
+    return Site(cast(Sequence[Followed], runs), "127.0.0.1", None)
+
+
+def test_steps_that_come_while_others_are_sent_are_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "PERIOD_S", 0.001)
+    messages = asyncio.run(told(site_of(Restless()), lambda found: len(found) > 4))
+    shown: list[int] = []
+    for message in messages:
+        assert message["start"] <= len(shown), "rows before it are there"
+        shown[message["start"] :] = message["columns"]["step"]
+    assert shown == [*range(1, len(shown) + 1)]
+
+
+class Broken(Restless):
+    """A run whose folder cannot be read since it began."""
+
+    moment = None  # type: ignore[assignment]
+
+    def refresh(self) -> bool:
+        self.problem, before = "state.json: of another version", self.problem
+        return not before
+
+
+def test_what_cannot_be_read_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PERIOD_S", 0.001)
+    messages = asyncio.run(told(site_of(Broken()), lambda found: len(found) > 9, 1.0))
+    assert [message for message in messages if message] == [
+        {"problem": "state.json: of another version"}
+    ]
+
+
+class Still(Restless):
+    """A run that nothing happens to."""
+
+    _moment = Moment(0, (0, 1), {"step": [1]}, {})
+
+    def refresh(self) -> bool:
+        return False
+
+    @property
+    def moment(self) -> Moment:
+        return self._moment
+
+
+def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PERIOD_S", 0.001)
+    messages = asyncio.run(told(site_of(Still()), lambda found: len(found) > 9, 1.0))
+    assert len(messages) <= 2, "the step, and signs of life that nobody waited for"
+
+
+def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0.001)
+
+    class Slow(Still):
+        def refresh(self) -> bool:
+            time.sleep(0.02)
+            return False
+
+    monkeypatch.setattr(server, "_SHARE", 1e-4)
+    monkeypatch.setattr(asyncio, "sleep", counted)
+    asyncio.run(told(site_of(Slow()), lambda _: bool(slept), 5.0))
+    assert slept
+    assert max(slept) == 30
