@@ -113,7 +113,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         first = tab.text("#state")
         tab.wait(lambda: tab.text("#state") != first)
         seen = tab.run("return runs[0].columns.loss")
-        assert f"watch at http://localhost:{port}/" in tab.text("#notes")
+        tab.wait(lambda: f"watch at http://localhost:{port}/" in tab.text("#notes"))
         assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
     finally:
         tab.open("about:blank")
