@@ -100,7 +100,7 @@ class Elastic:
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._losses.open()
+        self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
 
@@ -145,6 +145,10 @@ class Elastic:
                     break
         self._done, self._packed = self._done + 1, packed
         return result
+
+    def close(self) -> None:
+        """The last section is done."""
+        self._losses.close()
 
     @property
     def loss(self) -> str:

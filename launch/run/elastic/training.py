@@ -43,6 +43,11 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
 
+    def finish(self, done: int) -> None:
+        """As before; losses count no longer."""
+        super().finish(done)
+        self._elastic.close()
+
     @property
     def passes(self) -> int:
         """The number of the last one (`Adapting`)."""
