@@ -4,7 +4,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
-    from thinpipe.launch.view.report.journal import Place
+    from thinpipe.launch.view.report.journal import Journal, Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
@@ -59,10 +59,11 @@ class Records:
         `host` says what this host's connections did so far, for what is seen before the end;
         `hosts` are the names of all ranks' machines.
         """
-        self._host, self._hosts = host, hosts
+        self._host, self._places = host, places_of(config, hosts)
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
+        self._journal: Journal | None = None
         self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
         self._reported = False
@@ -97,8 +98,7 @@ class Records:
     def _open_journal(self, stack: ExitStack) -> None:
         from thinpipe.launch.view.report.journal import Journal
 
-        places = places_of(self._config, self._hosts)
-        stack.enter_context(Journal(self._info, places, self._host))
+        self._journal = stack.enter_context(Journal(self._info, self._places, self._host))
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             stack.enter_context(served(self._info.folder, port))
@@ -121,9 +121,12 @@ class Records:
                 self._display.note(notice)
             self._load = None
 
-    def planned(self, steps: int) -> None:
-        """So many steps are to be done in all."""
+    def planned(self, steps: int, ranks: Collection[int]) -> None:
+        """So many steps are to be done in all, by these of the ranks that began."""
         self._info = replace(self._info, total_steps=steps)
+        self._places = [place for place in self._places if place["rank"] in ranks]
+        if self._journal is not None:
+            self._journal.tell(self._info, self._places)
         self._display.planned(steps)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -187,7 +190,7 @@ class Records:
 
         folder = self._info.folder
         events = timeline.events if timeline else ()
-        told = (places_of(self._config, self._hosts), read_notes(folder))
+        told = (self._places, read_notes(folder))
         try:
             write_report(Story(self._info, records, summary, events, traces_of(hosts), *told))
             if timeline is not None:

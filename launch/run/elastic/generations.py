@@ -151,6 +151,11 @@ class Elastic:
         self._losses.close()
 
     @property
+    def members(self) -> Sequence[int]:
+        """The ranks that are left, by their numbers at the start."""
+        return self._members
+
+    @property
     def loss(self) -> str:
         """Who was lost, as long as the run goes on to the next generation."""
         return self._lost_of(self._members)

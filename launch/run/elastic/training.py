@@ -76,7 +76,7 @@ class ElasticTraining(Training):
         self.agreement = self._agreement(store)
         if asked:
             self.agreement.ask(asked)
-        self.records.planned(self.steps)
+        self.records.planned(self.steps, self._elastic.members)
         self.display.note(f"lost: {lost}; from step {self._done + 1} {self._plan.words()}")
 
     def interrupt(self) -> None:

@@ -55,11 +55,20 @@ class Journal:
         host: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
         self._info, self._places, self._host = info, places, host
-        self._over = threading.Event()
+        self._over, self._writes = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def tell(self, info: RunInfo, places: Sequence[Place]) -> None:
+        """The run has another plan, or other ranks, from here on."""
+        self._info, self._places = info, places
+        self.write()
 
     def write(self) -> bool:
         """Replace the state by that of now; False if there are no connections to follow."""
+        with self._writes:
+            return self._write()
+
+    def _write(self) -> bool:
         own = self._host()
         state = {
             "info": _info_as_json(self._info),

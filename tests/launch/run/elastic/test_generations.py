@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,9 +22,13 @@ from tests.processes import lives, named
 from tests.ranks import Ranks
 from tests.training import config
 from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.config.sections import CheckpointConfig
+from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic.generations import Elastic
+from thinpipe.launch.run.training import Training
+from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -132,6 +137,29 @@ def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path, method: st
     assert rates[-1] < 0.01 * rates[0], "it decays to its end"
     summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    told = Told(run.folder)
+    assert told.info.total_steps == records[-1].step
+    assert [place["rank"] for place in told.places] == [0]
+
+
+def test_the_checkpoint_of_an_epoch_is_due_if_a_replica_leaves_at_its_end() -> None:
+    """The sampler then holds the last step for one of the next epoch."""
+    sampler = EpochSampler(
+        40, batch_size=4, replicas=1, replica=0, seed=0, changes=[Change(10, 2, 2, 20)]
+    )
+    assert sampler.epoch(9) == 1
+    options = CheckpointConfig(every_epochs=2)
+    run: Any = SimpleNamespace(
+        _config=SimpleNamespace(checkpoint=options),
+        _sampler=sampler,
+        _best_is_due=-1,
+        _save_again=False,
+        steps=20,
+    )
+    assert not Training._save_due(run, 0, 10)
+    run._config.checkpoint = CheckpointConfig()
+    assert Training._save_due(run, 0, 10)
+    assert not Training._save_due(run, 0, 9)
 
 
 TWO_BY_TWO = (
