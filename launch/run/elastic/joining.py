@@ -38,9 +38,7 @@ class JoiningStore(Store):
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)
 
-    def wait(  # type: ignore[override]  # torch calls both forms
-        self, keys: Sequence[str], timeout: timedelta | None = None
-    ) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys.
 
         Raises:
