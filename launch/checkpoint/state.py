@@ -156,7 +156,9 @@ class Checkpoints:
         if self.wait() and self._last_step == step:
             return True
         began_s = time.perf_counter()
-        transaction = self._transaction(step, self._gather)
+        # after a loss another rank's thread may be about to save the same step
+        gather = self._gather_in_background if self._generation else self._gather
+        transaction = self._transaction(step, gather)
         state = collect(self._built, memories=step != self.end)
         saved = self._run(transaction, step, state, last=True)
         self._stall_s += time.perf_counter() - began_s

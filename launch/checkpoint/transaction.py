@@ -6,11 +6,14 @@ older steps (settle). Killed at any moment, every machine holds a whole step: be
 machine has prepared the older one, afterwards the new one too, which restoring completes.
 
 A failed write is not an error here but a vote: all machines then drop the step.
+
+After ranks were lost, one of those left may save a step which another has passed. So they first
+compare steps: a rank that saves an earlier one drops it, and the others wait for its next save.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +69,24 @@ class Transaction:
         self._problems: list[str] = []
 
     def run(self, state: object) -> str | None:
-        """Save; return why that was not possible, the same on every rank.
+        """Save; return why that was not possible, the same on every rank that saves this step.
 
         Raises:
             TypeError: `state` holds what no file can hold.
         """
         root, step, first = self._place.root, self._save.step, self._place.is_first
         part = Part(self._place.part, 0, "")
+        while True:
+            begun = self._gather([step, self._save.serial])
+            latest, other = max((theirs, rank) for rank, (theirs, _) in enumerate(begun))
+            if step < latest:
+                return (
+                    f"rank {other} saves step {latest} and not step {step}, as a rank was lost "
+                    "in between"
+                )
+            if all(theirs == step for theirs, _ in begun):
+                break
+        self._save = replace(self._save, serial=max(serial for _, serial in begun))
 
         def write() -> None:
             nonlocal part

@@ -39,10 +39,6 @@ class Proof:
     def is_due(self, done: int) -> bool:
         return bool(self._every) and done % self._every == 0
 
-    def check(self, done: int) -> dict[str, int]:
-        """As `compare`, where that is due."""
-        return self.compare(done) if self.is_due(done) else {}
-
     def compare(self, done: int) -> dict[str, int]:
         """After `done` steps: samples dropped because two ends differed, by channel.
 

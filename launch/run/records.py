@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ class Records:
         `host` says what this host's connections did so far, for what is seen before the end;
         `hosts` are the names of all ranks' machines.
         """
-        self._host, self._hosts = host, hosts
+        self._host, self._places = host, places_of(config, hosts)
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -101,8 +101,7 @@ class Records:
     def _open_journal(self, stack: ExitStack) -> None:
         from thinpipe.launch.view.report.journal import Journal
 
-        places = places_of(self._config, self._hosts)
-        self._journal = stack.enter_context(Journal(self._info, places, self._host))
+        self._journal = stack.enter_context(Journal(self._info, self._places, self._host))
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             stack.enter_context(served(self._info.folder, port, self._display.note))
@@ -124,9 +123,12 @@ class Records:
                 self._display.note(notice)
             self._load = None
 
-    def planned(self, steps: int) -> None:
-        """So many steps are to be done in all."""
+    def planned(self, steps: int, ranks: Collection[int]) -> None:
+        """So many steps are to be done in all, by these of the ranks that began."""
         self._info = replace(self._info, total_steps=steps)
+        self._places = [place for place in self._places if place["rank"] in ranks]
+        if self._journal is not None:
+            self._journal.tell(self._info, self._places)
         self._display.planned(steps)
 
     def ends_early(self, why: str) -> None:
@@ -196,7 +198,7 @@ class Records:
 
         folder = self._info.folder
         events = timeline.events if timeline else ()
-        told = (places_of(self._config, self._hosts), read_notes(folder))
+        told = (self._places, read_notes(folder))
         try:
             write_report(Story(self._info, records, summary, events, traces_of(hosts), *told))
             if timeline is not None:

@@ -107,7 +107,7 @@ class RankRun:
         for self._epoch in range(first, count):
             yield self._epoch
             if self._training is not None:
-                self._training.end_epoch(self._done)
+                self._training.end_epoch(self._epoch, self._done)
                 if self._training.ends_early:
                     break
         if self._training is not None:
@@ -138,7 +138,7 @@ class RankRun:
                 refuse_restarts(STOPPED)
                 raise TerminatedError(self._stop.number)
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
-                training.save_if_due(self._done)
+                training.save_if_due(self._epoch, self._done)
 
     def step(self, batch: Batch) -> StepRecord:
         """Run one optimizer step; every rank gets the same record."""

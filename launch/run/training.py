@@ -251,7 +251,7 @@ class Training:
         self.records.add(record)
         self._skips.count(record.step, skipped=record.skipped, empty=record.tokens == 0)
         if self._proof.is_due(record.step):
-            self._all_do(lambda: self._proof.check(record.step))
+            self._all_do(lambda: self._proof.compare(record.step))
         return record
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
@@ -286,10 +286,10 @@ class Training:
             metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         return metrics
 
-    def end_epoch(self, done: int) -> None:
+    def end_epoch(self, epoch: int, done: int) -> None:
         """Save if that is due."""
         self._together.passes("the end of the epoch", done)
-        self.save_if_due(done)
+        self.save_if_due(epoch, done)
 
     def meet(self, call: str, done: int) -> None:
         """Wait until all ranks make this call of the run.
@@ -299,15 +299,15 @@ class Training:
         """
         self._together.meet(call, done)
 
-    def save_if_due(self, done: int) -> None:
+    def save_if_due(self, epoch: int, done: int) -> None:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
-        if done > self.start and self._save_due(done):
+        if done > self.start and self._save_due(epoch, done):
             self._together.passes("a checkpoint", done)
             self.records.flush()
             self._checkpoints.start(done, last=done == self.steps)
 
-    def _save_due(self, done: int) -> bool:
-        options, epoch = self._config.checkpoint, self._sampler.epoch(done - 1)
+    def _save_due(self, epoch: int, done: int) -> bool:
+        options = self._config.checkpoint
         due = done == self._sampler.steps_of(epoch).stop and (epoch + 1) % options.every_epochs == 0
         if options.every_steps:
             due = done % options.every_steps == 0

@@ -78,7 +78,7 @@ def _train_cuts(rank: int, names: list[str]) -> Any:
             coming = batches[(step + 1) % len(batches)].ids_B
             totals = built.engine.train_step(item, step, coming)
             losses.append(totals.loss)
-            wrong += [totals.skipped, totals.repaired, proof.check(step + 1)]
+            wrong += [totals.skipped, totals.repaired, proof.compare(step + 1)]
         memories = [channel.codec.memory for channel in built.engine.channels]
         found[name] = (losses, wrong, [m.digest() for m in memories if m is not None])
         (tied,) = (w for key, w in weights(built).items() if key in TIED)
@@ -132,7 +132,7 @@ def _train_replicas(rank: int, methods: list[str]) -> Any:
             totals = built.engine.train_step(share(item, rank, 2), step)
             assert not totals.skipped
             losses.append(totals.loss)
-            proof.check(step + 1)
+            proof.compare(step + 1)
         built.sync.finish()
         with built.sync.global_parameters():
             found[method] = (losses, first, weights(built))
@@ -164,7 +164,7 @@ def _train_shards(rank: int) -> Any:
     proof, losses = Proof(built, built.engine.transport, 1), []
     for step, item in enumerate(_batches()):
         losses.append(built.engine.train_step(share(item, rank, 2), step).loss)
-        assert proof.check(step + 1) == {}
+        assert proof.compare(step + 1) == {}
     assert built.shards is not None
     return kind, losses, built.shards.remembered
 

@@ -15,7 +15,9 @@ _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
 _OWN_ACCOUNT_S = 0.2
 """How long the main thread may take to say more, if it has noticed too."""
-_STUCK_S, _SETTLE_S = 10.0, 600.0
+_STUCK_S = 10.0
+_SETTLE_S = 20.0
+"""Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
 _FIRST = "1"
 
 
@@ -78,13 +80,17 @@ class Losses:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("losses", store)
 
-    def open(self) -> None:
-        """From here on the run may go on."""
-        self._store.set("open", "")
+    def open(self, wait_s: float) -> None:
+        """From here on the run may go on; its ranks wait `wait_s` seconds for each other."""
+        self._store.set("open", str(wait_s))
+
+    def close(self) -> None:
+        """All is done that ranks do together: who is lost from here on is missed by none."""
+        self._store.set("closed", "")
 
     @property
     def is_open(self) -> bool:
-        return bool(self._store.check(["open"]))
+        return bool(self._store.check(["open"])) and not self._store.check(["closed"])
 
     def report(self, rank: int, message: str) -> None:
         """Publish what ended a rank."""
@@ -105,14 +111,17 @@ class Losses:
         """Say whether the others go on without a rank."""
         self._store.set(f"settled/{rank}", str(int(goes_on)))
 
-    def settled(self, rank: int) -> bool:
-        """Whether they do; waits until it is known, ten minutes at most.
+    def settled(self, rank: int, has_failed: Callable[[], bool]) -> bool:
+        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        key, limit_s = f"settled/{rank}", time.monotonic() + _SETTLE_S
-        while not self._store.check([key]) and time.monotonic() < limit_s:
+        key = f"settled/{rank}"
+        limit_s = time.monotonic() + float(self._store.get("open")) + _SETTLE_S
+        while self.is_open and not self._store.check([key]) and time.monotonic() < limit_s:
+            if has_failed():
+                break
             time.sleep(0.05)
         return self._store.check([key]) and self._store.get(key) == b"1"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from thinpipe.launch.host.signals import pass_on_signals
+from thinpipe.launch.host.signals import ENDING_SIGNALS, handled, pass_on_signals
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.ranks.failures import Failures, Losses, death_by
 from thinpipe.launch.net.ranks.store import connect_store
@@ -45,6 +45,8 @@ def supervise(be_rank: Callable[[], None]) -> None:
     os.close(writing)
     asked = pass_on_signals(rank)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    for number in handled(ENDING_SIGNALS):  # nobody is left to pass them on to
+        signal.signal(number, signal.SIG_DFL)
     if code >= 0:
         sys.exit(code)
     if not asked:
@@ -67,12 +69,13 @@ def _report(message: str, reading: int) -> bool:
     print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
-        losses, rank = Losses(store), int(os.environ["RANK"])
+        losses, failures = Losses(store), Failures(store, who)
+        rank = int(os.environ["RANK"])
         if losses.is_open:
             losses.report(rank, f"{who}: {message}")
-            if losses.settled(rank):
+            if losses.settled(rank, lambda: failures.known() is not None):
                 return True
-        Failures(store, who).report(message, cause=True)
+        failures.report(message, cause=True)
     except RuntimeError:
         print_error(f"{who}: the run's store is gone, so the others are not told")
     return False

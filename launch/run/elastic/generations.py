@@ -16,16 +16,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.net.ranks.gloo_backend import BACKEND, PORTS, break_connections
+from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
+from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import DesyncError
@@ -101,7 +100,7 @@ class Elastic:
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._losses.open()
+        self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
 
@@ -139,18 +138,30 @@ class Elastic:
                 else:
                     forget()
                 self._proven = False
-                lost = "; ".join(self._lost[m] for m in members if m in self._lost)
                 before, passes = (mesh.replica, mesh.replicas), int(furthest["passes"])
+                lost = self._lost_of(members)
                 self._run.replicas_left(self._generation, before, passes, lost)
                 if behind:
                     break
         self._done, self._packed = self._done + 1, packed
         return result
 
+    def close(self) -> None:
+        """The last section is done."""
+        self._losses.close()
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that are left, by their numbers at the start."""
+        return self._members
+
     @property
     def loss(self) -> str:
         """Who was lost, as long as the run goes on to the next generation."""
-        return "; ".join(self._lost.get(member, "") for member in self._members).strip("; ")
+        return self._lost_of(self._members)
+
+    def _lost_of(self, members: Sequence[int]) -> str:
+        return "; ".join(self._lost[member] for member in members if member in self._lost)
 
     def _watch(self, losses: Losses) -> None:
         """Learn of losses, and break connections so that nobody waits for one."""
@@ -239,18 +250,14 @@ class Elastic:
         return members
 
     def _form(self, numbers: Mapping[int, int]) -> None:
-        """Make the groups of a generation."""
-        dist.destroy_process_group()
-        try:
-            dist.init_process_group(
-                BACKEND,
-                store=PrefixStore(f"generation{self._generation}", self._root),
-                rank=self._members.index(self._me),
-                world_size=len(self._members),
-                timeout=timedelta(seconds=self._wait_s),
-            )
-        except RuntimeError as error:
-            raise TransportError(f"rank {self._me}: {str(error).splitlines()[0]}") from error
+        """Make the groups of a generation.
+
+        Raises:
+            TransportError: another rank is lost meanwhile.
+        """
+        keys = PrefixStore(f"generation{self._generation}", self._root)
+        self._joining = JoiningStore(keys, self._is_incomplete, self._wait_s)
+        join_anew(self._joining, self._members.index(self._me), len(self._members), self._wait_s)
         self._transport.regroup(numbers)
         with self._changed:
             if self._is_incomplete():

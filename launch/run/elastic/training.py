@@ -43,6 +43,11 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
 
+    def finish(self, done: int) -> None:
+        """As before; losses count no longer."""
+        super().finish(done)
+        self._elastic.close()
+
     @property
     def passes(self) -> int:
         """The number of the last one (`Adapting`)."""
@@ -71,7 +76,7 @@ class ElasticTraining(Training):
         self.agreement = self._agreement(store)
         if asked:
             self.agreement.ask(asked)
-        self.records.planned(self.steps)
+        self.records.planned(self.steps, self._elastic.members)
         self.display.note(f"lost: {lost}; from step {self._done + 1} {self._plan.words()}")
 
     def interrupt(self) -> None:

@@ -60,21 +60,29 @@ class Journal:
         self._own: dict[str, Any] | None = None
         self.why = ""
         """Why the run ends before its last step, if it does without an error."""
-        self._over = threading.Event()
+        self._over, self._writes = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def tell(self, info: RunInfo, places: Sequence[Place]) -> None:
+        """The run has another plan, or other ranks, from here on."""
+        self._info, self._places = info, places
+        self.write()
 
     def write(self, ended: str | None = None) -> bool:
         """Replace the state by that of now; False if there are no connections to follow.
 
         With `ended` it is the last one: why the run ended, "" where nothing is known.
         """
-        state = self.state(ended)
+        with self._writes:
+            self._write(self.state(ended))
+        return self._own is not None
+
+    def _write(self, state: Mapping[str, Any]) -> None:
         path = self._info.folder / STATE
         partial = path.with_name(f".{STATE}.partial")
         with suppress(OSError):
             partial.write_text(json.dumps(state), encoding="utf-8")
             disk.replace(partial, path)
-        return self._own is not None
 
     def state(self, ended: str | None = None) -> dict[str, Any]:
         """What is written."""

@@ -226,3 +226,21 @@ def test_whatever_is_damaged_the_newest_whole_step_is_restored_on_all(
         if step < 30:  # machine 0 warns
             assert f"step-{step + 10}" in " ".join(refused)
     assert {outcome[0] for outcome in outcomes[0]} == {10, 20, 30}
+
+
+def _out_of_step(machine: Machine) -> Any:
+    """Machine 1 has passed step 10 when machine 0 saves it."""
+    steps = (10, 20, 30) if machine.rank == 0 else (20, 30)
+    problems = {step: machine.save(step) for step in steps}
+    return problems, files.steps(machine.root), machine.restore()
+
+
+def test_a_checkpoint_is_of_one_step(ranks: Ranks, tmp_path: Path) -> None:
+    behind, ahead = on_machines(ranks, tmp_path, _out_of_step)
+    assert behind[0].pop(10) == (
+        "rank 1 saves step 20 and not step 10, as a rank was lost in between"
+    )
+    assert behind[0] == ahead[0] == {20: None, 30: None}
+    for _, left, restored in (behind, ahead):
+        assert left == [20, 30]
+        assert restored == (30, 1, ())

@@ -21,14 +21,15 @@ def _wrong_weights(rank: int, moment: bool) -> Any:
     built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
     test = Proof(built, built.engine.transport, 2)
     built.engine.train_step(batch([rank, rank + 2]), 0)
-    test.check(2)
+    test.compare(2)
     (parameter, *_) = module_of(built.stages[0]).parameters()
     changed = built.optimizer.state[parameter]["exp_avg"] if moment else parameter.data
     if rank == 1:
         changed.view(-1).view(torch.int32)[3] ^= 1  # the lowest bit of one number
-    test.check(3)  # not due
+    assert not test.is_due(3)
+    assert test.is_due(4)
     with pytest.raises(CorruptionError) as caught:
-        test.check(4)
+        test.compare(4)
     return str(caught.value)
 
 
@@ -48,11 +49,11 @@ def _wrong_remembered(rank: int) -> Any:
     test = Proof(built, built.engine.transport, 1)
     built.engine.train_step(batch([rank, rank + 2]), 0)
     assert built.shards is not None
-    assert test.check(1) == {}
+    assert test.compare(1) == {}
     if rank == 1:
         built.shards.remembered[2].view(-1).view(torch.int32)[3] ^= 1
     with pytest.raises(CorruptionError) as caught:
-        test.check(2)
+        test.compare(2)
     return str(caught.value)
 
 
@@ -72,7 +73,7 @@ def _other_processor(rank: int) -> Any:
     logged: list[str] = []
     proof._log.warning = lambda text, *values: logged.append(text % values)  # type: ignore
     for step in (1, 2):
-        test.check(step)
+        test.compare(step)
     return logged
 
 
@@ -88,14 +89,14 @@ def _wrong_row(rank: int) -> Any:
     samples = batch([1, 2, 3, 4])
     built.engine.train_step(samples, 0)
     (memory,) = [c.codec.memory for c in built.engine.channels if c.codec.memory is not None]
-    whole = test.check(1)
+    whole = test.compare(1)
     if rank == 1:  # what a faulty kernel would have put
         row = memory._store.row(3).clone()
         row[0] ^= 1
         memory._store.put(3, row)
-    found = test.check(2)
+    found = test.compare(2)
     losses = [built.engine.train_step(samples, step).loss for step in (1, 2)]
-    return whole, found, len(memory), losses, test.check(3)
+    return whole, found, len(memory), losses, test.compare(3)
 
 
 def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.commands import PATIENCE_S
 from tests.ranks import Ranks
-from thinpipe.launch.net.ranks.failures import Failures, death_by
+from thinpipe.launch.net.ranks.failures import Failures, Losses, death_by
 
 
 def fail(rank: int) -> str:
@@ -53,6 +53,23 @@ def test_a_rank_that_its_launcher_ends_does_not_wait_for_a_cause() -> None:
     Failures(store, "the supervisor").report("killed", cause=True)
     first = Failures(store, "rank 2").first(time.monotonic(), lambda: False)
     assert first == "the supervisor: killed"
+
+
+def test_nobody_waits_for_what_none_will_settle() -> None:
+    store, wait_s = dist.HashStore(), 3600.0
+    losses, failures = Losses(store), Failures(store, "rank 0")
+    assert not losses.is_open
+    losses.open(wait_s)
+    assert losses.is_open
+    losses.settle(1, goes_on=True)
+    losses.settle(2, goes_on=False)
+    assert losses.settled(1, lambda: False)
+    assert not losses.settled(2, lambda: False)
+    failures.report("no space left", cause=True)
+    assert not losses.settled(3, lambda: failures.known() is not None)
+    losses.close()
+    assert not losses.is_open
+    assert not losses.settled(3, lambda: False)
 
 
 WATCHED = """

@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from tests.commands import PATIENCE_S
+from thinpipe.launch.net.ranks.failures import Losses
 
 pytestmark = pytest.mark.slow
 
@@ -63,3 +66,18 @@ def test_signals_reach_the_rank_and_are_not_reported() -> None:
     supervisor.send_signal(signal.SIGTERM)
     _, error = supervisor.communicate(timeout=PATIENCE_S)
     assert (supervisor.returncode, error) == (-signal.SIGTERM, "")
+
+
+def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    losses = Losses(PrefixStore("run", store))
+    losses.open(PATIENCE_S)
+    told = f"announce(('127.0.0.1', {store.port}), 'run', 'rank 3')"
+    supervisor = start(
+        f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
+        "os.kill(os.getpid(), 9)"
+    )
+    assert losses.wait(1)[0] == 3
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=PATIENCE_S / 4)
+    assert supervisor.returncode == -signal.SIGTERM

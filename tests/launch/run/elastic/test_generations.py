@@ -4,8 +4,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,15 +16,19 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tests.processes import lives, named
 from tests.ranks import Ranks
 from tests.training import config
 from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.config.sections import CheckpointConfig
+from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic.generations import Elastic
+from thinpipe.launch.run.training import Training
+from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -131,6 +137,29 @@ def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path, method: st
     assert rates[-1] < 0.01 * rates[0], "it decays to its end"
     summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    told = Told(run.folder)
+    assert told.info.total_steps == records[-1].step
+    assert [place["rank"] for place in told.places] == [0]
+
+
+def test_the_checkpoint_of_an_epoch_is_due_if_a_replica_leaves_at_its_end() -> None:
+    """The sampler then holds the last step for one of the next epoch."""
+    sampler = EpochSampler(
+        40, batch_size=4, replicas=1, replica=0, seed=0, changes=[Change(10, 2, 2, 20)]
+    )
+    assert sampler.epoch(9) == 1
+    options = CheckpointConfig(every_epochs=2)
+    run: Any = SimpleNamespace(
+        _config=SimpleNamespace(checkpoint=options),
+        _sampler=sampler,
+        _best_is_due=-1,
+        _save_again=False,
+        steps=20,
+    )
+    assert not Training._save_due(run, 0, 10)
+    run._config.checkpoint = CheckpointConfig()
+    assert Training._save_due(run, 0, 10)
+    assert not Training._save_due(run, 0, 9)
 
 
 TWO_BY_TWO = (
@@ -246,21 +275,26 @@ class Recorder:
     def interrupt(self) -> None: ...
 
 
-def one_is_behind(rank: int, port: int) -> dict[str, Any]:
-    """The last exchange of the second section reaches rank 0 and not rank 1; rank 2 is lost."""
-    store, losses = TCPStore("127.0.0.1", port, is_master=False), Losses
+def joined(rank: int, port: int, world: int) -> tuple[Store, GlooTransport, Recorder, Elastic]:
+    """As a rank of a run, whose connections can be broken."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
     gloo_backend.register("127.0.0.1")
     dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend.BACKEND,
         store=PrefixStore("first", store),
         rank=rank,
-        world_size=3,
+        world_size=world,
         timeout=timedelta(seconds=60),
     )
-    transport = GlooTransport(1, 3, timeout_s=60)
+    transport = GlooTransport(1, world, timeout_s=60)
     run = Recorder(transport)
-    elastic = Elastic(store, transport, run, least=1, wait_s=60)
+    return store, transport, run, Elastic(store, transport, run, least=1, wait_s=60)
+
+
+def one_is_behind(rank: int, port: int) -> dict[str, Any]:
+    """The last exchange of the second section reaches rank 0 and not rank 1; rank 2 is lost."""
+    store, transport, run, elastic = joined(rank, port, 3)
     forgotten, attempts = [], [0]
 
     def share(section: int) -> list[float]:
@@ -268,7 +302,7 @@ def one_is_behind(rank: int, port: int) -> dict[str, Any]:
         mine = torch.tensor([10.0 * section + rank], dtype=torch.float64)
         found: list[float] = transport.share(mine, "world").flatten().tolist()
         if section == 1 and rank == 2:
-            losses(store).report(2, "rank 2 is gone")
+            Losses(store).report(2, "rank 2 is gone")
             raise SystemExit
         if section == 1 and rank == 1:
             raise TransportError("rank 2 -> rank 1: lost")
@@ -301,6 +335,42 @@ def test_a_section_counts_for_all_who_are_left_or_for_none(ranks: Ranks) -> None
     assert first["forgot"] == [2], "it had begun the third"
     assert second["forgot"] == []
     assert first["proofs"] == second["proofs"] == 1
+
+
+def killed_while_regrouping(rank: int, port: int) -> dict[str, Any]:
+    """Rank 3 is lost in the second section, and rank 2 while the others wait for it to join."""
+    store, transport, run, elastic = joined(rank, port, 4)
+    join = dist.init_process_group
+
+    def leave(*_: Any, **__: Any) -> None:
+        Losses(store).report(rank, f"rank {rank} is gone")
+        raise SystemExit
+
+    def share() -> list[float]:
+        mine = torch.tensor([float(rank)], dtype=torch.float64)
+        found: list[float] = transport.share(mine, "world").flatten().tolist()
+        return found
+
+    results, began_s = [elastic.together(share)], time.monotonic()
+    if rank == 2:
+        dist.init_process_group = leave
+    try:
+        results.append(elastic.together(leave if rank == 3 else share))
+    except SystemExit:
+        dist.init_process_group = join
+    return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_lost_while_others_regroup(ranks: Ranks) -> None:
+    """They do not wait as long as for a slow one, and make a generation without it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, *_ = ranks(4, killed_while_regrouping, store.port)
+    for found in (first, second):
+        assert found["results"] == [[0, 1, 2, 3], [0, 1]]
+        assert [generation for generation, *_ in found["told"]] == [2]
+        assert found["took_s"] < 30
+    assert "rank 2 is gone; rank 3 is gone" in first["told"][0][2]
 
 
 def nobody_was_lost(rank: int, port: int) -> str:

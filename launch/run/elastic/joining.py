@@ -1,0 +1,75 @@
+"""Joining a process group, which ends as soon as another rank is lost meanwhile."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
+
+from thinpipe.launch.net.ranks.gloo_backend import BACKEND
+from thinpipe.pipeline.comm.errors import TransportError
+
+_POLL_S = 0.005
+
+
+class JoiningStore(Store):
+    """A store in which ranks meet: who waits there is told when nobody will come.
+
+    Groups that are made later in the default one use its store, so this holds for them, too.
+    """
+
+    def __init__(self, store: Store, is_incomplete: Callable[[], bool], wait_s: float) -> None:
+        """`is_incomplete` says that a rank is lost; without that a wait ends after `wait_s`."""
+        super().__init__()
+        self._store, self._is_incomplete, self._wait_s = store, is_incomplete, wait_s
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys.
+
+        Raises:
+            TransportError: a rank is lost, or did not come in time.
+        """
+        wait_s = self._wait_s if timeout is None else timeout.total_seconds()
+        limit_s = time.monotonic() + wait_s
+        while not self._store.check([*keys]):
+            if self._is_incomplete():
+                raise TransportError("another rank was lost meanwhile")
+            if time.monotonic() > limit_s:
+                raise TransportError(f"a rank did not come to the new group within {wait_s:.0f} s")
+            time.sleep(_POLL_S)
+
+
+def join_anew(store: JoiningStore, rank: int, world: int, wait_s: float) -> None:
+    """Leave torch's default group, if there is one, and make another; the store must be kept.
+
+    Raises:
+        TransportError: a rank is lost, or did not come in time.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0  # a try that failed counts, and names the next group
+    try:
+        dist.init_process_group(
+            BACKEND,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=wait_s),
+        )
+    except RuntimeError as error:
+        raise TransportError(f"rank {rank}: {str(error).splitlines()[0]}") from error
