@@ -81,10 +81,8 @@ def build(
 ) -> Built:
     """Make this rank's part of the run; every rank calls it alike.
 
-    The learning rate of a step is that of step `pace(step)` among `total_steps`.
-
-    Without a `wiring`, the schedule says which rank holds which stage, and the transport joins
-    them.
+    A step's learning rate is that of step `pace(step)` of `total_steps`. Without a `wiring` the
+    schedule says which rank holds which stage, and the transport joins them.
     """
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')

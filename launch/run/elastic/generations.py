@@ -12,7 +12,6 @@ A thread then breaks this rank's connections, which wakes up whatever waits for 
 """
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import DesyncError
 
-_log = logging.getLogger(__name__)
 _NOTICE_S = 10.0
 """From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
 _POLL_S = 0.005
