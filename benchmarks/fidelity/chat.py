@@ -1,13 +1,13 @@
 """Fine-tuning on conversations across three cuts, against plain transformers and torch.
 
-    python -m benchmarks.fidelity.chat --model smollm2 --folder runs/chat_check --steps 6
-    python -m benchmarks.fidelity.chat --model smollm2 --folder runs/chat --steps 90 --transform
+    python -m benchmarks.fidelity.chat --model smollm2 --folder runs/chat --steps 90 \
+        --cuts raw .3/.3 .7/.9
 
 Makes 400 conversations of three turns, trains the model of a Hugging Face folder on them in four
 stages, and then in this process without ThinPipe: `apply_chat_template`, a loop and AdamW, with the
-samples of each step in the same order. Cuts are raw and the rate is constant; with `--transform`
-cuts are transforms of steps .7 and .9 and the rate falls as a cosine. Prints both held-out losses
-on the tokens of the assistant, their difference, and the largest one of a step's loss.
+samples of each step in the same order. The rate falls as a cosine to zero. Cuts are raw, or
+transforms of two steps, forward and backward. Prints for each kind of cuts both held-out losses on
+the tokens of the assistant, their difference, and that of each step's loss.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from thinpipe.launch.view.report.metrics import read_metrics
 _COUNT, _BATCH, _LENGTH, _LR = 400, 8, 128, 1e-4
 _RUN = """
 [run]
-folder = "{folder}/run"
+folder = "{run}"
 [model]
 pretrained = "{model}"
 tie_embeddings = "exact"
@@ -55,14 +55,8 @@ max_steps = {steps}
 batch_size = {batch}
 lr = {lr}
 warmup_steps = 0
-decay = "{decay}"
+decay = "cosine"
 """
-_RAW = {"decay": "none", "forward": 'kind = "raw"', "backward": 'kind = "raw"'}
-_TRANSFORM = {
-    "decay": "cosine",
-    "forward": 'kind = "transform", step = 0.7',
-    "backward": 'kind = "transform", step = 0.9',
-}
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -107,9 +101,7 @@ def _loss(model: Any, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor,
     return cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
 
 
-def plain(
-    folder: str, talks: list[list[dict[str, str]]], steps: int, schedule: str
-) -> Iterator[float]:
+def plain(folder: str, talks: list[list[dict[str, str]]], steps: int) -> Iterator[float]:
     """The loss of each step, and at last the held-out one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
@@ -120,7 +112,7 @@ def plain(
     training = [one for number, one in enumerate(samples) if number % 10 != 9]
     sampler = EpochSampler(len(training), batch_size=_BATCH, replicas=1, replica=0, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
-    rates = get_scheduler(schedule, optimizer, 0, steps)
+    rates = get_scheduler("cosine", optimizer, 0, steps)
     for step in range(steps):
         total, count = _loss(model, [training[i] for i in sampler.ids(step).tolist()])
         torch.autograd.backward(total / count)
@@ -135,45 +127,52 @@ def plain(
     yield sum(float(total) for total, _ in sums) / sum(count for _, count in sums)
 
 
+def trained(
+    model: Path, folder: Path, cuts: str, steps: int
+) -> tuple[list[float], dict[str, float | None]]:
+    """The loss of each step and at last the held-out one; how many times fewer bytes were sent."""
+    kind = ['kind = "raw"'] * 2
+    if cuts != "raw":
+        kind = [f'kind = "transform", step = {float(step)}' for step in cuts.split("/")]
+    run = folder / cuts.replace("/", "_")
+    sizes: dict[str, Any] = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": steps}
+    sizes["epochs"] = -(-steps * _BATCH // (_COUNT - _COUNT // 10))
+    sizes |= {"forward": kind[0], "backward": kind[1], "run": run, "model": model}
+    run_file = folder / f"{run.name}.toml"
+    run_file.write_text(_RUN.format(folder=folder, **sizes), encoding="utf-8")
+    command = [sys.executable, "-m", "thinpipe.launch", "train", str(run_file)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    records = read_metrics(run / "metrics.jsonl")
+    assert records[-1].eval, "evaluated at the end"
+    found = {"held_out_compressed": records[-1].eval.get("loss_compressed")}
+    for epoch in range(1, records[-1].epoch + 1):
+        sent = [total for one in records if one.epoch == epoch for total in one.wire]
+        fp32 = 4 * sum(total.values for total in sent)
+        found[f"ratio_fp32_epoch_{epoch}"] = fp32 / sum(total.nbytes for total in sent)
+    return [*(record.loss for record in records), records[-1].eval["loss"]], found
+
+
 def main() -> None:
-    """Run both and compare."""
+    """Run each and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--folder", required=True)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--transform", action="store_true")
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--cuts", nargs="+", default=["raw"], metavar="raw|FORWARD/BACKWARD")
     options = parser.parse_args()
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True)
     talks = [conversation(number) for number in range(_COUNT)]
     rows = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
     (folder / "talks.jsonl").write_text(rows, encoding="utf-8")
-    sizes: dict[str, Any] = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": options.steps}
-    sizes["epochs"] = -(-options.steps * _BATCH // (_COUNT - _COUNT // 10))
-    sizes |= _TRANSFORM if options.transform else _RAW
-    run_file = folder / "run.toml"
-    text = _RUN.format(folder=folder, model=Path(options.model).resolve(), **sizes)
-    run_file.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "thinpipe.launch", "train", str(run_file)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    records = read_metrics(folder / "run" / "metrics.jsonl")
-    assert records[-1].eval, "evaluated at the end"
-    ours = [*(record.loss for record in records), records[-1].eval["loss"]]
-    schedule = "cosine" if options.transform else "constant"
-    theirs = [*plain(options.model, talks, options.steps, schedule)]
-    gaps = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    found: dict[str, Any] = {
-        "steps": options.steps,
-        "held_out": ours[-1],
-        "held_out_plain": theirs[-1],
-    }
-    found |= {"held_out_gap": gaps[-1], "largest_step_gap": max(gaps[:-1]), "first": theirs[0]}
-    found |= {"held_out_compressed": records[-1].eval.get("loss_compressed")}
-    for epoch in range(1, records[-1].epoch + 1):
-        sent = [total for one in records if one.epoch == epoch for total in one.wire]
-        fp32 = 4 * sum(total.values for total in sent)
-        found[f"ratio_fp32_epoch_{epoch}"] = fp32 / sum(total.nbytes for total in sent)
-    sys.stdout.write(json.dumps(found) + "\n")
+    theirs = [*plain(options.model, talks, options.steps)]
+    for cuts in options.cuts:
+        ours, found = trained(Path(options.model).resolve(), folder, cuts, options.steps)
+        gaps = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+        line = {"cuts": cuts, "steps": options.steps, "held_out": ours[-1]}
+        line |= {"held_out_plain": theirs[-1], "held_out_gap": gaps[-1], "step_gaps": gaps[:-1]}
+        sys.stdout.write(json.dumps(line | found) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
