@@ -79,6 +79,10 @@ BEYOND: dict[str, dict[str, Any]] = {
     "aq fw3/bw6, memory 8": _method("aqsgd", 3, 6, memory=8),
     "aq fw3/bw6, memory 4": _method("aqsgd", 3, 6, memory=4),
     "aq fw3/bw6, tiles": _method("aqsgd", 3, 6, delta="tiles", gradients="stateless"),
+    "aq fw3/bw6, defaults": {
+        "forward": {"kind": "aqsgd", "bits": 3},
+        "backward": {"kind": "direct", "bits": 6},
+    },
     "aq fw3/bw3, tiles back": _method("aqsgd", 3, 3, gradients="stateless"),
     "aq fw2/bw6": _method("aqsgd", 2, 6),
     "aq fw2/bw4, tiles back": _method("aqsgd", 2, 4, gradients="stateless"),
