@@ -19,6 +19,7 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "torch finds no GPU here; --rehearse runs the same on the CPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

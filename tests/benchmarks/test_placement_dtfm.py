@@ -11,6 +11,7 @@ from thinpipe.launch.plan.placement.dtfm import DtfmCost, DtfmSizes
 SMALL = (DtfmSizes(2, 2, 0.3, 0.2), DtfmSizes(3, 2, 0.3, 0.2), DtfmSizes(2, 3, 0.1, 0.5))
 
 
+@pytest.mark.slow
 def test_the_genetic_search_is_reproducible_and_its_children_are_better() -> None:
     cost = DtfmCost.of(random_cluster(20, 3), DtfmSizes(4, 5, 0.3, 0.2))
     runs = [genetic_search(cost, seed=5, candidates=400) for _ in range(2)]

@@ -51,7 +51,15 @@ LAYOUTS = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("name", "lr"), [*((name, 1.0) for name in LAYOUTS), ("three stages", 0.01)]
+    ("name", "lr"),
+    [
+        ("three stages", 1.0),
+        *(
+            pytest.param(name, 1.0, marks=pytest.mark.slow)
+            for name in ("one stage", "two replicas")
+        ),
+        ("three stages", 0.01),
+    ],
 )
 def test_the_best_step_survives_resharding(tmp_path: Path, name: str, lr: float) -> None:
     """By a low rate the last step is the best one, by a high rate one of before."""

@@ -84,7 +84,9 @@ def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"activation_checkpointing": True}, marks=pytest.mark.slow)]
+)
 def test_a_run_resumes_bit_for_bit_also_with_other_cuts(
     form: str, more: dict[str, Any], tmp_path: Path
 ) -> None:

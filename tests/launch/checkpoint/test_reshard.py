@@ -204,7 +204,12 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("method", "cuts"), [("allreduce", [2]), ("cocktail", [2]), ("cocktail", [])]
+    ("method", "cuts"),
+    [
+        pytest.param("allreduce", [2], marks=pytest.mark.slow),
+        ("cocktail", [2]),
+        pytest.param("cocktail", [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_second_replica_starts_from_the_state_of_the_first(
     ranks: Ranks, tmp_path: Path, method: str, cuts: list[int]

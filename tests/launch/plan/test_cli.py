@@ -46,7 +46,13 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("schedule", ["LoopedBFS", pytest.param("ZBVZeroBubble", marks=TORCH_2_13)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("LoopedBFS", marks=pytest.mark.slow),
+        pytest.param("ZBVZeroBubble", marks=TORCH_2_13),
+    ],
+)
 def test_schedules_with_several_stages_per_rank_are_planned(schedule: str, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(

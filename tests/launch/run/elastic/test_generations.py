@@ -112,7 +112,9 @@ class Started:
         return self._process.returncode, " ".join(said.split())
 
 
-@pytest.mark.parametrize("method", ["allreduce", "ef_gradients"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("allreduce", marks=pytest.mark.slow), "ef_gradients"]
+)
 def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path, method: str) -> None:
     run = Started(folder, method)
     run.kill_rank(2, after=8)
@@ -170,6 +172,7 @@ TWO_BY_TWO = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 3])
 def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path, rank: int) -> None:
     run = Started(folder, "ef_gradients", *TWO_BY_TWO)
@@ -183,6 +186,7 @@ def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path, rank: int) -> N
     assert summary["final_loss"] < summary["first_loss"] - 1
 
 
+@pytest.mark.slow
 def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
     run = Started(folder, "allreduce")
     run.kill_rank(1, after=12)
@@ -203,9 +207,11 @@ def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "least", "why"),
     [
-        (2, 3, "killed by signal 9"),
+        pytest.param(2, 3, "killed by signal 9", marks=pytest.mark.slow),
         (1, 2, "replicas left: 1, fewer than elastic.min_replicas = 2"),
-        (0, 1, "replica 0, which is lost, writes the run's folder"),
+        pytest.param(
+            0, 1, "replica 0, which is lost, writes the run's folder", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_below_the_least_or_without_rank_0_it_ends_as_before(

@@ -128,6 +128,7 @@ def test_huge_headers_are_refused(port: int) -> None:
     assert status(get(port, "/")) == 200
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_that_never_finish_keep_nobody_out(port: int) -> None:
     slow = []
     try:

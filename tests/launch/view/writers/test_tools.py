@@ -106,6 +106,7 @@ def test_tensorboard_on_a_full_disk_is_a_warning(
     assert caplog.messages[0].startswith("warning: tensorboard: ")
 
 
+@pytest.mark.slow
 def test_wandb_keeps_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
