@@ -31,6 +31,8 @@ from thinpipe.pipeline.wire.told import MASSIVE, ComputeEvent
 Json: TypeAlias = dict[str, Any]
 _LATELY = 50
 """Steps whose median time tells how long the rest takes."""
+_SILENT_S, _SILENT_STEPS = 30.0, 10
+"""Without a step for so long, and for as long as so many take, something may be wrong."""
 
 _LOSS = """Cross-entropy of the next token, or of a sample's label; lower is better. Dots are
 evaluations on held-out text with uncompressed boundaries; open diamonds are the same evaluation
@@ -79,6 +81,8 @@ class Story:
     """Source, target and state of a connection, while the run goes on."""
     ended: str | None = None
     """Why the run is over, "" where nothing is known; None while it goes on."""
+    silent_s: float = 0.0
+    """For how long no step had come when this was read."""
 
 
 def content(story: Story, rows: Rows) -> Json:
@@ -103,12 +107,28 @@ def table(
     return {"place": place, "title": title, "heads": heads, "rows": rows, "texts": 1, **more}
 
 
+def silence(story: Story, silent_s: float) -> str:
+    """That no step has come for so long, if that is unusual and the run is not over."""
+    usual_s = _usual_s(story)
+    if _is_over(story) or silent_s <= max(_SILENT_S, _SILENT_STEPS * usual_s):
+        return ""
+    words = f"No step for {format_duration(silent_s)}; one usually takes"
+    return f"{words} {format_duration(usual_s)}."
+
+
+def _usual_s(story: Story) -> float:
+    """What a step took lately."""
+    return median(record.step_s for record in story.records[-_LATELY:])
+
+
+def _is_over(story: Story) -> bool:
+    return story.ended is not None or story.records[-1].step >= story.info.total_steps
+
+
 def _head(story: Story) -> Json:
     info, records = story.info, story.records
-    done = records[-1].step
-    lately = median(record.step_s for record in records[-_LATELY:])
-    over = story.ended is not None or done >= info.total_steps
-    left_s = 0.0 if over else lately * (info.total_steps - done)
+    done, over = records[-1].step, _is_over(story)
+    left_s = 0.0 if over else _usual_s(story) * (info.total_steps - done)
     return {
         "name": info.name,
         "about": " \N{MIDDLE DOT} ".join((*info.shape, f"{story.summary['epochs']} epochs")),
@@ -116,7 +136,7 @@ def _head(story: Story) -> Json:
         "total": info.total_steps,
         "left": format_duration(left_s) if left_s else "",
         "over": over,
-        "state": "" if done >= info.total_steps else _state(story, done),
+        "state": "" if done >= info.total_steps and not story.ended else _state(story, done),
     }
 
 

@@ -17,9 +17,12 @@ from thinpipe.launch.view.report.edge_trace import EdgeSample
 from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges, traces_of
 from thinpipe.launch.view.report.metrics import RunInfo
 
-STATE, NOTES = "state.json", "notes.jsonl"
+STATE, NOTES, METRICS = "state.json", "notes.jsonl", "metrics.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
+GONE_S = 10.0
+"""So long no step has come, before the lock of a folder says that nobody trains there."""
+_GONE = "its process is gone, and did not say why"
 _MOST_WORDS = 200
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
@@ -120,14 +123,28 @@ def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> No
         file.write(f"{line}\n")
 
 
+def silent_s(folder: Path) -> float:
+    """For how long no step has been recorded."""
+    with suppress(OSError):
+        return max(0.0, time.time() - _changed_s(folder / METRICS))
+    return 0.0
+
+
+def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
+    """Whether no process trains in a folder, and `patience_s` have passed without a step."""
+    return silent_s(folder) >= patience_s and disk.is_locked(folder / disk.RUN_LOCK) is False
+
+
 class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
+
+    Of a run that was killed no file says that it ended, but the lock of its folder (`is_gone`).
 
     Raises:
         ValueError: `state.json` is none, or damaged.
     """
 
-    def __init__(self, folder: Path, given: Any = None) -> None:
+    def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:
         try:
             state = given or json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
@@ -137,6 +154,8 @@ class Told:
                 str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
             }
             self.ended: str | None = state.get("ended")
+            if self.ended is None and is_gone(folder, patience_s):
+                self.ended = _GONE
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
             raise ValueError(
@@ -153,7 +172,7 @@ class Told:
         reported_s = _changed_s(folder / "summary.json") if edges else 0.0
         if edges and (self.ended is not None or reported_s >= written_s - PERIOD_S):
             self.edges, self.traces = edges, traces
-        if time.time() - written_s > _STALE * PERIOD_S:
+        if time.time() - written_s > _STALE * PERIOD_S or self.ended is not None:
             self.now = []
 
 

@@ -106,7 +106,7 @@ class Site:
             await send(_start(200, "text/event-stream"))
             shown: list[Moment | None] = [None] * len(self._runs)
             told: str | None = None
-            problem = ""
+            problem, alive = "", list[str]()
             while not left.done():
                 version = self._version
                 moments = [run.moment for run in self._runs]  # a thread replaces them meanwhile
@@ -122,7 +122,10 @@ class Site:
                 if (now := "; ".join(run.problem for run in self._runs if run.problem)) != problem:
                     problem = now
                     messages.append(json.dumps({"problem": problem}))
-                for text in messages or self._alive():
+                before, alive = alive, self._alive()
+                if alive != before or not messages:
+                    messages += alive
+                for text in messages:
                     await send(_body(f"data: {text}\n\n"))
                 await self._next(version, left)
         finally:
@@ -131,7 +134,7 @@ class Site:
 
     def _alive(self) -> list[str]:
         return [
-            json.dumps({"run": number, "parts": {}, "silent_s": round(run.silent_s)})
+            json.dumps({"run": number, "parts": {}, "silence": run.silence})
             for number, run in enumerate(self._runs)
             if run.moment is not None
         ] or ["{}"]

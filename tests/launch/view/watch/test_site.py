@@ -16,7 +16,7 @@ from thinpipe.launch.view.watch.server import Site
 class Restless:
     """A run that has steps more each time that anybody looks at it."""
 
-    silent_s, story, problem = 0.0, None, ""
+    silence, story, problem = "", None, ""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -65,9 +65,9 @@ def test_steps_that_come_while_others_are_sent_are_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "PERIOD_S", 0.001)
-    messages = asyncio.run(told(site_of(Restless()), lambda found: len(found) > 4))
+    messages = asyncio.run(told(site_of(Restless()), lambda found: len(found) > 9))
     shown: list[int] = []
-    for message in messages:
+    for message in (found for found in messages if "start" in found):  # not a sign of life
         assert message["start"] <= len(shown), "rows before it are there"
         shown[message["start"] :] = message["columns"]["step"]
     assert shown == [*range(1, len(shown) + 1)]
@@ -107,7 +107,7 @@ class Still(Restless):
 def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PERIOD_S", 0.001)
     messages = asyncio.run(told(site_of(Still()), lambda found: len(found) > 9, 1.0))
-    assert len(messages) <= 2, "the step, and signs of life that nobody waited for"
+    assert len(messages) <= 3, "the step, and signs of life that nobody waited for"
 
 
 def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
