@@ -151,8 +151,10 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         seen = tab.run("return runs[0].columns.loss")
         tab.wait(lambda: f"watch at http://localhost:{port}/" in tab.text("#notes"))
         assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
+        tab.wait(lambda: tab.text("#state") == "Finished.")
+        assert tab.run("return runs[0].columns.step.at(-1)") == 300
+        assert tab.complaints() == []
     finally:
-        tab.open("about:blank")
         done = run.done()
     assert done.returncode == 0, done.stderr
     losses = [record.loss for record in read_metrics(metrics)]
