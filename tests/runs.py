@@ -61,7 +61,7 @@ def write_run(
     places = [
         Place(rank=r, host=HOSTS[r % 2], stages=[r % 3], replica=r // 3, shard=0) for r in range(6)
     ]
-    Journal(info, places, lambda: host).write()
+    Journal(info, places, lambda: [host]).write()
     add_note(folder, "resumed from step 12", 12)
     add_note(folder, f"warning: channel 5 is massive {EVIL}", 20)
     add_note(folder, f"Once upon a time {EVIL}", len(steps), "sample")

@@ -52,15 +52,15 @@ class Records:
         display: Display,
         *,
         writes: bool,
-        host: Callable[[], dict[str, Any] | None] = lambda: None,
+        links: Callable[[], Sequence[dict[str, Any] | None]] = tuple,
         hosts: Sequence[str] = (),
     ) -> None:
         """Nothing is written unless this rank `writes` the run folder.
 
-        `host` says what this host's connections did so far, for what is seen before the end;
-        `hosts` are the names of all ranks' machines.
+        `links` says what hosts' connections did so far, for what is seen before the end; `hosts`
+        are the names of all ranks' machines.
         """
-        self._host, self._places = host, places_of(config, hosts)
+        self._links, self._places = links, places_of(config, hosts)
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -99,7 +99,7 @@ class Records:
     def _open_journal(self, stack: ExitStack) -> None:
         from thinpipe.launch.view.report.journal import Journal
 
-        self._journal = Journal(self._info, self._places, self._host)
+        self._journal = Journal(self._info, self._places, self._links)
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             self._journal.write()  # which the page needs
@@ -164,7 +164,7 @@ class Records:
         records = [*self._records, *([self._pending] if self._pending else [])]
         if self._reported or not records or not self._writes:
             return
-        began_s, hosts = time.monotonic(), [self._host()]
+        began_s, hosts = time.monotonic(), self._links()
         self._write(records, hosts, summarize(self._info, records, edges_of(hosts)), None)
         self._report_at_s = time.monotonic()
         self._report_took_s = self._report_at_s - began_s

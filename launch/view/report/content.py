@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from thinpipe.launch.host.words import NOTHING, format_bytes, format_duration
 from thinpipe.launch.view.report.edges import Traces, edge_cells
-from thinpipe.launch.view.report.journal import Note, Place
+from thinpipe.launch.view.report.journal import UP, Note, Place
 from thinpipe.launch.view.report.metric_table import (
     LOSSES,
     SHARDS,
@@ -58,8 +58,7 @@ paler."""
 _EDGES = """What left each machine for another, with all that encryption, framing and repetition
 add, and with evaluations, whose activations are not compressed. A diamond marks a connection that
 broke and was resumed: nothing was lost. Long silences, and segments that TCP had to send again, are
-signs of a bad or overloaded network. During a run, these are the connections of rank 0's
-machine."""
+signs of a bad or overloaded network. During a run, other machines tell rank 0's every 5 s."""
 _DARK = (
     "<style>@media (prefers-color-scheme: dark) { svg { --muted: #a0a9b4; --line: #2c333c; } }"
     "</style>"
@@ -92,7 +91,7 @@ def content(story: Story, rows: Rows) -> Json:
         "head": _head(story),
         "cards": _cards(story),
         "charts": [*_charts(story, rows), *edge_charts(story.traces or {})],
-        "tables": [*_wire_tables(summary), *_edge_table(story), *_place_tables(story.places)],
+        "tables": [*_wire_tables(summary), *_edge_table(story), *_place_tables(story)],
         "timeline": _timeline(story.timeline),
         "notes": [note for note in story.notes if note["kind"] != "sample"],
         "samples": [note for note in story.notes if note["kind"] == "sample"],
@@ -239,7 +238,10 @@ def edge_charts(traces: Traces) -> list[Json]:
             columns["resumed"][place] = mbps
     looks = [(n % 6, ("line", "dash", "dot")[(n + n // 6) % 3]) for n in range(18)]
     names = [name for name in columns if name not in ("step", "resumed")]
-    lines = [_line(name, name, *looks[number % len(looks)]) for number, name in enumerate(names)]
+    lines = [
+        _line(name, name, *looks[number % len(looks)], gaps=True)
+        for number, name in enumerate(names)
+    ]
     lines.append(_line("resumed", "resumed", 1, "diamond"))
     return [{"place": "edges", "title": "Mbit/s from machine to machine", "text": _EDGES,
              "lines": lines, "zero": True, "columns": columns, "along": "second"}]  # fmt: skip
@@ -320,17 +322,23 @@ def _edge_table(story: Story) -> list[Json]:
     return [table("edges", "Connections between machines", heads, rows, texts=2)]
 
 
-def _place_tables(places: Sequence[Place]) -> list[Json]:
-    """A row for each replica and shard, a column for each position of the pipeline."""
-    if not places:
+def _place_tables(story: Story) -> list[Json]:
+    """A row for each replica and shard, a column for each position of the pipeline.
+
+    A machine that rank 0's does not hear is marked.
+    """
+    if not (places := story.places):
         return []
+    first = min(places, key=lambda place: place["rank"])["host"]
+    unwell = {b: word for a, b, word in story.now if a == first and not word.startswith(UP)}
     sharded = any(place["shard"] for place in places)
     lines: dict[tuple[int, int], list[str]] = {}
     for place in sorted(places, key=lambda p: (p["replica"], p["shard"], p["stages"])):
         stages = ", ".join(map(str, place["stages"]))
         words = f"stage{'s' * (len(place['stages']) > 1)} {stages}: {place['host']}"
         line = lines.setdefault((place["replica"], place["shard"]), [])
-        line.append(f"{words}, rank {place['rank']}")
+        word = f" ({unwell[place['host']]})" if place["host"] in unwell else ""
+        line.append(f"{words}, rank {place['rank']}{word}")
     rows = [
         [f"replica {replica}" + f", shard {shard}" * sharded, *cells]
         for (replica, shard), cells in lines.items()

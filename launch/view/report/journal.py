@@ -20,6 +20,9 @@ from thinpipe.launch.view.report.metrics import RunInfo
 STATE, NOTES, METRICS = "state.json", "notes.jsonl", "metrics.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
+_LATE_S = 15.0
+"""What another host has said is no news any more: it says it every 5 s."""
+UP = "up"
 GONE_S = 10.0
 """So long no step has come, before the lock of a folder says that nobody trains there."""
 _GONE = "its process is gone, and did not say why"
@@ -49,18 +52,19 @@ class Note(TypedDict):
 class Journal:
     """Writes the state; a context manager around training.
 
-    `host` says what this host's connections did so far, None without any. A thread asks it every
-    few seconds, as what is worth knowing is a silence during which no step ends.
+    `hosts` says what the connections of hosts did so far, of each that is known and has any. A
+    thread asks it every few seconds, as what is worth knowing is a silence during which no step
+    ends.
     """
 
     def __init__(
         self,
         info: RunInfo,
         places: Sequence[Place],
-        host: Callable[[], dict[str, Any] | None] = lambda: None,
+        hosts: Callable[[], Sequence[dict[str, Any] | None]] = tuple,
     ) -> None:
-        self._info, self._places, self._host = info, places, host
-        self._own: dict[str, Any] | None = None
+        self._info, self._places, self._hosts = info, places, hosts
+        self._known: list[dict[str, Any]] = []
         self.why = ""
         """Why the run ends before its last step, if it does without an error."""
         self._over, self._writes = threading.Event(), threading.Lock()
@@ -78,7 +82,7 @@ class Journal:
         """
         with self._writes:
             self._write(self.state(ended))
-        return self._own is not None
+        return bool(self._known)
 
     def _write(self, state: Mapping[str, Any]) -> None:
         path = self._info.folder / STATE
@@ -89,13 +93,14 @@ class Journal:
 
     def state(self, ended: str | None = None) -> dict[str, Any]:
         """What is written."""
-        own = self._own = self._host() or self._own  # at the end, those that there were
+        known = [host for host in self._hosts() if host is not None]
+        known = self._known = known or self._known  # at the end, those that there were
         return {
             "info": _info_as_json(self._info),
             "places": self._places,
-            "edges": edges_of([own]),
-            "traces": traces_of([own]),
-            "now": _now(own if ended is None else None),
+            "edges": edges_of(known),
+            "traces": traces_of(known),
+            "now": [now for host in known for now in _now(host)] if ended is None else [],
             "ended": ended,
         }
 
@@ -188,20 +193,29 @@ def read_notes(folder: Path, most: int = 500) -> list[Note]:
     return found[-most:]
 
 
-def _now(host: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
-    """How each connection of a host is at this moment: source, target, a word."""
-    if host is None:
-        return []
-    return [(host["name"], peer, _state_of(link)) for peer, link in host["links"].items()]
+def _now(host: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """How each connection of a host is at this moment: source, target, words."""
+    age_s = host.get("age_s", 0.0)
+    rates = {sample["target"]: sample["sent_Bps"] for sample in host["trace"]}  # the last of each
+    return [
+        (
+            host["name"],
+            peer,
+            f"no news for {age_s:.0f} s" if age_s > _LATE_S else _state_of(link, rates.get(peer)),
+        )
+        for peer, link in host["links"].items()
+    ]
 
 
-def _state_of(link: Mapping[str, Any]) -> str:
+def _state_of(link: Mapping[str, Any], rate_Bps: float | None) -> str:
     if link.get("left"):
         return "has left"
     if link.get("lost") or not link.get("connected", True):
         return f"lost for {link.get('silence_s', 0.0):.0f} s"
     silence_s = link.get("silence_s", 0.0)
-    return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+    if silence_s > _SILENT_S:
+        return f"silent for {silence_s:.0f} s"
+    return UP if rate_Bps is None else f"{UP}, {8e-6 * rate_Bps:.1f} Mbit/s"
 
 
 def _reason(error: BaseException | None) -> str:
