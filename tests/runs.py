@@ -15,6 +15,7 @@ from typing import Any
 from tests.ports import free_port
 from tests.records import run_info, step_record, wire_totals
 from tests.waiting import until
+from thinpipe.launch.host import disk
 from thinpipe.launch.view.report.edges import Traces, edges_of
 from thinpipe.launch.view.report.journal import Journal, Place, add_note
 from thinpipe.launch.view.report.metrics import MetricsWriter, StepRecord
@@ -60,7 +61,7 @@ def write_run(
     places = [
         Place(rank=r, host=HOSTS[r % 2], stages=[r % 3], replica=r // 3, shard=0) for r in range(6)
     ]
-    Journal(info, places, lambda: host).write()
+    Journal(info, places, lambda: [host]).write()
     add_note(folder, "resumed from step 12", 12)
     add_note(folder, f"warning: channel 5 is massive {EVIL}", 20)
     add_note(folder, f"Once upon a time {EVIL}", len(steps), "sample")
@@ -72,6 +73,20 @@ def write_run(
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     (folder / "edges.json").write_text(json.dumps(traces), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def trainer(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a folder's lock as a rank does, until it is killed."""
+    code = "import sys; from pathlib import Path; from thinpipe.launch.host import disk\n"
+    code += "file = Path(sys.argv[1]).open('a'); disk.lock(file); print('held'); sys.stdin.read()"
+    command = [sys.executable, "-P", "-c", code, str(folder / disk.RUN_LOCK)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
 
 
 def append(folder: Path, steps: Sequence[StepRecord]) -> None:

@@ -19,8 +19,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
-_LOCK = ".lock"
-_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", _LOCK)
+_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
 
 
 def check_folder(path: Path, name: str = "run.folder") -> None:
@@ -95,7 +94,7 @@ class RunFolder:
         path, me = self._path, _Owner(run, os.getpid(), socket.gethostname())
         try:
             with contextlib.ExitStack() as until_acquired:
-                before = _lock(path, me) if (path / _LOCK).exists() else None
+                before = _lock(path, me) if (path / disk.RUN_LOCK).exists() else None
                 if before is not None and not resume:
                     until_acquired.enter_context(before)  # no other run moves or locks it
                 if path.exists() and any(path.iterdir()) and not resume:
@@ -123,7 +122,7 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 
     The system releases the lock when the process ends, for whatever reason.
     """
-    path = folder / _LOCK
+    path = folder / disk.RUN_LOCK
     file = path.open("a", encoding="utf-8")  # keeps another run's name while it holds the lock
     try:
         if not disk.lock(file):
@@ -144,13 +143,13 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 
 def _owner(folder: Path) -> _Owner | None:
     try:
-        return _Owner(**json.loads((folder / _LOCK).read_text(encoding="utf-8")))
+        return _Owner(**json.loads((folder / disk.RUN_LOCK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _holds_a_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS if mark != _LOCK)
+    return any((path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
 
 
 def _move_aside(path: Path) -> Path:

@@ -26,6 +26,8 @@ _REMEDIES = {
     errno.ESTALE: "the file server has lost it; mount it again",
 }
 _said: set[str] = set()
+RUN_LOCK = ".lock"
+"""In a run's folder: who trains there holds its lock."""
 
 
 def why(error: OSError, place: Path | None = None) -> str:
@@ -67,6 +69,21 @@ def lock(file: IO[Any]) -> bool:
         BlockingIOError: another process holds it.
     """
     return _supported(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds a file's lock; None if it is missing, or if nobody can say.
+
+    If none does, this one does for a moment.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def flush(descriptor: int) -> None:

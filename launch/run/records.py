@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
-_LEAVE_S = 5.0
-"""For the server of the page to end."""
 _REPORT_SHARE = 0.01
 """Share of the time since the last report that the next may take: training waits for it."""
 
@@ -54,15 +52,15 @@ class Records:
         display: Display,
         *,
         writes: bool,
-        host: Callable[[], dict[str, Any] | None] = lambda: None,
+        links: Callable[[], Sequence[dict[str, Any] | None]] = tuple,
         hosts: Sequence[str] = (),
     ) -> None:
         """Nothing is written unless this rank `writes` the run folder.
 
-        `host` says what this host's connections did so far, for what is seen before the end;
-        `hosts` are the names of all ranks' machines.
+        `links` says what hosts' connections did so far, for what is seen before the end; `hosts`
+        are the names of all ranks' machines.
         """
-        self._host, self._places = host, places_of(config, hosts)
+        self._links, self._places = links, places_of(config, hosts)
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -101,10 +99,12 @@ class Records:
     def _open_journal(self, stack: ExitStack) -> None:
         from thinpipe.launch.view.report.journal import Journal
 
-        self._journal = stack.enter_context(Journal(self._info, self._places, self._host))
+        self._journal = Journal(self._info, self._places, self._links)
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
+            self._journal.write()  # which the page needs
             stack.enter_context(served(self._info.folder, port, self._display.note))
+        stack.enter_context(self._journal)  # left before the page, which shows how the run ended
 
     def _noted(self, text: str) -> None:
         from thinpipe.launch.view.report.journal import add_note
@@ -164,7 +164,7 @@ class Records:
         records = [*self._records, *([self._pending] if self._pending else [])]
         if self._reported or not records or not self._writes:
             return
-        began_s, hosts = time.monotonic(), [self._host()]
+        began_s, hosts = time.monotonic(), self._links()
         self._write(records, hosts, summarize(self._info, records, edges_of(hosts)), None)
         self._report_at_s = time.monotonic()
         self._report_took_s = self._report_at_s - began_s
@@ -213,32 +213,28 @@ class Records:
 def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[None]:
     """Serve the page of a run from another process, as threads of this one would slow its steps.
 
-    Where it is, is noted once it is there. It ends when its standard input does, also if this
-    process is killed.
+    Where it is, is noted once it is there. When its standard input ends, also if this process is
+    killed, it shows those who follow how the run ended, and ends itself: nobody waits for that.
+    Ctrl-C is not for it.
     """
     words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
     command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
-        said = threading.Thread(target=_note_link, args=(server, note), daemon=True)
-        said.start()
-        try:
-            yield
-        finally:
-            if server.stdin is not None:
-                server.stdin.close()
-            try:
-                server.wait(_LEAVE_S)
-            except subprocess.TimeoutExpired:  # it hangs, and a run must not
-                server.kill()
-            said.join(_LEAVE_S)
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    threading.Thread(target=_note_link, args=(server, note), daemon=True).start()
+    try:
+        yield
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
 
 
 def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:
     """Pass on where the page is; a server that cannot have its port says why itself."""
     for line in server.stdout or ():
-        if line.startswith("watch at "):
+        if line.startswith("watch at ") and server.stdin and not server.stdin.closed:
             note(line.strip())
+    server.wait()
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

@@ -15,7 +15,14 @@ from thinpipe.launch.run.records import describe_run
 from thinpipe.launch.view.report.compare import write_page
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.html import write_report
-from thinpipe.launch.view.report.journal import STATE, Journal, Told, add_note, read_notes
+from thinpipe.launch.view.report.journal import (
+    STATE,
+    Journal,
+    Told,
+    add_note,
+    read_notes,
+    silent_s,
+)
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME, read_timeline
@@ -75,7 +82,5 @@ def _read(folder: Path) -> Story:
     told = Told(folder, state)
     events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
     summary = summarize(told.info, records, told.edges)
-    notes = read_notes(folder)
-    return Story(
-        told.info, records, summary, events, told.traces, told.places, notes, (), told.ended
-    )
+    about = (told.places, read_notes(folder), (), told.ended, silent_s(folder))
+    return Story(told.info, records, summary, events, told.traces, *about)

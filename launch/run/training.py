@@ -22,16 +22,15 @@ from thinpipe.launch.data.streams.stream import Sampler, StreamSampler, position
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
-from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
+from thinpipe.launch.run.connections import Connections
 from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.sharing import Plan
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.run.together import Together
-from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
@@ -61,7 +60,7 @@ class Training:
         self._config, self._samples, self._session = config, samples, session
         self.shows = session.local_rank == show
         speaks = session.local_rank == max(0, show)
-        self._relay: Callable[[], dict[str, Any] | None] = relay_status if speaks else lambda: None
+        self._connections = Connections(session.mesh.rank, session.apart, speaks=speaks)
         resumed = resume.chosen.manifest if resume.chosen else None
         self._plan = Plan(config, samples, session.mesh, resumed)
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
@@ -141,15 +140,16 @@ class Training:
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
-        self._trace = stack.enter_context(EdgeTrace(self._relay))
+        connections = stack.enter_context(self._connections)
         device = self.built.stages[0].device
         own = {"kind": arithmetic(device), "host": config.network.own_name()}
-        ranks = gather_json(self._session.transport, own)
+        ranks = gather_json(self._session.transport, {**own, "tells": connections.tells})
+        connections.follow([number for number, rank in enumerate(ranks) if rank["tells"]])
         kinds = dict.fromkeys(rank["kind"] for rank in ranks)
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
         self.display = Display(
             info if self.shows else None,
-            self._trace,
+            connections.trace,
             interactive=os.isatty(1),
             done=self.start,
         )
@@ -157,7 +157,7 @@ class Training:
         writes = self._session.writes_run_folder
         hosts = [rank["host"] for rank in ranks]
         self.records = Records(
-            config, info, self.display, writes=writes, host=self._own_host, hosts=hosts
+            config, info, self.display, writes=writes, links=connections.all, hosts=hosts
         )
         if self.nothing_left:
             saved = f"the checkpoint is of step {self.start}"
@@ -334,7 +334,7 @@ class Training:
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
-        hosts = self._own_host()
+        hosts = self._connections.own()
         self._hosts = self._all_do(lambda: gather_json(self._session.transport, hosts))
         self.records.flush()
 
@@ -342,14 +342,6 @@ class Training:
         """Write the report; no other rank is needed any more."""
         if self._finished:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
-
-    def _own_host(self) -> dict[str, Any] | None:
-        """This host's connections so far; None without a relay, as after its end."""
-        try:
-            mine = self._relay()
-        except RuntimeError:
-            return None
-        return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
         try:

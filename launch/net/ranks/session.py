@@ -69,6 +69,8 @@ class Session:
     local_rank: int
     restart: str | None = None
     """Which restart this is, and what ended the attempt before, in words."""
+    apart: Callable[[], Store] | None = None
+    """Makes another connection to the store, for a thread that may be blocked."""
 
     @property
     def mesh(self) -> Mesh:
@@ -188,15 +190,19 @@ def join(
     facts = {"versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
     failures = Failures(store, who)
-    own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
-    watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links, ended)
+
+    def apart() -> Store:
+        return PrefixStore(name, connect_store(place, wait_s=wait_s))
+
+    watch = Watch(Failures(apart(), who), f"rank {rank}", broken_links, ended)
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
             mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
         )
         restart = restart_words(store.get(_BEFORE).decode())
-        yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")), restart)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        yield Session(store, transport, run_id, local_rank, restart, apart)
         transport.close()
     except Exception as error:
         since_s = watch.stand_down()

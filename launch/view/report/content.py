@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from thinpipe.launch.host.words import NOTHING, format_bytes, format_duration
 from thinpipe.launch.view.report.edges import Traces, edge_cells
-from thinpipe.launch.view.report.journal import Note, Place
+from thinpipe.launch.view.report.journal import UP, Note, Place
 from thinpipe.launch.view.report.metric_table import (
     LOSSES,
     SHARDS,
@@ -31,6 +31,8 @@ from thinpipe.pipeline.wire.told import MASSIVE, ComputeEvent
 Json: TypeAlias = dict[str, Any]
 _LATELY = 50
 """Steps whose median time tells how long the rest takes."""
+_SILENT_S, _SILENT_STEPS = 30.0, 10
+"""Without a step for so long, and for as long as so many take, something may be wrong."""
 
 _LOSS = """Cross-entropy of the next token, or of a sample's label; lower is better. Dots are
 evaluations on held-out text with uncompressed boundaries; open diamonds are the same evaluation
@@ -56,8 +58,7 @@ paler."""
 _EDGES = """What left each machine for another, with all that encryption, framing and repetition
 add, and with evaluations, whose activations are not compressed. A diamond marks a connection that
 broke and was resumed: nothing was lost. Long silences, and segments that TCP had to send again, are
-signs of a bad or overloaded network. During a run, these are the connections of rank 0's
-machine."""
+signs of a bad or overloaded network. During a run, other machines tell rank 0's every 5 s."""
 _DARK = (
     "<style>@media (prefers-color-scheme: dark) { svg { --muted: #a0a9b4; --line: #2c333c; } }"
     "</style>"
@@ -79,6 +80,8 @@ class Story:
     """Source, target and state of a connection, while the run goes on."""
     ended: str | None = None
     """Why the run is over, "" where nothing is known; None while it goes on."""
+    silent_s: float = 0.0
+    """For how long no step had come when this was read."""
 
 
 def content(story: Story, rows: Rows) -> Json:
@@ -88,7 +91,7 @@ def content(story: Story, rows: Rows) -> Json:
         "head": _head(story),
         "cards": _cards(story),
         "charts": [*_charts(story, rows), *edge_charts(story.traces or {})],
-        "tables": [*_wire_tables(summary), *_edge_table(story), *_place_tables(story.places)],
+        "tables": [*_wire_tables(summary), *_edge_table(story), *_place_tables(story)],
         "timeline": _timeline(story.timeline),
         "notes": [note for note in story.notes if note["kind"] != "sample"],
         "samples": [note for note in story.notes if note["kind"] == "sample"],
@@ -103,12 +106,28 @@ def table(
     return {"place": place, "title": title, "heads": heads, "rows": rows, "texts": 1, **more}
 
 
+def silence(story: Story, silent_s: float) -> str:
+    """That no step has come for so long, if that is unusual and the run is not over."""
+    usual_s = _usual_s(story)
+    if _is_over(story) or silent_s <= max(_SILENT_S, _SILENT_STEPS * usual_s):
+        return ""
+    words = f"No step for {format_duration(silent_s)}; one usually takes"
+    return f"{words} {format_duration(usual_s)}."
+
+
+def _usual_s(story: Story) -> float:
+    """What a step took lately."""
+    return median(record.step_s for record in story.records[-_LATELY:])
+
+
+def _is_over(story: Story) -> bool:
+    return story.ended is not None or story.records[-1].step >= story.info.total_steps
+
+
 def _head(story: Story) -> Json:
     info, records = story.info, story.records
-    done = records[-1].step
-    lately = median(record.step_s for record in records[-_LATELY:])
-    over = story.ended is not None or done >= info.total_steps
-    left_s = 0.0 if over else lately * (info.total_steps - done)
+    done, over = records[-1].step, _is_over(story)
+    left_s = 0.0 if over else _usual_s(story) * (info.total_steps - done)
     return {
         "name": info.name,
         "about": " \N{MIDDLE DOT} ".join((*info.shape, f"{story.summary['epochs']} epochs")),
@@ -116,7 +135,7 @@ def _head(story: Story) -> Json:
         "total": info.total_steps,
         "left": format_duration(left_s) if left_s else "",
         "over": over,
-        "state": "" if done >= info.total_steps else _state(story, done),
+        "state": "" if done >= info.total_steps and not story.ended else _state(story, done),
     }
 
 
@@ -219,7 +238,10 @@ def edge_charts(traces: Traces) -> list[Json]:
             columns["resumed"][place] = mbps
     looks = [(n % 6, ("line", "dash", "dot")[(n + n // 6) % 3]) for n in range(18)]
     names = [name for name in columns if name not in ("step", "resumed")]
-    lines = [_line(name, name, *looks[number % len(looks)]) for number, name in enumerate(names)]
+    lines = [
+        _line(name, name, *looks[number % len(looks)], gaps=True)
+        for number, name in enumerate(names)
+    ]
     lines.append(_line("resumed", "resumed", 1, "diamond"))
     return [{"place": "edges", "title": "Mbit/s from machine to machine", "text": _EDGES,
              "lines": lines, "zero": True, "columns": columns, "along": "second"}]  # fmt: skip
@@ -300,17 +322,23 @@ def _edge_table(story: Story) -> list[Json]:
     return [table("edges", "Connections between machines", heads, rows, texts=2)]
 
 
-def _place_tables(places: Sequence[Place]) -> list[Json]:
-    """A row for each replica and shard, a column for each position of the pipeline."""
-    if not places:
+def _place_tables(story: Story) -> list[Json]:
+    """A row for each replica and shard, a column for each position of the pipeline.
+
+    A machine that rank 0's does not hear is marked.
+    """
+    if not (places := story.places):
         return []
+    first = min(places, key=lambda place: place["rank"])["host"]
+    unwell = {b: word for a, b, word in story.now if a == first and not word.startswith(UP)}
     sharded = any(place["shard"] for place in places)
     lines: dict[tuple[int, int], list[str]] = {}
     for place in sorted(places, key=lambda p: (p["replica"], p["shard"], p["stages"])):
         stages = ", ".join(map(str, place["stages"]))
         words = f"stage{'s' * (len(place['stages']) > 1)} {stages}: {place['host']}"
         line = lines.setdefault((place["replica"], place["shard"]), [])
-        line.append(f"{words}, rank {place['rank']}")
+        word = f" ({unwell[place['host']]})" if place["host"] in unwell else ""
+        line.append(f"{words}, rank {place['rank']}{word}")
     rows = [
         [f"replica {replica}" + f", shard {shard}" * sharded, *cells]
         for (replica, shard), cells in lines.items()

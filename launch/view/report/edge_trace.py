@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypedDict
 
 _PERIOD_S = 1.0
-_MOST_READINGS = 240  # an even number
+_MOST_READINGS = 240
 
 Status = Mapping[str, Any]
 """The relay's view: this host's name, and counts so far of the link to each other."""
@@ -51,10 +51,11 @@ class EdgeTrace:
     none: then this does nothing.
     """
 
-    def __init__(self, read: Callable[[], Status | None]) -> None:
+    def __init__(self, read: Callable[[], Status | None], most: int = _MOST_READINGS) -> None:
+        """Keeps at most so many readings, an even number."""
         self.host = ""
         """The name of this host, if there is a relay."""
-        self._read = read
+        self._read, self._most = read, most
         self._readings: list[_Reading] = []
         self._now: list[_Reading] = []  # the last two
         self._over = threading.Event()
@@ -107,7 +108,7 @@ class EdgeTrace:
         self._now = [*self._now[-1:], reading]
         readings = [*self._readings, reading]
         # counts go on, so nothing is lost with every other one; the first and the last stay
-        self._readings = readings[::2] if len(readings) > _MOST_READINGS else readings
+        self._readings = readings[::2] if len(readings) > self._most else readings
 
     def _run(self) -> None:
         while not self._over.wait(_PERIOD_S):

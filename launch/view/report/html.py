@@ -7,13 +7,14 @@ without data, which then asks for what changes.
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.view.report.content import Json, Story, content
+from thinpipe.launch.view.report.content import Json, Story, content, silence
 from thinpipe.launch.view.report.edges import write_traces
 from thinpipe.launch.view.report.rows import Rows
 
@@ -36,9 +37,11 @@ def write_report(story: Story) -> Path:
 
 
 def whole(story: Story, number: int = 0) -> Json:
-    """A message of all that a page shows of the run with this number on it."""
+    """A message of all that a page shows of the run with this number on it, as of now."""
     rows = Rows(story.records)
-    return {"run": number, "start": 0, "columns": rows.columns(), "parts": content(story, rows)}
+    parts, told = content(story, rows), silence(story, story.silent_s)
+    found = {"run": number, "start": 0, "columns": rows.columns(), "parts": parts}
+    return {**found, "silence": told, "told_s": round(time.time())}
 
 
 def page(title: str, messages: Sequence[Json] | None) -> str:

@@ -17,9 +17,15 @@ from thinpipe.launch.view.report.edge_trace import EdgeSample
 from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges, traces_of
 from thinpipe.launch.view.report.metrics import RunInfo
 
-STATE, NOTES = "state.json", "notes.jsonl"
+STATE, NOTES, METRICS = "state.json", "notes.jsonl", "metrics.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
+_LATE_S = 15.0
+"""What another host has said is no news any more: it says it every 5 s."""
+UP = "up"
+GONE_S = 10.0
+"""So long no step has come, before the lock of a folder says that nobody trains there."""
+_GONE = "its process is gone, and did not say why"
 _MOST_WORDS = 200
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
@@ -46,18 +52,19 @@ class Note(TypedDict):
 class Journal:
     """Writes the state; a context manager around training.
 
-    `host` says what this host's connections did so far, None without any. A thread asks it every
-    few seconds, as what is worth knowing is a silence during which no step ends.
+    `hosts` says what the connections of hosts did so far, of each that is known and has any. A
+    thread asks it every few seconds, as what is worth knowing is a silence during which no step
+    ends.
     """
 
     def __init__(
         self,
         info: RunInfo,
         places: Sequence[Place],
-        host: Callable[[], dict[str, Any] | None] = lambda: None,
+        hosts: Callable[[], Sequence[dict[str, Any] | None]] = tuple,
     ) -> None:
-        self._info, self._places, self._host = info, places, host
-        self._own: dict[str, Any] | None = None
+        self._info, self._places, self._hosts = info, places, hosts
+        self._known: list[dict[str, Any]] = []
         self.why = ""
         """Why the run ends before its last step, if it does without an error."""
         self._over, self._writes = threading.Event(), threading.Lock()
@@ -75,7 +82,7 @@ class Journal:
         """
         with self._writes:
             self._write(self.state(ended))
-        return self._own is not None
+        return bool(self._known)
 
     def _write(self, state: Mapping[str, Any]) -> None:
         path = self._info.folder / STATE
@@ -86,13 +93,14 @@ class Journal:
 
     def state(self, ended: str | None = None) -> dict[str, Any]:
         """What is written."""
-        own = self._own = self._host() or self._own  # at the end, those that there were
+        known = [host for host in self._hosts() if host is not None]
+        known = self._known = known or self._known  # at the end, those that there were
         return {
             "info": _info_as_json(self._info),
             "places": self._places,
-            "edges": edges_of([own]),
-            "traces": traces_of([own]),
-            "now": _now(own if ended is None else None),
+            "edges": edges_of(known),
+            "traces": traces_of(known),
+            "now": [now for host in known for now in _now(host)] if ended is None else [],
             "ended": ended,
         }
 
@@ -120,14 +128,28 @@ def add_note(folder: Path, text: str, step: int, kind: Kind | None = None) -> No
         file.write(f"{line}\n")
 
 
+def silent_s(folder: Path) -> float:
+    """For how long no step has been recorded."""
+    with suppress(OSError):
+        return max(0.0, time.time() - _changed_s(folder / METRICS))
+    return 0.0
+
+
+def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
+    """Whether no process trains in a folder, and `patience_s` have passed without a step."""
+    return silent_s(folder) >= patience_s and disk.is_locked(folder / disk.RUN_LOCK) is False
+
+
 class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
+
+    Of a run that was killed no file says that it ended, but the lock of its folder (`is_gone`).
 
     Raises:
         ValueError: `state.json` is none, or damaged.
     """
 
-    def __init__(self, folder: Path, given: Any = None) -> None:
+    def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:
         try:
             state = given or json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
@@ -137,6 +159,8 @@ class Told:
                 str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
             }
             self.ended: str | None = state.get("ended")
+            if self.ended is None and is_gone(folder, patience_s):
+                self.ended = _GONE
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
             raise ValueError(
@@ -153,7 +177,7 @@ class Told:
         reported_s = _changed_s(folder / "summary.json") if edges else 0.0
         if edges and (self.ended is not None or reported_s >= written_s - PERIOD_S):
             self.edges, self.traces = edges, traces
-        if time.time() - written_s > _STALE * PERIOD_S:
+        if time.time() - written_s > _STALE * PERIOD_S or self.ended is not None:
             self.now = []
 
 
@@ -169,20 +193,29 @@ def read_notes(folder: Path, most: int = 500) -> list[Note]:
     return found[-most:]
 
 
-def _now(host: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
-    """How each connection of a host is at this moment: source, target, a word."""
-    if host is None:
-        return []
-    return [(host["name"], peer, _state_of(link)) for peer, link in host["links"].items()]
+def _now(host: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """How each connection of a host is at this moment: source, target, words."""
+    age_s = host.get("age_s", 0.0)
+    rates = {sample["target"]: sample["sent_Bps"] for sample in host["trace"]}  # the last of each
+    return [
+        (
+            host["name"],
+            peer,
+            f"no news for {age_s:.0f} s" if age_s > _LATE_S else _state_of(link, rates.get(peer)),
+        )
+        for peer, link in host["links"].items()
+    ]
 
 
-def _state_of(link: Mapping[str, Any]) -> str:
+def _state_of(link: Mapping[str, Any], rate_Bps: float | None) -> str:
     if link.get("left"):
         return "has left"
     if link.get("lost") or not link.get("connected", True):
         return f"lost for {link.get('silence_s', 0.0):.0f} s"
     silence_s = link.get("silence_s", 0.0)
-    return f"silent for {silence_s:.0f} s" if silence_s > _SILENT_S else "up"
+    if silence_s > _SILENT_S:
+        return f"silent for {silence_s:.0f} s"
+    return UP if rate_Bps is None else f"{UP}, {8e-6 * rate_Bps:.1f} Mbit/s"
 
 
 def _reason(error: BaseException | None) -> str:

@@ -3,7 +3,6 @@
 import os
 import secrets
 import sys
-import threading
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -68,7 +67,6 @@ def watch(
         if export is None and share is None:
             if with_parent:
                 os.nice(19)
-                threading.Thread(target=_end_with_input, daemon=True).start()
             _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
@@ -115,7 +113,7 @@ def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
         for name in _names(address)
     ]
     _say(links, token)
-    serve(runs, address, sock, token)
+    serve(runs, address, sock, token, with_input=of_run)
 
 
 def _names(address: str) -> list[str]:
@@ -140,13 +138,6 @@ def _say(links: list[str], token: str | None) -> None:
 
             segno.make(links[0]).terminal(compact=True)
     sys.stdout.flush()
-
-
-def _end_with_input() -> None:
-    """For a server that a run has started: nothing is left when the run is gone."""
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    os._exit(0)
 
 
 def _refuse(error: Exception) -> NoReturn:

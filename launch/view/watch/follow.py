@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.view.report.compare import comparison
-from thinpipe.launch.view.report.content import Json, Story, content
-from thinpipe.launch.view.report.journal import NOTES, STATE, Note, Told, read_notes
+from thinpipe.launch.view.report.content import Json, Story, content, silence
+from thinpipe.launch.view.report.journal import (
+    GONE_S,
+    METRICS,
+    NOTES,
+    STATE,
+    Note,
+    Told,
+    is_gone,
+    read_notes,
+    silent_s,
+)
 from thinpipe.launch.view.report.metrics import StepRecord, parse_record
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME as TIMELINE
 from thinpipe.launch.view.report.timeline import read_timeline
 
-_METRICS = "metrics.jsonl"
-_FILES = (_METRICS, STATE, NOTES, TIMELINE, "summary.json")
+_FILES = (METRICS, STATE, NOTES, TIMELINE, "summary.json")
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,8 @@ class Followed:
         self.story: Story | None = None
         self.problem = ""
         """Why the folder cannot be read, if twice it could not."""
+        self.patience_s = GONE_S
+        """After the last step, before the lock of the folder is looked at."""
         self._restart()
         self._series = 0
         self._seen: list[Any] = []
@@ -76,16 +87,18 @@ class Followed:
         self._offset, self._damaged = 0, 0
 
     @property
-    def silent_s(self) -> float:
-        """For how long no step has been recorded."""
-        with suppress(OSError):
-            return max(0.0, time.time() - (self.folder / _METRICS).stat().st_mtime)
-        return 0.0
+    def silence(self) -> str:
+        """That no step has come for unusually long, in words."""
+        return silence(self.story, silent_s(self.folder)) if self.story else ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.story is not None and self.story.ended is not None
 
     def refresh(self, *, strict: bool = False) -> bool:
         """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
-        if seen == self._seen:
+        if seen == self._seen and (self.is_over or not is_gone(self.folder, self.patience_s)):
             return False
         try:
             self._read(seen[0], strict=strict)
@@ -102,7 +115,7 @@ class Followed:
 
     def _read(self, metrics: Any, *, strict: bool) -> None:
         """Of steps only those that were added, unless a resume has cut some off."""
-        path = self.folder / _METRICS
+        path = self.folder / METRICS
         if metrics is None:
             return
         before = self._seen[0] if self._seen else None
@@ -125,16 +138,20 @@ class Followed:
             self._rows.add(record)
         if self._records:
             self._tell()
+        elif not strict and is_gone(self.folder, self.patience_s):
+            raise ValueError(f"{self.folder}: the run's process is gone, before its first step")
 
     def _tell(self) -> None:
-        told, notes = Told(self.folder), read_notes(self.folder)
+        told = Told(self.folder, patience_s=self.patience_s)
+        notes = read_notes(self.folder)
         if self._damaged:
-            text = f"warning: {self._damaged} damaged lines of {_METRICS} are left out"
+            text = f"warning: {self._damaged} damaged lines of {METRICS} are left out"
             notes = [*notes, Note(at_s=time.time(), step=0, kind="warning", text=text)]
         events = read_timeline(self.folder).events if (self.folder / TIMELINE).is_file() else ()
         summary = summarize(told.info, self._records, told.edges)
         about = (events, told.traces, told.places, notes, told.now, told.ended)
-        self.story = Story(told.info, self._records, summary, *about)
+        silent = silent_s(self.folder)
+        self.story = Story(told.info, self._records, summary, *about, silent)
         parts = {key: _json(part) for key, part in content(self.story, self._rows).items()}
         number = self.moment.number + 1 if self.moment else 0
         series = (self._series, self._rows.stride)

@@ -59,9 +59,8 @@ def frame(state: dict[str, Any]) -> RenderableType:
     bar = Table.grid(expand=True)
     bar.add_row(ProgressBar(total=head["total"], completed=head["done"]))
     words = [*filter(None, [state["problem"]]), head["state"] or "Finished."]
-    words += [f"About {head['left']} left."] if head["left"] else []
-    silent = state["silent_s"] > _WAIT_S and not head["over"]
-    words += [f"No step for {state['silent_s']:.0f} s."] if silent else []
+    words += [f"About {head['left']} left."] if head["left"] and not state["silence"] else []
+    words += filter(None, [state["silence"]])
     body: list[RenderableType] = [
         Text(head["about"], style="dim"),
         Text(" ".join(words)),
@@ -95,7 +94,7 @@ def _table(spec: dict[str, Any]) -> Table:
 
 def _states(run: str) -> Iterator[dict[str, Any]]:
     """The run, again whenever it changes."""
-    state: dict[str, Any] = {"parts": {}, "columns": {}, "silent_s": 0.0, "problem": ""}
+    state: dict[str, Any] = {"parts": {}, "columns": {}, "silence": "", "problem": ""}
     messages = _of_link(run) if run.startswith(("http://", "https://")) else _of_folder(Path(run))
     for message in messages:
         state["problem"] = _printable(message.get("problem", state["problem"]))
@@ -106,7 +105,7 @@ def _states(run: str) -> Iterator[dict[str, Any]]:
             kept = state["columns"].get(name, [])[:start]
             state["columns"][name] = [*kept, *[None] * (start - len(kept)), *values]
         state["parts"] |= _printable(message["parts"])
-        state["silent_s"] = message.get("silent_s", 0.0)
+        state["silence"] = _printable(message.get("silence", state["silence"]))
         yield state
 
 
@@ -128,14 +127,10 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
     if run.moment is None:
         raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
     while True:
-        if run.moment is not before and run.moment is not None:
-            yield json.loads(run.moment.since(0, before)) | {
-                "silent_s": run.silent_s,
-                "problem": run.problem,
-            }
-            before = run.moment
-        else:
-            yield {"run": 0, "parts": {}, "silent_s": run.silent_s, "problem": run.problem}
+        now, news = run.moment, {"run": 0, "parts": {}}
+        if now is not before and now is not None:
+            news, before = json.loads(now.since(0, before)), now
+        yield news | {"silence": run.silence, "problem": run.problem}
         sleep(_PERIOD_S)
         run.refresh()
 

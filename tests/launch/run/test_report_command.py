@@ -118,7 +118,9 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
     info = describe_run(run, 10)
     page = tmp_path / "report.html"
     display = Display(None, None, interactive=False)
-    records = Records(run, info, display, writes=True, host=lambda: HOST, hosts=["left", "right"])
+    records = Records(
+        run, info, display, writes=True, links=lambda: [HOST], hosts=["left", "right"]
+    )
 
     def connections() -> list[list[str]]:
         table = table_of(parts_of(page), "Connections between machines")

@@ -61,8 +61,9 @@ function render() {
   const { parts, columns } = run, { head } = parts;
   document.title = `${head.name} - ThinPipe`;
   $("name").textContent = head.name; $("about").textContent = head.about;
-  const silence = run.silent_s > 30 && !head.over ? ` No step for ${Math.round(run.silent_s)} s.` : "";
-  $("state").textContent = (live.problem + (head.over && live.words === "Live. " ? "" : live.words) + (head.state ? `${head.state}${head.left && live.words ? ` About ${head.left} left.` : ""}${silence}` : "Finished.")).trim();
+  const well = !head.over && !run.silence, left = well && head.left && live.words ? `About ${head.left} left.` : "";
+  $("state").textContent = [live.problem, !well && live.words === "Live." ? "" : live.words, head.state || "Finished.",
+    left, run.silence, run.told_s && !head.over ? `As of ${new Date(run.told_s * 1000).toLocaleString()}.` : ""].filter(Boolean).join(" ");
   $("progress").hidden = head.over; $("progress").max = head.total; $("progress").value = head.done;
   charts.forEach(chart => { chart.used = false; });
   put("cards", "cards", parts.cards, () => parts.cards.map(([name, value]) =>
@@ -111,10 +112,11 @@ function plan() { if (!due) { due = true; requestAnimationFrame(render); } }
 
 /* A message replaces rows of a run from `start` on, and those parts of it that changed. */
 function apply(message) {
-  if (message.problem !== undefined) { live.problem = message.problem && `${message.problem} `; tell(live.words.trim()); }
+  if (message.problem !== undefined) { live.problem = message.problem; tell(live.words); }
+  else if (message.over) { live.over = true; tell(""); }
   else if (message.table) compared = message;
   else if (message.run !== undefined) {
-    const run = runs[message.run] ||= { columns: {}, parts: {}, silent_s: 0 };
+    const run = runs[message.run] ||= { columns: {}, parts: {}, silence: "" };
     if (message.columns) {
       const rows = message.start + message.columns.step.length;
       for (const name of new Set([...Object.keys(run.columns), ...Object.keys(message.columns)])) {
@@ -124,16 +126,17 @@ function apply(message) {
       }
     }
     Object.assign(run.parts, message.parts);
-    run.silent_s = message.silent_s || 0;
+    run.silence = message.silence ?? run.silence;
+    run.told_s = message.told_s;
   }
   plan();
 }
 
-const live = { words: "", problem: "" };
+const live = { words: "", problem: "", over: false };
 function tell(words) {
-  live.words = `${words} `;
+  live.words = words;
   if (runs.length) plan();
-  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words);
+  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words || "The run ended before its first step.");
 }
 
 async function follow() {
@@ -143,12 +146,13 @@ async function follow() {
       const answer = await fetch("events", { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
       if (answer.status === 401) return tell("This page needs the whole link that was printed where it was started, with its token.");
       if (answer.ok) {
-        tell("Live.");
+        live.over = false; tell("Live.");
         await listen(answer.body.pipeThrough(new TextDecoderStream()).getReader());
       }
     } catch { /* the server is gone, or the network: tried again */ }
-    tell("No connection to the run's machine; trying again.");
-    await wait(2);
+    if (live.over && runs.length && runs.every(run => !run.parts.head.state)) return;
+    if (!live.over) tell("No connection to the run's machine; trying again.");
+    await wait(live.over ? 10 : 2);  // a run that failed may be started again
   }
 }
 async function listen(reader) {

@@ -35,9 +35,9 @@ def relay(limit: int) -> Callable[[], dict[str, Any]]:
     return status
 
 
-def traced(limit: int, monkeypatch: pytest.MonkeyPatch) -> EdgeTrace:
+def traced(limit: int, monkeypatch: pytest.MonkeyPatch, *most: int) -> EdgeTrace:
     monkeypatch.setattr(edge_trace, "_PERIOD_S", 0.01)
-    with EdgeTrace(relay(limit)) as trace:
+    with EdgeTrace(relay(limit), *most) as trace:
         thread = trace._thread
         assert thread is not None
         until(lambda: not thread.is_alive())
@@ -57,8 +57,7 @@ def test_every_second_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_trace, "_MOST_READINGS", 8)
-    trace = traced(40, monkeypatch)
+    trace = traced(40, monkeypatch, 8)
     assert 4 <= len(trace.samples) < 8
     assert sum(sample["sent_Bps"] * sample["seconds"] for sample in trace.samples) == pytest.approx(
         40e6

@@ -9,7 +9,7 @@ from tests.records import run_info, step_record
 from tests.waiting import until
 from thinpipe.launch.view.report import journal
 from thinpipe.launch.view.report.content import Story, content
-from thinpipe.launch.view.report.journal import Journal, Told, add_note, read_notes
+from thinpipe.launch.view.report.journal import Journal, Place, Told, add_note, read_notes
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import summarize
 
@@ -17,6 +17,8 @@ LINK = {
     "sent_nbytes": 2_500_000, "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0,
     "longest_silence_s": 0.2,
 }  # fmt: skip
+SAMPLE = ("end_s", "received_Bps", "round_trip_s", "retransmitted", "resumed", "silence_s")
+HOSTS = ("one", "two")
 PLACE = {"rank": 0, "host": "one", "stages": [0], "replica": 0, "shard": 0}
 
 
@@ -39,7 +41,7 @@ def test_connections_are_followed_between_steps_too(
     monkeypatch.setattr(journal, "PERIOD_S", 0.01)
     link = dict(LINK)
     host = {"name": "one", "links": {"two": link}, "trace": []}
-    with Journal(run_info((), folder=tmp_path), [], lambda: host):
+    with Journal(run_info((), folder=tmp_path), [], lambda: [host]):
         assert Told(tmp_path).edges[0]["bytes"] == 2_500_000
         link["sent_nbytes"] = 7
         until(lambda: Told(tmp_path).edges[0]["bytes"] == 7)
@@ -56,7 +58,7 @@ def test_the_end_of_a_run_is_told_and_why(tmp_path: Path) -> None:
         head = content(story, Rows(steps))["head"]
         return head["over"], head["left"], head["state"]
 
-    with Journal(info, [], lambda: next(hosts)):
+    with Journal(info, [], lambda: [next(hosts)]):
         over, left, words = state()
         assert (over, bool(left), words) == (False, True, "Step 3 of 40.")
     assert state() == (True, "", "Ended after step 3 of 40.")
@@ -73,23 +75,32 @@ def test_the_end_of_a_run_is_told_and_why(tmp_path: Path) -> None:
     ("link", "state"),
     [
         ({"connected": True, "silence_s": 0.3}, "up"),
+        ({"connected": True, "silence_s": 0.3, "rate_Bps": 2e6}, "up, 16.0 Mbit/s"),
+        ({"connected": True, "silence_s": 0.3, "age_s": 17.0}, "no news for 17 s"),
         ({"connected": True, "silence_s": 7.2}, "silent for 7 s"),
         ({"connected": False, "silence_s": 61.0}, "lost for 61 s"),
         ({"connected": False, "silence_s": 9.0, "left": True}, "has left"),
     ],
 )
 def test_the_state_of_a_connection_is_shown_while_it_is_new(
-    link: dict[str, object], state: str, tmp_path: Path
+    link: dict[str, float], state: str, tmp_path: Path
 ) -> None:
-    host = {"name": "one", "links": {"two": {**LINK, **link}}, "trace": []}
+    trace = [{"target": "two", "seconds": 1.0, "sent_Bps": rate, **dict.fromkeys(SAMPLE, 0)}
+             for rate in (1.0, link["rate_Bps"])] if "rate_Bps" in link else []  # fmt: skip
+    host = {"name": "one", "links": {"two": {**LINK, **link}}, "trace": trace,
+            "age_s": link.get("age_s", 0.0)}  # fmt: skip
     info = run_info((), folder=tmp_path)
-    Journal(info, [], lambda: host).write()
+    Journal(info, [], lambda: [host]).write()
     told = Told(tmp_path)
     assert [*map(tuple, told.now)] == [("one", "two", state)]
     steps = [step_record(1)]
-    story = Story(info, steps, summarize(info, steps, told.edges), now=told.now)
-    (table,) = content(story, Rows(steps))["tables"]
+    places = [Place(rank=r, host=h, stages=[r], replica=0, shard=0) for r, h in enumerate(HOSTS)]
+    summary = summarize(info, steps, told.edges)
+    story = Story(info, steps, summary, now=told.now, places=places)
+    table, where = content(story, Rows(steps))["tables"]
     assert (table["heads"][-1], table["rows"][0][-1]) == ("Now", state)
+    mark = "" if state.startswith("up") else f" ({state})"
+    assert where["rows"] == [["replica 0", "stage 0: one, rank 0", f"stage 1: two, rank 1{mark}"]]
     os.utime(tmp_path / "state.json", (0, 0))
     assert Told(tmp_path).now == []
 

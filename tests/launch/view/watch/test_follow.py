@@ -1,13 +1,17 @@
 """What a page is told of a run as it goes on."""
 
+import errno
+import fcntl
 import json
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import append, records, write_run
+from tests.runs import append, records, trainer, write_run
 from thinpipe.launch.view.report.journal import add_note
 from thinpipe.launch.view.report.metrics import MetricsWriter
 from thinpipe.launch.view.report.rows import MOST_ROWS
@@ -131,8 +135,75 @@ def test_a_run_without_steps_has_nothing_to_show_yet(tmp_path: Path) -> None:
     append(run.folder, records(2))
     assert run.refresh()
     assert run.moment is not None
-    os.utime(run.folder / "metrics.jsonl", (0, 0))
-    assert run.silent_s > 1e9
+
+
+def made_old(folder: Path, seconds: float) -> None:
+    os.utime(folder / "metrics.jsonl", times=(time.time() - seconds,) * 2)
+
+
+def state(run: Followed) -> str:
+    assert run.moment is not None
+    return str(json.loads(run.moment.parts["head"])["state"])
+
+
+def test_a_killed_run_is_over_and_a_resumed_one_is_not(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(20))
+    with trainer(folder) as process:
+        made_old(folder, 3600)
+        run = Followed(folder)
+        assert state(run) == "Step 20 of 40."
+        assert run.silence == "No step for 1 h 00 min; one usually takes 250 ms."
+        assert not run.refresh(), "its process lives"
+        process.kill()
+        process.wait()
+        assert run.refresh()
+    gone = "Ended after step 20 of 40: its process is gone, and did not say why."
+    assert (state(run), run.silence, run.is_over) == (gone, "", True)
+    assert not run.refresh()
+    with trainer(folder):
+        append(folder, records(40)[20:21])
+        assert run.refresh()
+        assert (state(run), run.is_over) == ("Step 21 of 40.", False)
+
+
+def test_a_run_that_was_killed_before_its_first_step_is_a_problem(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [])
+    with trainer(folder):
+        made_old(folder, 60)
+        run = Followed(folder)
+        assert not run.refresh()
+    assert [run.refresh() for _ in range(3)] == [False, True, False]
+    assert run.problem == f"{folder}: the run's process is gone, before its first step"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_where_nobody_can_say_it_only_the_silence_is_told(
+    knows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a copy of a folder, or where its file system has no locks."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    folder = write_run(tmp_path / "run", records(20))
+    if knows:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        (folder / ".lock").touch()
+    made_old(folder, 31)
+    run = Followed(folder)
+    assert (state(run), run.is_over) == ("Step 20 of 40.", False)
+    assert run.silence == "No step for 31 s; one usually takes 250 ms."
+    made_old(folder, 29)
+    assert run.silence == ""
+
+
+def test_long_steps_are_no_silence(tmp_path: Path) -> None:
+    steps = [replace(record, step_s=20.0) for record in records(20)]
+    run = Followed(write_run(tmp_path / "run", steps))
+    made_old(run.folder, 190)
+    assert run.silence == ""
+    made_old(run.folder, 210)
+    assert run.silence == "No step for 3 min 30 s; one usually takes 20 s."
 
 
 def test_runs_are_compared_once_all_have_begun(tmp_path: Path) -> None:

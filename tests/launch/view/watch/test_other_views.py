@@ -4,6 +4,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,8 @@ def test_an_exported_page_holds_what_a_live_one_shows(tmp_path: Path) -> None:
     (message,) = messages_of(tmp_path / "page.html")
     moment = Followed(folder).moment
     assert moment is not None
+    assert message.pop("silence") == ""
+    assert message.pop("told_s") == pytest.approx(time.time(), abs=60)
     assert message == json.loads(moment.since(0, None))
 
 

@@ -1,6 +1,9 @@
 """The page in a real browser: live, on a phone, by keyboard, for a screen reader."""
 
 import json
+import os
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from tests.browser import DESKTOP, PHONE, Browser, browser
 from tests.commands import Command
 from tests.launch.test_train import run_file
 from tests.ports import free_port
-from tests.runs import EVIL, HOSTS, append, records, served, write_run
+from tests.runs import EVIL, HOSTS, append, records, served, trainer, write_run
 from tests.waiting import until
 from thinpipe.launch.view.report.journal import Journal, Told, add_note
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -92,6 +95,31 @@ def test_a_page_says_what_is_wrong_and_that_a_run_ended_early(tab: Browser, tmp_
         assert tab.complaints() == []
 
 
+def test_a_page_says_that_a_run_was_killed(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*PHONE)
+    folder = write_run(tmp_path / "run", records(20))
+    with trainer(folder) as process, served(folder) as (port, _):
+        os.utime(folder / "metrics.jsonl", times=(time.time() - 100,) * 2)
+        tab.open(f"http://localhost:{port}/")
+        tab.wait(lambda: tab.text("#state").startswith("Step 20 of 40. No step for 1 min 4"))
+        process.kill()
+        gone = "Ended after step 20 of 40: its process is gone, and did not say why."
+        tab.wait(lambda: tab.text("#state") == gone)
+        assert tab.complaints() == []
+    watch([str(folder)], export=folder / "page.html")
+    tab.open((folder / "page.html").as_uri())
+    tab.wait(lambda: tab.text("#state") == gone)
+
+
+def test_a_file_of_a_run_that_goes_on_says_of_when_it_is(tab: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(20))
+    os.utime(folder / "metrics.jsonl", times=(time.time() - 100,) * 2)
+    watch([str(folder)], export=folder / "page.html")
+    tab.open((folder / "page.html").as_uri())
+    tab.wait(lambda: "Step 20 of 40. No step for 1 min 40 s; one usually" in tab.text("#state"))
+    assert re.search(r"As of \d+/\d+/\d{4}, ", tab.text("#state"))
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None:
@@ -123,8 +151,10 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         seen = tab.run("return runs[0].columns.loss")
         tab.wait(lambda: f"watch at http://localhost:{port}/" in tab.text("#notes"))
         assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
+        tab.wait(lambda: tab.text("#state") == "Finished.")
+        assert tab.run("return runs[0].columns.step.at(-1)") == 300
+        assert tab.complaints() == []
     finally:
-        tab.open("about:blank")
         done = run.done()
     assert done.returncode == 0, done.stderr
     losses = [record.loss for record in read_metrics(metrics)]

@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.ports import free_port
-from tests.runs import EVIL, records, served, write_run
+from tests.runs import EVIL, append, records, served, trainer, write_run
 from thinpipe.launch.cli import app
+from thinpipe.launch.view.report.journal import Journal, Told
 
 PATIENCE_S = 60.0
 
@@ -204,18 +205,31 @@ def test_a_port_in_use_is_named(port: int, tmp_path: Path) -> None:
     assert f"watch.port = {port}: Address already in use; the run goes on" in said
 
 
-def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", records(2))
+@pytest.mark.parametrize("killed", [True, False])
+def test_it_shows_the_end_of_who_started_it_and_ends(killed: bool, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(20))
     command = [sys.executable, "-P", "-m", "thinpipe.launch", "watch", str(folder)]
     command += ["--listen", f"127.0.0.1:{free_port()}", "--with-parent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    pipe = subprocess.PIPE
+    with trainer(folder) as process, subprocess.Popen(command, stdin=pipe, stdout=pipe) as server:
         assert server.stdout is not None
         assert server.stdin is not None
         link = server.stdout.readline().decode().split()[-1]
-        with urllib.request.urlopen(link, timeout=PATIENCE_S) as page:
-            assert page.status == 200
-        server.stdin.close()
+        with urllib.request.urlopen(f"{link}events", timeout=PATIENCE_S) as events:
+            assert b'"run":0' in events.readline()
+            append(folder, records(20)[-1:])
+            if killed:
+                process.kill()
+            else:
+                Journal(Told(folder).info, []).write(ended="enough")
+            server.stdin.close()
+            began_s = time.monotonic()
+            lines = [line for line in events if line.startswith(b"data: ")]
         assert server.wait(PATIENCE_S) == 0
+        assert time.monotonic() - began_s < 5
+    why = b"its process is gone, and did not say why" if killed else b"enough"
+    assert b"Ended after step 20 of 40: %s." % why in b"".join(lines)
+    assert lines[-1] == b'data: {"over":true}\n'
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(link, timeout=PATIENCE_S)
 

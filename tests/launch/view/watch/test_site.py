@@ -16,7 +16,7 @@ from thinpipe.launch.view.watch.server import Site
 class Restless:
     """A run that has steps more each time that anybody looks at it."""
 
-    silent_s, story, problem = 0.0, None, ""
+    silence, story, problem, is_over = "", None, "", False
 
     def __init__(self) -> None:
         self._looks = 0
@@ -65,9 +65,9 @@ def test_steps_that_come_while_others_are_sent_are_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "PERIOD_S", 0.001)
-    messages = asyncio.run(told(site_of(Restless()), lambda found: len(found) > 4))
+    messages = asyncio.run(told(site_of(Restless()), lambda found: len(found) > 9))
     shown: list[int] = []
-    for message in messages:
+    for message in (found for found in messages if "start" in found):  # not a sign of life
         assert message["start"] <= len(shown), "rows before it are there"
         shown[message["start"] :] = message["columns"]["step"]
     assert shown == [*range(1, len(shown) + 1)]
@@ -91,6 +91,32 @@ def test_what_cannot_be_read_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+class Ended(Restless):
+    """A run whose state says that it is over once it has been looked at a few times."""
+
+    patience_s = 10.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.patience_s == 0.0 and self._looks > 20
+
+
+def test_who_follows_is_told_all_and_then_that_it_is_over() -> None:
+    async def end_soon() -> tuple[list[Any], float]:
+        site = site_of(Ended())
+        stream = asyncio.create_task(told(site, lambda _: False))
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await site.end()
+        took_s = time.monotonic() - began_s
+        return await stream, took_s
+
+    messages, took_s = asyncio.run(end_soon())
+    assert took_s < 2, "it waits for the end only"
+    assert messages[-1] == {"over": True}
+    assert any(m.get("columns", {}).get("step", [0])[-1] > 3 for m in messages[-4:])
+
+
 class Still(Restless):
     """A run that nothing happens to."""
 
@@ -107,18 +133,17 @@ class Still(Restless):
 def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PERIOD_S", 0.001)
     messages = asyncio.run(told(site_of(Still()), lambda found: len(found) > 9, 1.0))
-    assert len(messages) <= 2, "the step, and signs of life that nobody waited for"
+    assert len(messages) <= 3, "the step, and signs of life that nobody waited for"
 
 
 def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
-    sleep = asyncio.sleep
 
-    async def counted(seconds: float) -> None:
+    async def counted(_: Site, seconds: float) -> None:
         slept.append(seconds)
-        await sleep(0.001)
+        await asyncio.sleep(0.001)
 
     class Slow(Still):
         def refresh(self) -> bool:
@@ -126,7 +151,7 @@ def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
             return False
 
     monkeypatch.setattr(server, "_SHARE", 1e-4)
-    monkeypatch.setattr(asyncio, "sleep", counted)
+    monkeypatch.setattr(Site, "_pause", counted)
     asyncio.run(told(site_of(Slow()), lambda _: bool(slept), 5.0))
     assert slept
     assert max(slept) == 30
