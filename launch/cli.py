@@ -42,6 +42,7 @@ _TABLE = {
     "launch": "start_hosts:launch_on_hosts",
     "report": "run.report:report",
     "plan": "plan.cli:plan",
+    "stop": "stop:stop",
     "trace": "plan.trace:trace",
     "watch": "view.watch.cli:watch",
     "doctor": "doctor.cli:doctor",

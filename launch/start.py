@@ -95,10 +95,10 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     if machines.alone:
         restarts = machines.max_restarts
         return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
-    if config.elastic.goes_on(config.pipeline.replicas):
+    if config.elastic.goes_on(config.pipeline.replicas) and config.network.trusted:
         raise ValueError(
-            f"elastic.min_replicas = {config.elastic.min_replicas}: runs on several machines "
-            "cannot go on without one yet; remove it, and use --max-restarts"
+            f"elastic.min_replicas = {config.elastic.min_replicas}: on several machines it needs "
+            "the run's own network, which network.trusted = true does without; remove one of them"
         )
     placed = hosts_by_rank(config.pipeline.placement)
     join_s = config.pipeline.peer_timeout_s

@@ -90,7 +90,7 @@ class Checkpoints:
 
     def watch(self, gone: Callable[[], str]) -> None:
         """`gone` says who will not answer any more: then a save under way fails."""
-        self._gone = lambda: gone() or gone_for_good()
+        self._gone = gone
 
     def regroup(self, generation: int, facts: Mapping[str, Any]) -> None:
         """Ranks have left, and `facts` are now these. A save under way fails, and is tried again.

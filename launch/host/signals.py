@@ -12,6 +12,9 @@ from types import FrameType
 
 ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 
+STOP_ALL = signal.SIGUSR1
+"""Sent to one rank, it stops the whole run, even if the others could go on without its machine."""
+
 
 def leave_first_process() -> None:
     """If this is process 1, go on as a child of it, which gets its signals, and gives its code."""

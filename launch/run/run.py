@@ -255,7 +255,7 @@ class RankRun:
         training.begin(self._stack)
         for notice in notices:
             training.display.note(notice)
-        self._stop.begin_training(config.checkpoint.grace_s, lambda: training.agreement.stop_all())
+        self._stop.begin_training(config.checkpoint.grace_s, training.stop)
         self.config, self._samples, self._done = config, samples, training.start
         return training
 

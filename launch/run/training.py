@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -187,6 +188,10 @@ class Training:
             wait_s=self._config.pipeline.peer_timeout_s,
             on_stop=tell_stop,
         )
+
+    def stop(self, whole: bool) -> threading.Event:
+        """Have all ranks stop; the event is set once they know when."""
+        return self.agreement.stop_all()
 
     def _full_step(self, step: int) -> int:
         """The step, or the one before it if that has fewer samples, as the last of an epoch may."""

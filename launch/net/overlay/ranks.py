@@ -64,11 +64,29 @@ def broken_links() -> str:
 def gone_for_good() -> str:
     """Machines that will not answer this rank any more, in words; nothing if all may."""
     try:
-        links = _links()
+        gone = gone_hosts()
     except OverlayError as error:
         return str(error)
-    gone = [name for name, link in links.items() if link["left"] or link["lost"]]
     return f"{', '.join(gone)} left the run, or cannot be reached" if gone else ""
+
+
+def gone_hosts() -> list[str]:
+    """Machines that will not answer this rank any more; none without a relay.
+
+    Raises:
+        OverlayError: this machine's relay is gone.
+    """
+    return [name for name, link in _links().items() if link["left"] or link["lost"]]
+
+
+def coordinates() -> bool:
+    """Whether this machine holds the run's store; also if the run does not leave it.
+
+    Raises:
+        OverlayError: this machine's relay is gone.
+    """
+    status = relay_status()
+    return status is None or bool(status["coordinates"])
 
 
 def _links() -> dict[str, Any]:

@@ -368,8 +368,12 @@ class Relay:
             }
             for name, link in self._links.items()
         }
-        refused = {**strangers, **self._refused}
-        return {"name": self._settings.name, "links": links, "refused": refused}
+        return {
+            "name": self._settings.name,
+            "coordinates": self._coordinator is not None,
+            "links": links,
+            "refused": {**strangers, **self._refused},
+        }
 
 
 def _report(event: str, **fields: Any) -> None:

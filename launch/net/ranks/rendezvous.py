@@ -12,9 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID as _END
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -28,6 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils.store import _LAST_MEMBER_CHECKIN, _NUM_MEMBERS
 
 from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.host.terminal import end_now, print_error
@@ -42,7 +46,8 @@ BACKEND = "thinpipe"
 _Come = tuple[Any, int, str]
 """What sorts a host, the number of its post, and its name."""
 _POLL_S = 0.05
-_LEAVE_S = 5.0
+_LEAVE_S, _AGENTS_S = 5.0, 300.0
+"""How long the store stays for other launchers, and those wait for each other's ranks."""
 _SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
 """When hosts that wait at a restart say for whom: others come within a moment."""
 _LOOK_S = 1.0
@@ -57,6 +62,28 @@ def register() -> None:
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
     made: RendezvousHandler = parameters.get("make")()
     return made
+
+
+class _RoundStore(PrefixStore):
+    """That of the agents of one round, who wait there in the end for those of all hosts.
+
+    A host that is gone does not come; the ranks of others may have gone on without it.
+    """
+
+    def __init__(self, prefix: str, store: Store, hosts: int, gone: Callable[[], int]) -> None:
+        super().__init__(prefix, store)
+        self._hosts, self._gone = hosts, gone
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        """As of any store, but at the end only for hosts that are not gone."""
+        if keys != [f"{_END}{_LAST_MEMBER_CHECKIN}"]:
+            super().wait(keys, *timeout)
+            return
+        limit_s = time.monotonic() + _AGENTS_S
+        while not self.check(keys) and time.monotonic() < limit_s:
+            if self.add(f"{_END}{_NUM_MEMBERS}", 0) + self._gone() >= self._hosts:
+                break
+            time.sleep(_POLL_S)
 
 
 class RefusedError(RendezvousClosedError):
@@ -143,7 +170,8 @@ class Rendezvous(RendezvousHandler):
             self._wait.over()
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
-        store = PrefixStore(f"round{self._round}", self._tcp)
+        gone = partial(self._network.lost_hosts, or_left=True)
+        store = _RoundStore(f"round{self._round}", self._tcp, self._hosts, gone)
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.packages import versions
-from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.signals import STOP_ALL, handled
 from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
@@ -37,7 +37,7 @@ _TERMINATION_GRACE_S = 5.0
 _BEFORE = "before"
 _ANSWER_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_ALL)
 
 SHOW = "THINPIPE_SHOW"
 """Environment variable: the local rank that shows progress, -1 for none."""
@@ -103,22 +103,24 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal, once it has come."""
-        self._stop_all: Callable[[], threading.Event] | None = None
+        """The signal, once it has come; SIGTERM for `STOP_ALL`."""
+        self._whole = False
+        self._stop: Callable[[bool], threading.Event] | None = None
         self._grace_s = _TERMINATION_GRACE_S
         numbers, _ = wakeup_pipe()
         for number in handled(_STOPS):
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
-    def begin_training(self, grace_s: float, stop_all: Callable[[], threading.Event]) -> None:
+    def begin_training(self, grace_s: float, stop: Callable[[bool], threading.Event]) -> None:
         """From here on there is something to save, within the grace period.
 
-        `stop_all` asks all ranks to stop; its event is set once they know when.
+        `stop` asks all ranks to stop, with False only this machine's if the others can go on; its
+        event is set once they know when.
         """
-        self._grace_s, self._stop_all = grace_s, stop_all
+        self._grace_s, self._stop = grace_s, stop
         if self.number is not None:
-            stop_all()
+            stop(self._whole)
 
     def is_set(self) -> bool:
         """Whether this process was asked to stop."""
@@ -130,30 +132,36 @@ class StopFlag:
         Raises:
             TerminatedError: the flag is set.
         """
-        if self.number is not None and self._stop_all is None:
+        if self.number is not None and self._stop is None:
             raise TerminatedError(self.number)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._stop_all is None:
+        if number == signal.SIGINT and self._stop is None:
             raise KeyboardInterrupt
-        self.number = number
+        self._take(number)
 
     def _watch(self, numbers: int) -> None:
         """End the process if the main thread has not done so in time."""
         while not (asked := [n for n in os.read(numbers, 64) if self._counts(n)]):
             pass
-        self.number, limit_s = self.number or asked[0], time.monotonic() + self._grace_s
-        if self._stop_all is not None and not self._stop_all().wait(_ANSWER_S):
+        number, limit_s = self._take(asked[0]), time.monotonic() + self._grace_s
+        if self._stop is not None and not self._stop(self._whole).wait(_ANSWER_S):
             tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
         time.sleep(max(0.0, limit_s - time.monotonic()))
         late = (
             f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
             "run is at its last checkpoint"
         )
-        end_now(128 + self.number, late if self._stop_all is not None and speaks() else "")
+        end_now(128 + number, late if self._stop is not None and speaks() else "")
+
+    def _take(self, number: int) -> int:
+        """Remember the first signal; as which number it counts."""
+        self._whole |= number == STOP_ALL
+        self.number = self.number or (signal.SIGTERM if number == STOP_ALL else number)
+        return self.number
 
     def _counts(self, number: int) -> bool:
-        return number in _STOPS and (number != signal.SIGINT or self._stop_all is not None)
+        return number in _STOPS and (number != signal.SIGINT or self._stop is not None)
 
 
 @contextmanager

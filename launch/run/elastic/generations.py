@@ -7,8 +7,9 @@ each needs messages of all. So a section counts for all or for none: who is behi
 ahead have found in it. For a step that is the vector which all share before the optimizer's step,
 as gradients were summed before.
 
-Ranks learn of a loss from the supervisor of the process that was killed, through the run's store.
-A thread then breaks this rank's connections, which wakes up whatever waits for a peer.
+Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
+from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
+this rank's connections, which wakes up whatever waits for a peer.
 """
 
 import json
@@ -23,6 +24,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
+from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -73,10 +75,11 @@ class Elastic:
         transport: GlooTransport,
         run: Adapting,
         *,
+        host: str,
         least: int,
         wait_s: float,
     ) -> None:
-        """The run goes on with `least` replicas or more; every rank calls it.
+        """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
 
         Raises:
             ConfigError: this rank's supervisor is not ours, so no loss would be told.
@@ -98,9 +101,11 @@ class Elastic:
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
         self._changed = threading.Condition()
+        self._hosts = Hosts(self._store, rank, world, host)
         self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
+        self._hosts.watch(Losses(store.clone()))  # type: ignore[attr-defined]
 
     def together(
         self,
@@ -147,6 +152,22 @@ class Elastic:
     def close(self) -> None:
         """The last section is done."""
         self._losses.close()
+
+    @property
+    def can_spare_this_machine(self) -> bool:
+        """Whether enough replicas are left if all ranks of this machine leave."""
+        own, size = {*self._hosts.own_ranks}, self._transport.mesh.pipeline_ranks
+        replicas = [{*self._members[at : at + size]} for at in range(0, len(self._members), size)]
+        left = sum(not own & ranks for ranks in replicas)
+        return self._hosts.may_leave and left >= self._least
+
+    def leave(self, why: str) -> None:
+        """Have the others go on without this rank, which ends.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        self._losses.report(self._me, why)
 
     @property
     def members(self) -> Sequence[int]:

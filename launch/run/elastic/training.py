@@ -1,5 +1,6 @@
 """Training that goes on without replicas it loses: what depends on who is in the run."""
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar, cast
@@ -9,6 +10,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.session import speaks, tell
 from thinpipe.launch.run.elastic.generations import Elastic
 from thinpipe.launch.run.training import Training
 from thinpipe.pipeline.batch import Batch
@@ -16,6 +19,8 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.step_stats import StepTotals
 
 _T = TypeVar("_T")
+_SOONER_S = 0.5
+"""Than a machine that is asked to stop would be ended."""
 
 
 class ElasticTraining(Training):
@@ -37,9 +42,13 @@ class ElasticTraining(Training):
                 "yet; remove it, and use --max-restarts"
             )
         super().begin(stack)
+        self._leaving = threading.Event()
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         transport = cast(GlooTransport, self._session.transport)
-        self._elastic = Elastic(self._session.store, transport, self, least=least, wait_s=wait_s)
+        host = self._config.network.own_name()
+        self._elastic = Elastic(
+            self._session.store, transport, self, host=host, least=least, wait_s=wait_s
+        )
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
 
@@ -47,6 +56,24 @@ class ElasticTraining(Training):
         """As before; losses count no longer."""
         super().finish(done)
         self._elastic.close()
+
+    def stop(self, whole: bool) -> threading.Event:
+        """This machine leaves after the step under way, if the others can spare it."""
+        if whole or not self._elastic.can_spare_this_machine:
+            return super().stop(whole)
+        self._leaving.set()
+        tell("asked to stop: this machine leaves after this step, and the others go on")
+        late = threading.Timer(self._config.checkpoint.grace_s - _SOONER_S, self._leave)
+        late.daemon = True
+        late.start()
+        return self._leaving
+
+    def _leave(self) -> None:
+        """Tell the others, who go on, and end."""
+        who = f"rank {self._session.mesh.rank} on {self._config.network.own_name()}"
+        self._elastic.leave(f"{who}: asked to stop")
+        left = f"left the run after step {self._done}; the others go on"
+        end_now(0, left if speaks() else "")
 
     @property
     def passes(self) -> int:
@@ -113,6 +140,9 @@ class ElasticTraining(Training):
         totals = self._elastic.together(
             train, forget=forget, pack=lambda _: engine.last_shared.tolist(), take=take
         )
+        if self._leaving.is_set():
+            self._done = step + 1
+            self._leave()
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:

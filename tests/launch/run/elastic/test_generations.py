@@ -295,7 +295,7 @@ def joined(rank: int, port: int, world: int) -> tuple[Store, GlooTransport, Reco
     )
     transport = GlooTransport(1, world, timeout_s=60)
     run = Recorder(transport)
-    return store, transport, run, Elastic(store, transport, run, least=1, wait_s=60)
+    return store, transport, run, Elastic(store, transport, run, host="here", least=1, wait_s=60)
 
 
 def one_is_behind(rank: int, port: int) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def nobody_was_lost(rank: int, port: int) -> str:
     store = TCPStore("127.0.0.1", port, is_master=False)
     gloo_backend.PORTS["control"] = 1
     transport = GlooTransport(1, 2, timeout_s=60)
-    elastic = Elastic(store, transport, Recorder(transport), least=1, wait_s=60)
+    elastic = Elastic(store, transport, Recorder(transport), host="here", least=1, wait_s=60)
 
     def fail() -> None:
         raise TransportError("an edge")

@@ -1,0 +1,128 @@
+"""A run over several machines loses some and goes on, and one leaves when asked to."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.hosts import HostsRun
+from tests.launch.run.elastic.test_generations import RUN, SAMPLES
+from tests.processes import lives
+from tests.waiting import until
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+HOSTS = 3
+
+
+@pytest.fixture
+def net() -> Iterator[ShapedNetwork]:
+    try:
+        network = ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
+
+
+def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
+    (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    config = RUN.format(folder=folder, text=folder / "text.txt", method="ef_gradients")
+    settings = (*settings, "network.patience_s=3", "pipeline.peer_timeout_s=60")
+    return HostsRun(net, folder, config, *settings, hosts=HOSTS)
+
+
+def kill(run: HostsRun, host: int) -> list[psutil.Process]:
+    """All processes of a host at once, as if its power had gone."""
+    launcher = psutil.Process(run.pids[host])
+    own = [run.relay(host), launcher, *launcher.children(recursive=True)]
+    for process in own:
+        process.send_signal(signal.SIGSTOP)
+    for process in own:
+        process.kill()
+    return own
+
+
+def said_by(run: HostsRun, host: int) -> str:
+    return " ".join(run.log(host).read_text(encoding="utf-8").split())
+
+
+def trained(run: HostsRun) -> dict[str, int]:
+    summary = json.loads((run.run_folder(0) / "summary.json").read_text(encoding="utf-8"))
+    return dict(summary["samples"])
+
+
+def test_a_machine_is_killed_another_leaves_and_the_last_saves(
+    net: ShapedNetwork, tmp_path: Path
+) -> None:
+    run = started(net, tmp_path)
+    run.wait_for_step(8)
+    killed, before_s = kill(run, 2), time.monotonic()
+    done = run.steps()
+    until(lambda: run.steps() > done + 1)
+    took_s = time.monotonic() - before_s
+    until(lambda: run.steps() >= 30)
+    psutil.Process(run.pids[1]).send_signal(signal.SIGTERM)
+    until(lambda: "left the run after step" in said_by(run, 1))
+    done = run.steps()
+    until(lambda: run.steps() > done + 1)
+    psutil.Process(run.pids[0]).send_signal(signal.SIGTERM)
+    codes = run.done()
+    assert (codes[0], codes[1]) == (128 + signal.SIGTERM,) * 2, run.text()
+    said = said_by(run, 0)
+    assert "lost: rank 2 on host2: its machine is gone" in said
+    assert "samples go to 2 replicas in place of 3" in said
+    assert "lost: rank 1 on host1: asked to stop" in said
+    assert "samples go to 1 replica in place of 2" in said
+    assert "stopped: everything up to step" in said
+    assert took_s < 30
+    until(lambda: not any(map(lives, killed)))
+
+
+def test_of_two_machines_that_lose_each_other_one_goes_on(
+    net: ShapedNetwork, tmp_path: Path
+) -> None:
+    run = started(net, tmp_path)
+    run.wait_for_step(8)
+
+    def cut() -> None:
+        subprocess.run(["ip", "route", "add", "blackhole", "10.77.0.3/32"], check=True)
+
+    run.on(1, cut)
+    codes = run.done()
+    assert (codes[0], codes[1], codes[2]) == (0, 0, 0), run.text()
+    assert "lost: rank 2 on host2: its machine is gone" in said_by(run, 0)
+    assert "the others go on without it" in said_by(run, 2)
+    assert trained(run) == {"1": SAMPLES, "2": SAMPLES}
+
+
+def test_a_run_is_stopped_from_any_machine(net: ShapedNetwork, tmp_path: Path) -> None:
+    run = started(net, tmp_path)
+    run.wait_for_step(8)
+    words = [sys.executable, "-m", "thinpipe.launch", "stop"]
+
+    def stop(folder: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*words, str(folder)], capture_output=True, text=True, check=False)
+
+    elsewhere = run.on(0, lambda: stop(run.run_folder(1)))
+    assert elsewhere.returncode == 2
+    assert "its run trains on host1; stop it there" in elsewhere.stderr
+    done = run.on(1, lambda: stop(run.run_folder(1)))
+    assert "all ranks save after the same step" in done.stdout, done.stderr
+    codes = run.done()
+    assert codes[1] == 128 + signal.SIGTERM, run.text()
+    assert "stopped: everything up to step" in said_by(run, 0)
+    assert files.steps(run.checkpoints(0))
+    nobody = stop(run.run_folder(1))
+    assert nobody.returncode == 2
+    assert "no run is training there" in nobody.stderr
