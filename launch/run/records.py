@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
+_kept: list[subprocess.Popen[str]] = []
+"""Servers whose input ends with this process; unless they are kept, Python ends it."""
 _REPORT_SHARE = 0.01
 """Share of the time since the last report that the next may take: training waits for it."""
 
@@ -103,7 +105,9 @@ class Records:
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             self._journal.write()  # which the page needs
-            stack.enter_context(served(self._info.folder, port, self._display.note))
+            samples = self._config.eval.samples > 0
+            page = served(self._info.folder, port, self._display.note, until_exit=samples)
+            stack.enter_context(page)
         stack.enter_context(self._journal)  # left before the page, which shows how the run ended
 
     def _noted(self, text: str) -> None:
@@ -210,12 +214,14 @@ class Records:
 
 
 @contextmanager
-def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[None]:
+def served(
+    folder: Path, port: int, note: Callable[[str], None], *, until_exit: bool
+) -> Iterator[None]:
     """Serve the page of a run from another process, as threads of this one would slow its steps.
 
     Where it is, is noted once it is there. When its standard input ends, also if this process is
     killed, it shows those who follow how the run ended, and ends itself: nobody waits for that.
-    Ctrl-C is not for it.
+    That is `until_exit` of this process, if its last act is to write samples. Ctrl-C is not for it.
     """
     words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
     command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
@@ -226,7 +232,10 @@ def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[Non
         yield
     finally:
         assert server.stdin is not None
-        server.stdin.close()
+        if until_exit:
+            _kept.append(server)
+        else:
+            server.stdin.close()
 
 
 def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:

@@ -153,6 +153,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
         tab.wait(lambda: tab.text("#state") == "Finished.")
         assert tab.run("return runs[0].columns.step.at(-1)") == 300
+        tab.wait(lambda: "samples" in visible(tab))
         assert tab.complaints() == []
     finally:
         done = run.done()
