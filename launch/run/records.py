@@ -240,9 +240,12 @@ def served(
 
 def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:
     """Pass on where the page is; a server that cannot have its port says why itself."""
-    for line in server.stdout or ():
-        if line.startswith("watch at ") and server.stdin and not server.stdin.closed:
-            note(line.strip())
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with server.stdout:
+        for line in server.stdout:
+            if line.startswith("watch at ") and not server.stdin.closed:
+                note(line.strip())
     server.wait()
 
 
