@@ -16,7 +16,6 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
-from thinpipe.launch.net.ranks.clock import seconds_ahead
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.view.report.edges import edges_of, traces_of
 from thinpipe.launch.view.report.metric_table import scalars
@@ -305,6 +304,8 @@ def gather_events(
     transport: Transport, events: Sequence[ComputeEvent], start_s: float
 ) -> list[ComputeEvent]:
     """Events of all ranks in a step that this rank began at `start_s`; a collective call."""
+    from thinpipe.launch.net.ranks.clock import seconds_ahead  # once in a run
+
     ahead_s = seconds_ahead(transport)
     own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
     everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
