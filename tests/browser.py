@@ -23,6 +23,7 @@ class Browser:
         self.driver = driver
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
+        self.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": width < 500})
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -49,6 +50,32 @@ class Browser:
         self.run("document.querySelector(arguments[0]).focus()", selector)
         for key in keys:
             self.driver.switch_to.active_element.send_keys(key)
+
+    def touch(self, selector: str, *fingers: tuple[float, float], rise: float = 0.0) -> None:
+        """Fingers go down in an element, each moves from one part of its width to another, and up.
+
+        Meanwhile they `rise` so many pixels. The middle of the element must be in sight.
+        """
+        box = """const b = document.querySelector(arguments[0]).getBoundingClientRect();
+            return [b.left, b.width, b.top + b.height / 2]"""
+        left, width, y = self.run(box, selector)
+
+        def send(kind: str, part: float) -> None:
+            points = [
+                {
+                    "x": left + width * (start + part * (stop - start)),
+                    "y": y - part * rise,
+                    "id": number,
+                }
+                for number, (start, stop) in enumerate(fingers)
+            ]
+            touches = {"type": kind, "touchPoints": points if kind != "touchEnd" else []}
+            self.driver.execute_cdp_cmd("Input.dispatchTouchEvent", touches)
+
+        send("touchStart", 0.0)
+        for step in range(1, 11):
+            send("touchMove", step / 10)
+        send("touchEnd", 1.0)
 
     def complaints(self) -> list[str]:
         """Of the console since the last call."""

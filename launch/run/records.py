@@ -16,7 +16,6 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
-from thinpipe.launch.net.ranks.clock import seconds_ahead
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.view.report.edges import edges_of, traces_of
 from thinpipe.launch.view.report.metric_table import scalars
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
+_kept: list[subprocess.Popen[str]] = []
+"""Servers whose input ends with this process; unless they are kept, Python ends it."""
 _REPORT_SHARE = 0.01
 """Share of the time since the last report that the next may take: training waits for it."""
 
@@ -103,7 +104,9 @@ class Records:
         self._display.keep = self._noted
         if (port := self._config.watch.port) is not None:
             self._journal.write()  # which the page needs
-            stack.enter_context(served(self._info.folder, port, self._display.note))
+            samples = self._config.eval.samples > 0
+            page = served(self._info.folder, port, self._display.note, until_exit=samples)
+            stack.enter_context(page)
         stack.enter_context(self._journal)  # left before the page, which shows how the run ended
 
     def _noted(self, text: str) -> None:
@@ -210,12 +213,14 @@ class Records:
 
 
 @contextmanager
-def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[None]:
+def served(
+    folder: Path, port: int, note: Callable[[str], None], *, until_exit: bool
+) -> Iterator[None]:
     """Serve the page of a run from another process, as threads of this one would slow its steps.
 
     Where it is, is noted once it is there. When its standard input ends, also if this process is
     killed, it shows those who follow how the run ended, and ends itself: nobody waits for that.
-    Ctrl-C is not for it.
+    That is `until_exit` of this process, if its last act is to write samples. Ctrl-C is not for it.
     """
     words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
     command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
@@ -226,14 +231,20 @@ def served(folder: Path, port: int, note: Callable[[str], None]) -> Iterator[Non
         yield
     finally:
         assert server.stdin is not None
-        server.stdin.close()
+        if until_exit:
+            _kept.append(server)
+        else:
+            server.stdin.close()
 
 
 def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:
     """Pass on where the page is; a server that cannot have its port says why itself."""
-    for line in server.stdout or ():
-        if line.startswith("watch at ") and server.stdin and not server.stdin.closed:
-            note(line.strip())
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with server.stdout:
+        for line in server.stdout:
+            if line.startswith("watch at ") and not server.stdin.closed:
+                note(line.strip())
     server.wait()
 
 
@@ -293,6 +304,8 @@ def gather_events(
     transport: Transport, events: Sequence[ComputeEvent], start_s: float
 ) -> list[ComputeEvent]:
     """Events of all ranks in a step that this rank began at `start_s`; a collective call."""
+    from thinpipe.launch.net.ranks.clock import seconds_ahead  # once in a run
+
     ahead_s = seconds_ahead(transport)
     own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
     everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})

@@ -3,10 +3,10 @@
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.ports import free_port
 from tests.runs import records as steps_of
@@ -21,7 +21,7 @@ def server_of(folder: Path) -> psutil.Process:
 
 def test_a_page_is_named_once_it_is_there(tmp_path: Path) -> None:
     folder, port, notes = write_run(tmp_path / "run", steps_of(2)), free_port(), list[str]()
-    with records.served(folder, port, notes.append):
+    with records.served(folder, port, notes.append, until_exit=False):
         assert notes == [], "nothing listens yet"
         until(lambda: notes)
         socket.create_connection(("127.0.0.1", port), timeout=10).close()
@@ -31,19 +31,31 @@ def test_a_page_is_named_once_it_is_there(tmp_path: Path) -> None:
 def test_a_page_without_a_port_is_not_named(tmp_path: Path) -> None:
     folder, notes = write_run(tmp_path / "run", steps_of(2)), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with records.served(folder, taken.getsockname()[1], notes.append):
+        with records.served(folder, taken.getsockname()[1], notes.append, until_exit=False):
             server = server_of(folder)
-            until(lambda: server.status() == psutil.STATUS_ZOMBIE)
+            until(lambda: not server.is_running())
         assert notes == []
 
 
-def test_a_server_that_hangs_does_not_keep_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "_LEAVE_S", 0.2)
+def test_nobody_waits_for_a_server_that_hangs(tmp_path: Path) -> None:
     folder, notes = write_run(tmp_path / "run", steps_of(2)), list[str]()
-    with records.served(folder, free_port(), notes.append):
+    with records.served(folder, free_port(), notes.append, until_exit=False):
         until(lambda: notes)
         server = server_of(folder)
         os.kill(server.pid, signal.SIGSTOP)
-    assert not server.is_running()
+        left_s = time.monotonic()
+    assert time.monotonic() - left_s < 1
+    os.kill(server.pid, signal.SIGCONT)
+    until(lambda: not server.is_running())
+
+
+def test_a_server_that_shows_samples_stays_until_its_process_ends(tmp_path: Path) -> None:
+    folder, port, notes = write_run(tmp_path / "run", steps_of(2)), free_port(), list[str]()
+    with records.served(folder, port, notes.append, until_exit=True):
+        until(lambda: notes)
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    server = records._kept.pop()
+    assert server.poll() is None
+    assert server.stdin is not None
+    server.stdin.close()
+    until(lambda: server.poll() is not None)

@@ -151,13 +151,33 @@ class Chart {
       hooks: { draw: [u => this.marks(u)], setCursor: [u => this.read(u.cursor.idx)],
         setScale: [(u, key) => { if (key === "x") this.zoomed(u); }] },
     }, data, this.plot);
-    this.u.over.addEventListener("pointermove", event => {
-      if (event.pointerType === "touch") {
-        const box = this.u.over.getBoundingClientRect();
-        this.u.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
-      }
-    });
+    this.touches(this.u.over);
     this.legend.replaceChildren(...this.lines.map(line => make("li", {}, sample(line), line.label)));
+  }
+
+  /* A finger reads values, or moves a chart that is zoomed; two zoom it where they are. */
+  touches(over) {
+    const down = new Map(), place = event => {
+      const box = over.getBoundingClientRect(), left = event.clientX - box.left;
+      down.set(event.pointerId, left);
+      this.u.setCursor({ left, top: event.clientY - box.top });
+    };
+    over.addEventListener("pointerdown", event => { if (event.pointerType === "touch") place(event); });
+    over.addEventListener("pointermove", event => {
+      if (!down.has(event.pointerId)) return;
+      const before = [...down.values()];
+      place(event);
+      this.drag(before, [...down.values()], over.clientWidth);
+    });
+    for (const end of ["pointerup", "pointercancel"]) over.addEventListener(end, event => down.delete(event.pointerId));
+  }
+
+  /* Places of fingers in pixels: what was in their middle stays there. */
+  drag(before, after, width) {
+    const [low, high] = this.range || this.whole(), step = (high - low) / width;
+    const middle = all => (Math.min(...all) + Math.max(...all)) / 2, gap = all => Math.max(20, Math.max(...all) - Math.min(...all));
+    const factor = gap(before) / gap(after), start = low + step * (middle(before) - factor * middle(after));
+    this.set(start, start + (high - low) * factor);
   }
 
   single(line) { return !isMark(line) && line.values.filter(finite).length === 1; }
@@ -230,7 +250,7 @@ class Chart {
 
   zoom(factor) {
     const [low, high] = this.range || this.whole(), at = finite(this.at) ? this.steps[this.at] : (low + high) / 2;
-    const middle = Math.min(high, Math.max(low, at)), half = Math.max(2, (high - low) * factor) / 2;
+    const middle = Math.min(high, Math.max(low, at)), half = (high - low) * factor / 2;
     this.set(middle - half, middle + half);
   }
   pan(part) {
@@ -238,8 +258,8 @@ class Chart {
     this.set(low + by, high + by);
   }
   set(low, high) {
-    const [first, last] = this.whole(), width = Math.min(high - low, last - first);
-    const start = Math.min(Math.max(low, first), last - width);
+    const [first, last] = this.whole(), width = Math.min(Math.max(2, high - low), last - first);
+    const start = Math.min(Math.max((low + high - width) / 2, first), last - width);
     this.u.setScale("x", { min: start, max: start + width });
   }
   all() { const [min, max] = this.whole(); this.u.setScale("x", { min, max }); }

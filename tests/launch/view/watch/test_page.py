@@ -153,6 +153,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
         tab.wait(lambda: tab.text("#state") == "Finished.")
         assert tab.run("return runs[0].columns.step.at(-1)") == 300
+        tab.wait(lambda: "samples" in visible(tab))
         assert tab.complaints() == []
     finally:
         done = run.done()
@@ -233,6 +234,44 @@ def test_charts_are_read_and_zoomed_by_keyboard(tab: Browser, tmp_path: Path) ->
     assert tab.run(scale) == pytest.approx([low - (high - low) / 2, high - (high - low) / 2])
     tab.press(PLOT, "0")
     assert tab.run(scale) == [1, 200]
+
+
+def test_fingers_read_zoom_and_move_charts(tab: Browser, tmp_path: Path) -> None:
+    tab.resize(*PHONE)
+    tab.open(exported(tmp_path / "run", 200))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+    over, said = "#loss .u-over", "#loss output"
+    centre = {"block": "center", "behavior": "instant"}
+    tab.run("document.querySelector(arguments[0]).scrollIntoView(arguments[1])", over, centre)
+
+    def scale() -> tuple[float, float]:
+        low, high = tab.run(
+            "const s = charts.get('loss Loss by step').u.scales.x; return [s.min, s.max]"
+        )
+        return low, high
+
+    tab.touch(over, (0.3, 0.7))
+    tab.wait(lambda: re.match(r"step 1[34]\d: each step ", tab.text(said)))
+    assert scale() == (1, 200), "one finger reads"
+    tab.touch(over, (0.4, 0.3), (0.6, 0.7))
+    tab.wait(lambda: scale() != (1, 200))
+    low, high = scale()
+    assert high - low == pytest.approx(199 / 2, rel=0.1), "two zoom, twice as far from each other"
+    assert (low + high) / 2 == pytest.approx(100.5, abs=5), "around their middle"
+    tab.touch(over, (0.7, 0.4))
+    tab.wait(lambda: scale() != (low, high))
+    assert scale()[0] == pytest.approx(low + 0.3 * (high - low), rel=0.15), "one moves it"
+    assert scale()[1] - scale()[0] == pytest.approx(high - low)
+    for _ in range(2):
+        tab.touch(over, (0.1, 0.45), (0.9, 0.55))
+    tab.wait(lambda: scale() == (1, 200))
+    for _ in range(6):
+        tab.touch(over, (0.45, 0.1), (0.55, 0.9))
+    assert scale()[1] - scale()[0] == pytest.approx(2), "no further"
+    before = tab.run("return scrollY")
+    tab.touch(over, (0.5, 0.5), rise=240)
+    tab.wait(lambda: tab.run("return scrollY") > before + 100)  # up or down scrolls the page
+    assert tab.complaints() == []
 
 
 def test_smoothing_says_what_it_is_and_no_colour_is_needed(tab: Browser, tmp_path: Path) -> None:
