@@ -56,42 +56,43 @@ def measure(method: str, seed: int, every: int) -> Row:
         file.write_text(_RUN.format(folder=folder, method=method, sequences=40 * every))
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file), "--show", "-1"]
         with subprocess.Popen([*words, "--set", f"run.seed={seed}"]) as run:
-            for number in range(1, REPLICAS):
-                _kill(
-                    run,
-                    Path(folder) / "run/metrics.jsonl",
-                    rank=REPLICAS - number,
-                    after=number * every,
-                )
-            if run.wait(_PATIENCE_S):
-                raise SystemExit(f"the run ended with {run.returncode}")
+            try:
+                for number in range(1, REPLICAS):
+                    _kill(run, Path(folder), rank=REPLICAS - number, after=number * every)
+                if run.wait(_PATIENCE_S):
+                    raise RuntimeError(f"the run ended with {run.returncode}")
+            finally:
+                run.kill()
         records = read_metrics(Path(folder) / "run/metrics.jsonl")
     return _row(method, seed, records)
 
 
-def _kill(run: "subprocess.Popen[bytes]", metrics: Path, *, rank: int, after: int) -> None:
+def _kill(run: "subprocess.Popen[bytes]", folder: Path, *, rank: int, after: int) -> None:
     """SIGKILL, once so many steps are on record."""
-    limit_s = time.monotonic() + _PATIENCE_S
+    metrics, limit_s = folder / "run/metrics.jsonl", time.monotonic() + _PATIENCE_S
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
         if run.poll() is not None or time.monotonic() > limit_s:
-            raise SystemExit(f"the run ended before step {after}, or did not reach it in time")
+            raise RuntimeError(f"the run ended before step {after}, or did not reach it in time")
         time.sleep(0.02)
-    for process in psutil.Process(run.pid).children(recursive=True):
-        if process.name() == f"thinpipe {rank}":
-            process.send_signal(signal.SIGKILL)
+    ranks = psutil.Process(run.pid).children(recursive=True)
+    (found,) = [process for process in ranks if process.name() == f"thinpipe {rank}"]
+    found.send_signal(signal.SIGKILL)
 
 
 def _row(method: str, seed: int, records: Sequence[StepRecord]) -> Row:
     """Of each loss, the longer of the first step without that replica and the one before."""
     pairs = [*pairwise(records[:-1])]  # the last step may have fewer samples
     struck = [max(pair, key=lambda one: one.step_s) for pair in pairs if _lost(*pair)]
-    usual_s = median(record.step_s for record in records if record not in struck)
-    still_s = [record.step_s - usual_s for record in struck]
+    usual_s = {
+        samples: median(one.step_s for one in records if one.samples == samples)
+        for samples in {one.samples for one in records}
+    }
+    still_s = [one.step_s - usual_s[one.samples] for one in struck]
     total_s = sum(record.step_s for record in records)
     numbers: dict[str, float | None] = {
         "stands still s": median(still_s),
         "worst s": max(still_s),
-        "usual step s": usual_s,
+        "usual step s": usual_s[records[0].samples],
         "goodput": 1 - sum(still_s) / total_s,
     }
     detail = {"still_s": still_s, "steps": len(records), "total_s": total_s}

@@ -56,6 +56,7 @@ def start_run(
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
         if started_by_launcher() and not dry_run:
             _run_rank(config, after_restart(resume), show=show)
+        _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if dry_run:
             shown = partial(_show_needs, shares, max(0, show))
@@ -65,6 +66,27 @@ def start_run(
         sys.exit(_start(main, config, len(shares[0]), machines, show=show))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+
+
+def _check_elastic(config: RunConfig, machines: Machines) -> None:
+    """Check that replicas on several machines can go on without one.
+
+    Raises:
+        ConfigError: nobody would notice, or all would wait for it.
+    """
+    if machines.alone or not config.elastic.goes_on(config.pipeline.replicas):
+        return
+    what = f"elastic.min_replicas = {config.elastic.min_replicas}"
+    if config.network.trusted:
+        raise ConfigError(
+            f"{what}: on several machines it needs the run's own network, by which a lost machine "
+            "is noticed; set network.trusted = false, with a key"
+        )
+    if machines.max_restarts:
+        raise ConfigError(
+            f"--max-restarts = {machines.max_restarts}: with {what} a restart would wait for "
+            "machines that are lost; leave it out"
+        )
 
 
 def start_program(
@@ -95,11 +117,6 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     if machines.alone:
         restarts = machines.max_restarts
         return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
-    if config.elastic.goes_on(config.pipeline.replicas) and config.network.trusted:
-        raise ValueError(
-            f"elastic.min_replicas = {config.elastic.min_replicas}: on several machines it needs "
-            "the run's own network, which network.trusted = true does without; remove one of them"
-        )
     placed = hosts_by_rank(config.pipeline.placement)
     join_s = config.pipeline.peer_timeout_s
     nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)

@@ -3,9 +3,11 @@
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 
 from thinpipe.launch.config.cli_options import refuse
@@ -31,15 +33,30 @@ def _trains_in(folder: Path) -> int:
     """The process that trains in a folder.
 
     Raises:
-        ConfigError: none does, or not on this machine.
+        ConfigError: none does, or not on this machine, or nobody can tell.
     """
-    if not disk.is_locked(folder / disk.RUN_LOCK):  # or nobody can tell
+    lock = folder / disk.RUN_LOCK
+    if disk.is_locked(lock) is False or not lock.is_file():
         raise ConfigError(f"{folder}: no run is training there; name the folder of one that is")
     try:
-        owner = json.loads((folder / disk.RUN_LOCK).read_text(encoding="utf-8"))
+        owner = json.loads(lock.read_text(encoding="utf-8"))
         host, process = str(owner["host"]), int(owner["process"])
     except (OSError, ValueError, TypeError, KeyError):
         raise ConfigError(f"{folder}: does not say which process trains there") from None
     if host != socket.gethostname():
         raise ConfigError(f"{folder}: its run trains on {host}; stop it there")
+    if not _holds(process, lock):
+        raise ConfigError(
+            f"{folder}: process {process}, which it names, is not its run's; press Ctrl-C where "
+            "the run was started"
+        )
     return process
+
+
+def _holds(process: int, lock: Path) -> bool:
+    """Whether a process has a file open: another one may have its number, as in a container."""
+    with suppress(psutil.Error):
+        return any(
+            Path(file.path) == lock.resolve() for file in psutil.Process(process).open_files()
+        )
+    return False

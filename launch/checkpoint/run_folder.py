@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
@@ -19,6 +20,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
+_MOMENT_S = 0.1
 _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
 
 
@@ -125,7 +127,7 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
     path = folder / disk.RUN_LOCK
     file = path.open("a", encoding="utf-8")  # keeps another run's name while it holds the lock
     try:
-        if not disk.lock(file):
+        if not _locked(file):
             disk.warn_once(
                 "lock", f"{folder}: its file system has no locks; start no other run in it"
             )
@@ -139,6 +141,14 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
         file.close()
         raise
     return file
+
+
+def _locked(file: TextIOWrapper) -> bool:
+    """As `disk.lock`, twice: who looks whether a folder is locked holds its lock for a moment."""
+    with contextlib.suppress(BlockingIOError):
+        return disk.lock(file)
+    time.sleep(_MOMENT_S)
+    return disk.lock(file)
 
 
 def _owner(folder: Path) -> _Owner | None:

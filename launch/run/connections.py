@@ -4,10 +4,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, Self
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 
@@ -75,7 +77,8 @@ class Connections:
             return
 
     def _tell(self, store: Store, _ranks: Collection[int]) -> None:
-        store.set(str(self._rank), json.dumps([time.monotonic(), self._relay()]))
+        with suppress(OverlayError):  # the relay is late
+            store.set(str(self._rank), json.dumps([time.monotonic(), self._relay()]))
 
     def _ask(self, store: Store, ranks: Collection[int]) -> None:
         for rank in ranks:

@@ -89,6 +89,15 @@ class Overlay:
     def client(self) -> Client:
         return Client(self.socket)
 
+    def gone_hosts(self) -> list[str]:
+        """Hosts that have left or cannot be reached; all others, if the relay has ended."""
+        try:
+            links = self.client().ask("status")["links"].items()
+        except OverlayError:
+            others = [host.name for host in self.peer_list.hosts if host.name != self.name]
+            return others if self.has_ended else []
+        return [name for name, link in links if link["left"] or link["lost"]]
+
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None

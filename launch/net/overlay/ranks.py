@@ -64,19 +64,37 @@ def broken_links() -> str:
 def gone_for_good() -> str:
     """Machines that will not answer this rank any more, in words; nothing if all may."""
     try:
-        gone = gone_hosts()
+        gone = [name for name, link in _links().items() if link["left"] or link["lost"]]
     except OverlayError as error:
         return str(error)
     return f"{', '.join(gone)} left the run, or cannot be reached" if gone else ""
 
 
-def gone_hosts() -> list[str]:
-    """Machines that will not answer this rank any more; none without a relay.
+class HostWatch:
+    """Machines whose connections to this one have broken for good since it was made.
 
-    Raises:
-        OverlayError: this machine's relay is gone.
+    A lost machine may come back, but what ranks were connected by does not.
     """
-    return [name for name, link in _links().items() if link["left"] or link["lost"]]
+
+    def __init__(self) -> None:
+        """Without a relay there are no others.
+
+        Raises:
+            OverlayError: this machine's relay is gone, or late.
+        """
+        self._before = {name: link["restarts"] for name, link in _links().items()}
+
+    def gone(self) -> list[str]:
+        """Their names.
+
+        Raises:
+            OverlayError: as before.
+        """
+        return [
+            name
+            for name, link in _links().items()
+            if link["left"] or link["lost"] or link["restarts"] > self._before[name]
+        ]
 
 
 def coordinates() -> bool:

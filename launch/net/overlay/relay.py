@@ -365,6 +365,7 @@ class Relay:
                 "left": link.has_left,
                 "silence_s": link.silence_s,
                 "resent": link.session.resent,
+                "restarts": link.restarts,
             }
             for name, link in self._links.items()
         }

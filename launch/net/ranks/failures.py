@@ -93,9 +93,14 @@ class Losses:
         return bool(self._store.check(["open"])) and not self._store.check(["closed"])
 
     def report(self, rank: int, message: str) -> None:
-        """Publish what ended a rank."""
-        number = self._store.add("count", 1)
-        self._store.set(str(number), json.dumps([rank, message]))
+        """Publish what ended a rank, unless that is known."""
+        if self._store.add(f"reported/{rank}", 1) == 1:
+            number = self._store.add("count", 1)
+            self._store.set(str(number), json.dumps([rank, message]))
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank was reported."""
+        return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:
         """The rank that was lost as number so many, from 1, and what ended it; waits for it.

@@ -59,15 +59,14 @@ class HostNetwork:
         """Whether this host has lost its relay, and with it all others."""
         return self.overlay is not None and self.overlay.has_ended
 
-    def lost_hosts(self, *, or_left: bool = False) -> int:
-        """How many hosts cannot be reached any more, or have also left."""
+    def lost_hosts(self) -> int:
         if self.overlay is None:
             return 0
         try:
             links = self.overlay.client().ask("status")["links"].values()
         except OverlayError:
             return len(self.overlay.peer_list.hosts) - 1
-        return sum(link["lost"] or (or_left and link["left"]) for link in links)
+        return sum(link["lost"] for link in links)
 
     def close(self) -> None:
         if self.overlay is not None:

@@ -11,9 +11,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -31,10 +30,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.utils.store import _LAST_MEMBER_CHECKIN, _NUM_MEMBERS
+from torch.distributed.elastic.utils.store import _LAST_MEMBER_CHECKIN
 
 from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.network import ROUND, HostNetwork
 from thinpipe.launch.net.ranks.restarts import refused_restarts
@@ -46,8 +46,7 @@ BACKEND = "thinpipe"
 _Come = tuple[Any, int, str]
 """What sorts a host, the number of its post, and its name."""
 _POLL_S = 0.05
-_LEAVE_S, _AGENTS_S = 5.0, 300.0
-"""How long the store stays for other launchers, and those wait for each other's ranks."""
+_LEAVE_S = 5.0
 _SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
 """When hosts that wait at a restart say for whom: others come within a moment."""
 _LOOK_S = 1.0
@@ -70,19 +69,21 @@ class _RoundStore(PrefixStore):
     A host that is gone does not come; the ranks of others may have gone on without it.
     """
 
-    def __init__(self, prefix: str, store: Store, hosts: int, gone: Callable[[], int]) -> None:
+    def __init__(
+        self, prefix: str, store: Store, own: str, hosts: Collection[str], overlay: Overlay
+    ) -> None:
         super().__init__(prefix, store)
-        self._hosts, self._gone = hosts, gone
+        self._own, self._hosts, self._overlay = own, hosts, overlay
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        """As of any store, but at the end only for hosts that are not gone."""
+        """As of any store; at the end, until each of the hosts has come, or is gone."""
         if keys != [f"{_END}{_LAST_MEMBER_CHECKIN}"]:
             super().wait(keys, *timeout)
             return
-        limit_s = time.monotonic() + _AGENTS_S
-        while not self.check(keys) and time.monotonic() < limit_s:
-            if self.add(f"{_END}{_NUM_MEMBERS}", 0) + self._gone() >= self._hosts:
-                break
+        self.set(f"ended/{self._own}", "")
+        awaited = {*self._hosts}
+        while awaited := {host for host in awaited if not self.check([f"ended/{host}"])}:
+            awaited -= {*self._overlay.gone_hosts()}
             time.sleep(_POLL_S)
 
 
@@ -170,8 +171,10 @@ class Rendezvous(RendezvousHandler):
             self._wait.over()
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
-        gone = partial(self._network.lost_hosts, or_left=True)
-        store = _RoundStore(f"round{self._round}", self._tcp, self._hosts, gone)
+        name, overlay = f"round{self._round}", self._network.overlay
+        store = PrefixStore(name, self._tcp)
+        if overlay is not None:
+            store = _RoundStore(name, self._tcp, self._network.host, self._names, overlay)
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:

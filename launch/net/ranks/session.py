@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -147,7 +148,10 @@ class StopFlag:
         number, limit_s = self._take(asked[0]), time.monotonic() + self._grace_s
         if self._stop is not None and not self._stop(self._whole).wait(_ANSWER_S):
             tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
-        time.sleep(max(0.0, limit_s - time.monotonic()))
+        while (left_s := limit_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([numbers], [], [], left_s)
+            if ready and STOP_ALL in os.read(numbers, 64) and self._stop is not None:
+                self._stop(True)
         late = (
             f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
             "run is at its last checkpoint"

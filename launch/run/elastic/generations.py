@@ -102,10 +102,12 @@ class Elastic:
         self._lost: dict[int, str] = {}
         self._changed = threading.Condition()
         self._hosts = Hosts(self._store, rank, world, host)
+        self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
         self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
         self._hosts.watch(Losses(store.clone()))  # type: ignore[attr-defined]
+        self._leaving = Losses(store.clone())  # type: ignore[attr-defined]
 
     def together(
         self,
@@ -153,21 +155,31 @@ class Elastic:
         """The last section is done."""
         self._losses.close()
 
-    @property
-    def can_spare_this_machine(self) -> bool:
-        """Whether enough replicas are left if all ranks of this machine leave."""
-        own, size = {*self._hosts.own_ranks}, self._transport.mesh.pipeline_ranks
-        replicas = [{*self._members[at : at + size]} for at in range(0, len(self._members), size)]
-        left = sum(not own & ranks for ranks in replicas)
-        return self._hosts.may_leave and left >= self._least
+    def may_leave(self) -> bool:
+        """Whether all ranks of this machine may leave: enough replicas are left without them.
 
-    def leave(self, why: str) -> None:
-        """Have the others go on without this rank, which ends.
+        Of several machines that ask in a generation, one may. Called by another thread.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        self._losses.report(self._me, why)
+        size = self._transport.mesh.pipeline_ranks
+        with self._changed:
+            gone = {*self._hosts.own_ranks, *self._lost}
+            members, generation = self._members, self._generation
+        replicas = [{*members[at : at + size]} for at in range(0, len(members), size)]
+        if self._hosts.is_needed or sum(not gone & ranks for ranks in replicas) < self._least:
+            return False
+        first = self._own.compare_set(f"leaves/{generation}", "", self._hosts.own)
+        return bool(first.decode() == self._hosts.own)
+
+    def leave(self, why: str) -> None:
+        """Have the others go on without this rank, which ends. Called by any thread.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        self._leaving.report(self._me, why)
 
     @property
     def members(self) -> Sequence[int]:
@@ -192,10 +204,12 @@ class Elastic:
                 return
             with self._changed:
                 self._lost[rank] = message
-                if rank in self._members:  # else the next generation is without it already
+                is_member = rank in self._members  # else the next generation is without it already
+                if is_member:
                     break_connections(self._ports)
                 self._changed.notify_all()
-            self._run.interrupt()
+            if is_member:
+                self._run.interrupt()
             number += 1
 
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:

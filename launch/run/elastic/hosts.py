@@ -1,4 +1,4 @@
-"""Machines of a run that are lost, and one that leaves: all their ranks are lost with them."""
+"""Machines of a run that are lost: all their ranks are lost with them."""
 
 import json
 import threading
@@ -7,7 +7,7 @@ import time
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.overlay.ranks import coordinates, gone_hosts
+from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates
 from thinpipe.launch.net.ranks.failures import Losses
 
 _LOOK_S = 0.25
@@ -27,41 +27,50 @@ class Hosts:
         store.set(str(rank), json.dumps([own, coordinates()]))
         said = [json.loads(store.get(str(other))) for other in range(world)]
         self._names = [str(name) for name, _ in said]
-        self._rank, self._own = rank, own
-        self._holders = {name for name, holds in said if holds}
+        self._rank, self.own = rank, own
+        self._holder = next(str(name) for name, holds in said if holds)
 
     def ranks_of(self, host: str) -> list[int]:
         return [rank for rank, name in enumerate(self._names) if name == host]
 
     @property
     def own_ranks(self) -> list[int]:
-        return self.ranks_of(self._own)
+        return self.ranks_of(self.own)
 
     @property
-    def may_leave(self) -> bool:
-        """Whether the others can go on without this machine, which not all of them can spare."""
-        return self._own not in self._holders and 0 not in self.own_ranks
+    def is_needed(self) -> bool:
+        """Whether the run cannot go on without this machine: it has rank 0, or the store."""
+        return self.own == self._holder or 0 in self.own_ranks
+
+    def may_report(self, host: str) -> bool:
+        """Whether this machine's word counts if it has lost another one.
+
+        Without that which has the store nobody says anything.
+        """
+        theirs = self.ranks_of(host)
+        if not theirs or host == self._holder:
+            return False
+        return self.own == self._holder or min(theirs) > min(self.own_ranks)
 
     def watch(self, losses: Losses) -> None:
         """Report, in a thread, ranks of machines that are gone; `losses` is that thread's own."""
         if len({*self._names}) > 1:
-            threading.Thread(target=self._look, args=(losses,), daemon=True).start()
+            threading.Thread(target=self._look, args=(losses, HostWatch()), daemon=True).start()
 
-    def _look(self, losses: Losses) -> None:
-        reported: set[str] = set()
-        while True:
-            try:
-                for host in {*gone_hosts()} - reported:
-                    if self._says_so(host) and losses.is_open:
-                        for rank in self.ranks_of(host):
-                            losses.report(rank, f"rank {rank} on {host}: its machine is gone")
-                        reported.add(host)
-            except OverlayError:  # the relay is late, or gone: then so is the store
-                pass
-            except RuntimeError:  # the store is gone, which ends the process
-                return
-            time.sleep(_LOOK_S)
+    def _look(self, losses: Losses, watch: HostWatch) -> None:
+        try:
+            while losses.is_open and not losses.has(self._rank):
+                try:
+                    gone = watch.gone()
+                except OverlayError:  # the relay is late, or gone: then so is the store
+                    gone = []
+                self.report(gone, losses)
+                time.sleep(_LOOK_S)
+        except RuntimeError:  # the store is gone, which ends the process
+            return
 
-    def _says_so(self, host: str) -> bool:
-        theirs = self.ranks_of(host)
-        return self._own in self._holders or (bool(theirs) and min(theirs) > min(self.own_ranks))
+    def report(self, gone: list[str], losses: Losses) -> None:
+        """Say of ranks of machines that are gone that they are lost, if that is for this one."""
+        for host in filter(self.may_report, gone):
+            for rank in self.ranks_of(host):
+                losses.report(rank, f"rank {rank} on {host}: its machine is gone")

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar, cast
 
 import torch
@@ -58,8 +58,8 @@ class ElasticTraining(Training):
         self._elastic.close()
 
     def stop(self, whole: bool) -> threading.Event:
-        """This machine leaves after the step under way, if the others can spare it."""
-        if whole or not self._elastic.can_spare_this_machine:
+        """This machine leaves after the step under way, if the others can go on without it."""
+        if whole or self._finished or not self._elastic.may_leave():
             return super().stop(whole)
         self._leaving.set()
         tell("asked to stop: this machine leaves after this step, and the others go on")
@@ -69,9 +69,12 @@ class ElasticTraining(Training):
         return self._leaving
 
     def _leave(self) -> None:
-        """Tell the others, who go on, and end."""
+        """Tell the others, who go on, and end; at the end of a run nobody has to be told."""
+        if self._finished:
+            return
         who = f"rank {self._session.mesh.rank} on {self._config.network.own_name()}"
-        self._elastic.leave(f"{who}: asked to stop")
+        with suppress(RuntimeError):  # the store is gone: so is the run
+            self._elastic.leave(f"{who}: asked to stop")
         left = f"left the run after step {self._done}; the others go on"
         end_now(0, left if speaks() else "")
 

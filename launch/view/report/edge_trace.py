@@ -114,8 +114,8 @@ class EdgeTrace:
         while not self._over.wait(_PERIOD_S):
             try:
                 status = self._read()
-            except RuntimeError:  # the relay is gone, and the run ends
-                return
+            except RuntimeError:  # the relay is late, or gone, and the run ends
+                continue
             assert status is not None
             self.add(status)
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -136,8 +137,16 @@ def silent_s(folder: Path) -> float:
 
 
 def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
-    """Whether no process trains in a folder, and `patience_s` have passed without a step."""
-    return silent_s(folder) >= patience_s and disk.is_locked(folder / disk.RUN_LOCK) is False
+    """Whether no process trains in a folder, and `patience_s` have passed without a step.
+
+    Only the machine that trained there can tell: elsewhere a lock may not be seen.
+    """
+    if silent_s(folder) < patience_s or disk.is_locked(folder / disk.RUN_LOCK) is not False:
+        return False
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        owner = json.loads((folder / disk.RUN_LOCK).read_text(encoding="utf-8"))
+        return bool(owner["host"] == socket.gethostname())
+    return False
 
 
 class Told:

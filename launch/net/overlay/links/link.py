@@ -73,6 +73,7 @@ class Link:
     ) -> None:
         self.peer, self.session, self.stats = peer, Session(), LinkStats()
         self.connected = self.is_lost = False
+        self.restarts = 0
         self.has_left = False
         """Whether the peer has said that it leaves; it may come back as another instance."""
         self.attempt = 0
@@ -181,6 +182,7 @@ class Link:
         """Forget the session with all its streams; begin another, the peer's if it names one."""
         for stream in list(self.streams.values()):
             stream.reset(tell=False)
+        self.restarts += 1
         self.session = Session()
         if identity is not None:
             self.session.identity = identity

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tests.processes import lives, named
@@ -26,6 +26,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.run.elastic import hosts
 from thinpipe.launch.run.elastic.generations import Elastic
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.view.report.journal import Told
@@ -256,6 +257,29 @@ def test_what_cannot_go_on_is_refused_by_name(sections: dict[str, Any], message:
         config(**{**base, **sections})
     config(**base)
     config(**{**base, **sections, "elastic": {"min_replicas": 2}})
+
+
+@pytest.mark.parametrize(
+    ("rank", "needed", "reported"),
+    [(0, True, [2, 4]), (2, False, [4]), (3, True, [0, 1, 2, 4]), (4, False, [])],
+)
+def test_whose_word_counts_of_which_machine(
+    rank: int, needed: bool, reported: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines a (ranks 0 and 1), b (2), c (3, with the store) and d (4) lose all others."""
+    names = ["a", "a", "b", "c", "d"]
+    monkeypatch.setattr(hosts, "coordinates", lambda: names[rank] == "c")
+    store = HashStore()
+    for other, name in enumerate(names):
+        store.set(f"hosts/{other}", json.dumps([name, name == "c"]))
+    found, losses = hosts.Hosts(store, rank, 5, names[rank]), Losses(store)
+    others = sorted({*names} - {names[rank]})
+    for _ in range(2):
+        found.report(others, losses)
+    assert found.is_needed == needed
+    assert [other for other in range(5) if losses.has(other)] == reported
+    for number in range(1, len(reported) + 1):
+        assert losses.wait(number)[1].endswith(": its machine is gone")
 
 
 class Recorder:
