@@ -167,6 +167,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        offload=config.pipeline.offload,
         objective=config.model.objective(),
         guarded={
             (cut, DIRECTIONS.index(way)): spec.remedy()
