@@ -99,7 +99,7 @@ class PipelineEngine:
         self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
         self._optimizer, self._sync, self.tied = optimizer, sync, tied
-        self._step_optimizer = optimizer.step
+        self._step_optimizer: Callable[[], object] = optimizer.step
         self._kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.offload:
             device = stages[0].device

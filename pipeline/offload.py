@@ -43,7 +43,8 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    place: int = tensor.untyped_storage()._cdata
+    return place
 
 
 def _is_weight(tensor: Tensor) -> bool:

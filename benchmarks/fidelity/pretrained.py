@@ -102,7 +102,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "adamw8bit": {"train": {"optimizer": "adamw8bit"}},
 }
-METHODS = {BASELINE: _both(_RAW, _RAW), **AGAIN, **ONCE, **dict.fromkeys(SETTINGS, _both(_RAW, _RAW))}
+METHODS = {
+    BASELINE: _both(_RAW, _RAW),
+    **AGAIN,
+    **ONCE,
+    **dict.fromkeys(SETTINGS, _both(_RAW, _RAW)),
+}
 _WEIGHTS = [name for name in SETTINGS if "model" in SETTINGS[name]]
 GROUPS = {"again": list(AGAIN), "once": list(ONCE), "small": _WEIGHTS}
 _CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}

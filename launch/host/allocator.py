@@ -1,4 +1,4 @@
-"""What glibc's malloc does with freed memory: ranks keep it, but with shards or codes of weights."""
+"""What glibc's malloc does with freed memory: ranks keep it, but with shards or codes."""
 
 import ctypes
 import os

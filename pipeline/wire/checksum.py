@@ -29,7 +29,7 @@ def opened(message: Tensor, number: int) -> Tensor | None:
 def hex_digest(values: Tensor) -> str:
     """XXH3-128 of a CPU tensor's shape and values in fp32, which are never there all at once."""
     hasher = xxhash.xxh3_128(f"{tuple(values.shape)} {torch.float32}".encode())
-    for piece in values.detach().flatten().split(_PIECE):
+    for piece in torch.split(values.detach().flatten(), _PIECE):
         hasher.update(piece.float().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 

@@ -23,8 +23,10 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 Quantization = Literal["nf4", "int8"]
 _BLOCK, _SCALES = 64, 256
 """Values that share a scale, and scales that share one."""
-_PIECE = 1 << 20
-"""Values that are quantized at once: what that takes is gone before the next."""
+_PIECE = 1 << 17
+"""Values that are quantized at once: what that takes is gone before the next, and is below what
+`return_freed_memory` maps.
+"""
 
 
 class QuantizedLinear(nn.Linear):
@@ -73,7 +75,7 @@ def _nf4(values_OI: Tensor) -> tuple[Tensor, Any]:
         functional.quantize_4bit(
             piece.float(), blocksize=_BLOCK, compress_statistics=False, quant_type="nf4"
         )
-        for piece in values_OI.flatten().split(_PIECE)
+        for piece in torch.split(values_OI.flatten(), _PIECE)
     ]
     scales = torch.cat([state.absmax for _, state in pieces])
     offset = scales.mean()
@@ -93,7 +95,7 @@ def _nf4(values_OI: Tensor) -> tuple[Tensor, Any]:
 def _int8(values_OI: Tensor) -> tuple[Tensor, Any]:
     rows = max(1, _PIECE // values_OI.shape[1])
     quantize = bitsandbytes().functional.int8_vectorwise_quant
-    pieces = [quantize(piece.half()) for piece in values_OI.split(rows)]
+    pieces = [quantize(piece.half()) for piece in torch.split(values_OI, rows)]
     return torch.cat([codes for codes, *_ in pieces]), torch.cat([its for _, its, _ in pieces])
 
 
