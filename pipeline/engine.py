@@ -29,7 +29,6 @@ from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.loss import NextToken, Objective, loss_head
 from thinpipe.pipeline.metrics import Measures
-from thinpipe.pipeline.offload import ActivationsInRam, StateInRam
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
@@ -58,7 +57,7 @@ class EngineOptions:
     default as many as inputs have, and `longest` the T of all messages where caches need one.
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
     over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
-    what to use where a codec is wrong. With `offload` a GPU holds less (`pipeline/offload.py`).
+    what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`).
     """
 
     schedule: ScheduleName
@@ -102,6 +101,8 @@ class PipelineEngine:
         self._step_optimizer: Callable[[], object] = optimizer.step
         self._kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.offload:
+            from thinpipe.pipeline.models.offload import ActivationsInRam, StateInRam
+
             device = stages[0].device
             self._step_optimizer = StateInRam(optimizer, device).step
             self._kept = ActivationsInRam([stage.submod for stage in stages], device)
