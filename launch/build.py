@@ -141,6 +141,8 @@ def build_stage(
     def part(first: int, stop: int, device: torch.device) -> "StageModule":
         return config.model.build(first, stop, seed=config.run.seed, device=device)
 
+    if config.model.quantizes:
+        return_freed_memory()  # values read from codes come and go in each product
     first, stop = bounds[stage], bounds[stage + 1]
     if len(devices) == 1:
         return part(first, stop, devices[0])
@@ -165,6 +167,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        offload=config.pipeline.offload,
         objective=config.model.objective(),
         guarded={
             (cut, DIRECTIONS.index(way)): spec.remedy()

@@ -49,6 +49,8 @@ class PipelineConfig(BaseModel):
     operation that cannot do that ends the run.
     `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
     no two ranks share one.
+    `offload` keeps in RAM what a GPU does not need all the time: activations until their backward,
+    and the optimizer's state between steps.
     `placement` names the host of each rank (`network.name`), a row per replica; by default hosts
     are numbered by name. Without `--nnodes` it has no meaning. `thinpipe plan --place` writes it.
     `peer_timeout_s` is how long to wait for a silent peer; a lost connection is noticed at once.
@@ -70,6 +72,7 @@ class PipelineConfig(BaseModel):
     device: DeviceName = "auto"
     deterministic: bool = True
     devices_per_rank: int = Field(1, ge=1)
+    offload: bool = False
     placement: tuple[tuple[str, ...], ...] = ()
     peer_timeout_s: float = Field(300.0, gt=0)
 

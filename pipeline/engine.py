@@ -57,7 +57,7 @@ class EngineOptions:
     default as many as inputs have, and `longest` the T of all messages where caches need one.
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
     over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
-    what to use where a codec is wrong.
+    what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`).
     """
 
     schedule: ScheduleName
@@ -71,6 +71,7 @@ class EngineOptions:
     accumulate: int = 1
     clip_norm: float = 0.0
     precision: Precision = "fp32"
+    offload: bool = False
     objective: Objective = field(default_factory=NextToken)
     guarded: Mapping[CutDirection, str] = field(default_factory=dict)
 
@@ -97,6 +98,14 @@ class PipelineEngine:
         self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
         self._optimizer, self._sync, self.tied = optimizer, sync, tied
+        self._step_optimizer: Callable[[], object] = optimizer.step
+        self._kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if options.offload:
+            from thinpipe.pipeline.models.offload import ActivationsInRam, StateInRam
+
+            device = stages[0].device
+            self._step_optimizer = StateInRam(optimizer, device).step
+            self._kept = ActivationsInRam([stage.submod for stage in stages], device)
         self._shards = shards
         self._parameters = _unique_parameters(stages)
         self._once_per_microbatch = _once_per_microbatch(stages)
@@ -293,7 +302,7 @@ class PipelineEngine:
         if any(stage.is_last for stage in self._stages.values()):
             self._targets = moved(part.targets, self._device)
             arguments = {"target": self._target_stand_in(len(part)), "losses": losses}
-        with self._autocast():
+        with self._autocast(), self._kept:
             schedule.step(*inputs, return_outputs=False, **arguments)
         for stage in self._stages.values():
             stage.end_pass()
@@ -341,7 +350,7 @@ class PipelineEngine:
         if not totals.skipped:
             if self._sync.leaves == "gradients":
                 self._clip(totals.grad_norm)
-            self._optimizer.step()
+            self._step_optimizer()
             self._sync.after_step()
         self._finish_step(keep=not totals.skipped)
         self._optimizer.zero_grad(set_to_none=True)

@@ -4,11 +4,14 @@
         --json out.jsonl
     python -m benchmarks.fidelity.pretrained --model smollm2 --train valid.txt --eval test.txt \
         --json once.jsonl --epochs 1 --methods once
+    python -m benchmarks.fidelity.pretrained --model smollm2 --train valid.txt --eval test.txt \
+        --json small.jsonl --lora 16 --lr 5e-4 --methods small
 
 `--model` is the folder of a Hugging Face model whose residual stream has massive activations, as
 that of every Llama-like model has. All weights are trained (or `--lora` additions), in one process
 (`benchmarks/single_process.py`: boundaries, messages and bytes are those of a run over a network).
-Seeds set the order of the sequences. With `--labelled` files are CoLA's tables and the model learns
+Seeds set the order of the sequences. Group `small` has uncompressed cuts and smaller weights,
+`optimizer` a smaller state. With `--labelled` files are CoLA's tables and the model learns
 to tell sentences apart; rows then have `matthews` and `matthews_gap`, of held-out sentences sent
 uncompressed.
 
@@ -54,7 +57,8 @@ _COLUMNS = {
     _SCORE: ".3f",
     f"{_SCORE}_gap": "+.3f",
 }
-_KEY = ("method", "seed", "lr", "cuts", "epochs", "lora", "sequences", "batch")
+_KEY = ("method", "seed", "lr", "cuts", "epochs", "lora", "sequences", "batch", "warmup")
+_USUAL = {"batch": 8, "warmup": 20}
 _EVAL_BATCH = 16
 
 
@@ -91,8 +95,21 @@ ONCE: dict[str, dict[str, Any]] = {
     "once .1/.3": _once(0.1, 0.3),
     "once .15/.5": _once(0.15, 0.5),
 }
-METHODS = {BASELINE: _both(_RAW, _RAW), **AGAIN, **ONCE}
-GROUPS = {"again": list(AGAIN), "once": list(ONCE)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{
+        f"weights {form}": {"model": {"weights": form}, "pipeline": {"precision": "bf16"}}
+        for form in ("bf16", "int8", "nf4")
+    },
+    "adamw8bit": {"train": {"optimizer": "adamw8bit"}},
+}
+METHODS = {
+    BASELINE: _both(_RAW, _RAW),
+    **AGAIN,
+    **ONCE,
+    **dict.fromkeys(SETTINGS, _both(_RAW, _RAW)),
+}
+_WEIGHTS = [name for name in SETTINGS if "model" in SETTINGS[name]]
+GROUPS = {"again": list(AGAIN), "once": list(ONCE), "small": _WEIGHTS}
 _CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}
 _QUICK = ["stateless 5/4", "transform .3/.3", "transform .7/.9"]
 
@@ -101,7 +118,8 @@ def run_config(
     options: argparse.Namespace, method: str, *, seed: int, lr: float, cuts: int
 ) -> RunConfig:
     """Fine-tuning with one method at all cuts, which share the layers evenly."""
-    model: dict[str, Any] = {"pretrained": str(options.model)}
+    own = SETTINGS.get(method, {})
+    model: dict[str, Any] = {"pretrained": str(options.model), **own.get("model", {})}
     if options.lora:
         model["lora"] = {"rank": options.lora, "alpha": 2 * options.lora}
     labelled = {"text_field": 3, "label_field": 1, "labels": ["0", "1"]} if options.labelled else {}
@@ -128,9 +146,16 @@ def run_config(
                 "cuts": [round(layers * cut / (cuts + 1)) for cut in range(1, cuts + 1)],
                 "schedule": "GPipe",
                 "microbatches": 4,
+                **own.get("pipeline", {}),
             },
             "boundary": [METHODS[method]],
-            "train": {"epochs": options.epochs, "batch_size": options.batch, "lr": lr},
+            "train": {
+                "epochs": options.epochs,
+                "batch_size": options.batch,
+                "lr": lr,
+                "warmup_steps": options.warmup,
+                **own.get("train", {}),
+            },
         }
     )
 
@@ -152,6 +177,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                         "lora": options.lora,
                         "sequences": options.sequences,
                         "batch": options.batch,
+                        "warmup": options.warmup,
                     }
                     if _key(about) not in known:
                         config = run_config(options, method, seed=seed, lr=lr, cuts=cuts)
@@ -211,7 +237,7 @@ def _append(path: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple({"batch": 8, **row}[name] for name in _KEY)
+    return tuple({**_USUAL, **row}[name] for name in _KEY)
 
 
 def _words(row: Mapping[str, Any]) -> str:
@@ -262,6 +288,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--sequences", type=int, default=96, help="to train on (96)")
     command.add_argument("--held-out", type=int, default=64, help="sequences (64)")
     command.add_argument("--batch", type=int, default=8, help="sequences of a step (8)")
+    command.add_argument("--warmup", type=int, default=20, help="steps (20)")
     command.add_argument("--tokens", type=int, default=128, help="of a sequence (128)")
     command.add_argument("--lora", type=int, default=0, help="rank; 0 trains all weights (0)")
     command.add_argument("--labelled", action="store_true", help="tables of labelled sentences")

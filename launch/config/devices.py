@@ -1,7 +1,8 @@
-"""Checks of `pipeline.devices_per_rank` against other settings."""
+"""Checks of `pipeline.devices_per_rank` and `pipeline.offload` against other settings."""
 
 from itertools import pairwise
 
+from thinpipe.gradcomp.registry import brings_optimizer
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
@@ -18,6 +19,26 @@ def check_devices(pipeline: PipelineConfig, model: ModelSection) -> None:
     problem = _problem(pipeline, model)
     if problem is not None:
         raise ValueError(f"pipeline.devices_per_rank = {pipeline.devices_per_rank}: {problem}")
+
+
+def check_offload(pipeline: PipelineConfig, method: str) -> None:
+    """Check that an optimizer may keep its state elsewhere, and stages what they save.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
+    if not pipeline.offload:
+        return
+    if pipeline.devices_per_rank > 1:
+        raise ValueError(
+            f"pipeline.offload = true with pipeline.devices_per_rank = {pipeline.devices_per_rank}:"
+            " not supported; use one device per rank, or remove it"
+        )
+    if brings_optimizer(method):
+        raise ValueError(
+            f'pipeline.offload = true with gradcomp.method = "{method}": not supported, as that '
+            "works on the optimizer's state; use another method, or remove it"
+        )
 
 
 def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:

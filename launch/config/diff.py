@@ -12,7 +12,7 @@ _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint.", "elastic.", "network.", "train.max_skipped"),
     "train.verify_every",
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
-    *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),
+    *(f"pipeline.{name}" for name in ("shards", "microbatches", "device", "offload")),
     *(f"pipeline.{name}" for name in ("deterministic", "devices_per_rank", "peer_timeout_s")),
 )
 _EPOCHS, _STEPS = "train.epochs", "train.max_steps"

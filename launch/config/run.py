@@ -33,7 +33,7 @@ from thinpipe.launch.config.checks import (
     check_gradcomp,
     check_stream,
 )
-from thinpipe.launch.config.devices import check_devices
+from thinpipe.launch.config.devices import check_devices, check_offload
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import ModelSection, check_weights, model_kind, with_weights
 from thinpipe.launch.config.network import NetworkConfig
@@ -270,6 +270,7 @@ class RunConfig(BaseModel):
         _check_stream(self)
         _check_task(self)
         check_gradcomp(self.gradcomp)
+        check_offload(self.pipeline, self.method)
         _check_elastic(self)
         _check_tie(self)
         return self

@@ -1,4 +1,4 @@
-"""What glibc's malloc does with freed memory: ranks keep it, but for those with shards."""
+"""What glibc's malloc does with freed memory: ranks keep it, but with shards or codes."""
 
 import ctypes
 import os
@@ -30,7 +30,9 @@ def return_freed_memory() -> None:
     """From now on, whatever takes a megabyte or more is mapped, and unmapped when it is freed.
 
     Blocks of a stage come and go with shards, and differ in size: what malloc keeps of one does not
-    fit the next. Kept memory grew with the number of blocks, by half of what shards save.
+    fit the next. Kept memory grew with the number of blocks, by half of what shards save. So do
+    values that are read from codes: in nf4 a Llama-7B's shape took three times its memory
+    (benchmarks/results/small_weights_cpu_202611.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:

@@ -162,8 +162,15 @@ def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: Mod
     if device_type(config.pipeline.device) == "cpu":
         return found.total
     # as on a CPU, though torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
-    gaps = int(_UNUSED_SHARE * model.total)
-    return model.total + gaps + found.memories.device
+    held = model.total - _offloaded(config, model).total
+    return held + int(_UNUSED_SHARE * held) + found.memories.device
+
+
+def _offloaded(config: RunConfig, model: ModelMemory) -> ModelMemory:
+    """What a rank with a GPU holds in RAM."""
+    if not config.pipeline.offload:
+        return ModelMemory()
+    return ModelMemory(activations=model.activations, optimizer=model.optimizer)
 
 
 def _counted(
@@ -175,9 +182,9 @@ def _counted(
 ) -> HostNeeds:
     """RAM of ranks, by position in their pipelines; one of them may write the report."""
     positions, held = [position for position, _ in ranks], [model for _, model in ranks]
-    model = ModelMemory()
-    if device_type(config.pipeline.device) == "cpu":
-        model = functools.reduce(ModelMemory.plus, held, model)
+    on_cpu = device_type(config.pipeline.device) == "cpu"
+    in_ram = held if on_cpu else [_offloaded(config, each) for each in held]
+    model = functools.reduce(ModelMemory.plus, in_ram, ModelMemory())
     copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
     rows = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
@@ -239,8 +246,8 @@ def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_
         raise ConfigError(
             f"{name_ranks(config, sharing)} on this host need {format_bytes(needed)} of a GPU, "
             f"and {format_bytes(here)} are free; use more GPUs or stages, smaller microbatches "
-            '(pipeline.microbatches), pipeline.precision = "bf16", or '
-            "model.activation_checkpointing = true"
+            '(pipeline.microbatches), pipeline.precision = "bf16", '
+            "model.activation_checkpointing = true, or pipeline.offload = true"
         )
 
 

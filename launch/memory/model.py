@@ -44,7 +44,8 @@ class ModelMemory:
     are the weights that were last gathered, of which it saves its part. `exchange` is what
     replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
     while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
-    of the largest block take while it is computed again.
+    of the largest block take while it is computed again; with `pipeline.offload` what a GPU holds
+    of a block's activations or moments.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
     cannot be computed from shapes alone.
@@ -228,6 +229,8 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
             run = config.model_copy(update={"model": model})
             whole = run.model.build(first, first + 1, seed=0, device="meta")
             recomputed = sum(_activations(run, first, whole)) - each
+        if config.pipeline.offload:  # of one block at a time
+            recomputed = max(recomputed + each, counted.optimizer)
     except (RuntimeError, NotImplementedError):
         # it looks at values, or uses kernels that know no fake tensors (mixtral's in fp32)
         return replace(counted, uncounted=(first,))

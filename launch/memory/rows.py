@@ -144,14 +144,21 @@ def free(config: RunConfig) -> Free:
     )
 
 
+def _why_no_gpu(config: RunConfig) -> str:
+    chosen = config.pipeline.device == "cpu"
+    return 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
+
+
 def _check_device(config: RunConfig) -> None:
     on_cpu = device_type(config.pipeline.device) == "cpu"
     if config.memory.tier in ("device", "pinned") and on_cpu:
-        chosen = config.pipeline.device == "cpu"
-        why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
         raise ConfigError(
-            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but {why}; use "ram" or '
-            '"disk"'
+            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but '
+            f'{_why_no_gpu(config)}; use "ram" or "disk"'
+        )
+    if config.pipeline.offload and on_cpu:
+        raise ConfigError(
+            f"pipeline.offload = true is for stages on a GPU, but {_why_no_gpu(config)}; remove it"
         )
 
 

@@ -115,6 +115,11 @@ class ModelKind(BaseModel):
         return int(inputs.shape[1])
 
     @property
+    def quantizes(self) -> bool:
+        """Whether it holds codes of weights, and reads values from them in each product."""
+        return False
+
+    @property
     def is_frozen(self) -> bool:
         """Whether embedding and head are."""
         return False

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +32,7 @@ from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.model import load, start_from_run
 from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf import quantized
 from thinpipe.pipeline.models.hf.frozen import _check_range
 from thinpipe.pipeline.models.hf.quantized import QuantizedLinear
 
@@ -283,3 +284,25 @@ def test_values_that_codes_cannot_hold_are_refused_by_name(
     else:
         with pytest.raises(ValueError, match=r"layers\.0\.q_proj\.weight: a value of .* use model"):
             _check_range("layers.0.q_proj.weight", values, form)
+
+
+def test_codes_that_are_made_piece_by_piece_are_those_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    monkeypatch.setattr(quantized, "_PIECE", 1 << 10)
+    values_OI = torch.randn(100, 37, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layers = {}
+    for form in ("nf4", "int8"):
+        layers[form] = QuantizedLinear(nn.Linear(37, 100, bias=False, device="meta"), form)
+        layers[form].quantize(values_OI)
+    codes, scales = functional.quantize_4bit(
+        values_OI.float(), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    assert torch.equal(layers["nf4"].weight, codes)
+    whole = functional.dequantize_4bit(codes, scales).bfloat16()
+    assert torch.equal(layers["nf4"].plain_weight(), whole)
+    codes, scales, _ = functional.int8_vectorwise_quant(values_OI.half())
+    assert torch.equal(layers["int8"].weight, codes)
+    plain = functional.int8_vectorwise_dequant(codes, scales).bfloat16()
+    assert torch.equal(layers["int8"].plain_weight(), plain)

@@ -17,24 +17,36 @@ from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.loss import NextToken
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts.md"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.uint8: "4 bits",  # two in one
+}
+COLUMNS = [("fp32", None), ("bf16", None), ("bf16", "int8"), ("bf16", "nf4")]
+"""Precision, and `model.weights`."""
 Seen = dict[str, set[str]]
 
 
-def table() -> dict[str, tuple[str, str]]:
+def table() -> dict[str, list[str]]:
     section = PAGE.read_text(encoding="utf-8").split("## Precision")[1].split("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
-    return {what: (fp32, bf16) for what, fp32, bf16 in lines[2:]}
+    return {what: cells for what, *cells in lines[2:]}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("column", range(len(COLUMNS)))
 def test_a_run_has_the_dtypes_of_the_table(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    column: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    precision, form = COLUMNS[column]
+    if form is not None:
+        pytest.importorskip("bitsandbytes")
     saved_model("llama", tmp_path / "source")
     run = lora_run(tmp_path, [3])
     pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": precision}
-    run = run.updated(pipeline=pipeline).with_train(clip_norm=1e-6)
+    model = {**run.model.model_dump(exclude_none=True), "weights": form}
+    run = run.updated(pipeline=pipeline, model=model).with_train(clip_norm=1e-6)
     seen: Seen = {}
     with in_process(run, total_steps=9) as built:
         _note_weights(built, seen)
@@ -46,7 +58,6 @@ def test_a_run_has_the_dtypes_of_the_table(
     seen["values of `raw` messages, by default"] = {RawConfig().format}
     options: Any = load_method("allreduce").Config()
     seen["sums of replicas' gradients, by default"] = {options.format}
-    column = ["fp32", "bf16"].index(precision)
     assert seen == {what: {cells[column]} for what, cells in table().items()}
 
 
@@ -80,11 +91,14 @@ def _watch_stages(built: Built, seen: Seen) -> None:
 def _note_weights(built: Built, seen: Seen) -> None:
     stages: list[Any] = [module_of(stage) for stage in built.stages]
     for stage in stages:
+        blocks = {id(parameter) for block in stage.parts() for parameter in block.parameters()}
         for parameter in stage.parameters():
             if parameter.requires_grad:
                 _note(seen, "trained weights", parameter)
+            elif parameter.dim() > 1 and id(parameter) in blocks:
+                _note(seen, "LoRA's frozen linear layers of blocks", parameter)
             elif parameter.dim() > 1:
-                _note(seen, "frozen matrices of LoRA", parameter)
+                _note(seen, "its other frozen matrices", parameter)
             else:
                 _note(seen, "frozen vectors (norms, biases)", parameter)
 

@@ -22,6 +22,7 @@ from tests.gradcomp.test_contract import assert_equal, forms
 from tests.gradcomp.test_contract import start as start_replicas
 from tests.gradcomp.test_contract import train as train_replicas
 from tests.training import batch, config, weights
+from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -30,6 +31,13 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transform": 22}
 """Most of a step of two microbatches of four over one cut, with both of its ends."""
+
+
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "muon": {"train": {"optimizer": "muon"}},
+    "checkpointing": {"model": {"activation_checkpointing": 2}},
+}
 
 
 def trained(kind: str, device: str) -> tuple[list[float], Any, int]:
@@ -48,6 +56,50 @@ def trained(kind: str, device: str) -> tuple[list[float], Any, int]:
         waits = accelerator.WAITS.total()
         assert {each.device.type for each in weights(built).values()} == {device.partition(":")[0]}
         return found, {name: each.cpu() for name, each in weights(built).items()}, waits
+
+
+def compare_offload(form: str) -> int:
+    """With activations and state in RAM, and a restart, the same bits as on the device alone."""
+    from thinpipe.launch import build
+
+    build.choose_devices = lambda name, per_rank: [torch.device("fake:0")] * per_rank
+    sections = OFFLOADED[form]
+    expected = offloaded_steps(config(**sections), range(4))[:2]
+    run = config(**{**sections, "pipeline": {**sections.get("pipeline", {}), "offload": True}})
+    assert offloaded_steps(run, range(4))[:2] == expected
+    losses, _, saved = offloaded_steps(run, range(2))
+    again, digests, _ = offloaded_steps(run, range(2, 4), saved)
+    assert ([*losses, *again], digests) == expected
+    return 0
+
+
+def offloaded_steps(run: Any, steps: range, saved: Any = None) -> tuple[list[float], Any, Any]:
+    """Losses, bytes of the weights, and a checkpoint."""
+    with in_process(run, total_steps=10) as built:
+        if saved is not None:
+            distribute(built, saved, ROOT)
+        moved: list[int] = []
+        kept: Any = built.engine._kept
+        if run.pipeline.offload:
+            pack = kept.pack_hook
+            kept.pack_hook = lambda x: moved.append(isinstance(out := pack(x), tuple)) or out
+        losses = []
+        for step in steps:
+            losses.append(built.engine.train_step(batch(list(range(8))), step).loss)
+            if run.pipeline.offload:
+                check_state(built.optimizer)
+        assert bool(sum(moved)) == run.pipeline.offload
+        assert all(each.device.type == "fake" for each in weights(built).values())
+        own = [each.cpu().numpy().tobytes() for each in weights(built).values()]
+        return losses, own, snapshot(collect(built))
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """All of it is in RAM, and its parameters are all there again."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(parameters) == len(optimizer.state) > 8
+    held = [x for its in optimizer.state.values() for x in its.values()]
+    assert {x.device.type for x in held if isinstance(x, torch.Tensor)} == {"cpu"}
 
 
 def compare_steps(kind: str) -> int:
@@ -89,6 +141,7 @@ def all_of_it() -> dict[str, int | str]:
     return (
         kinds
         | {form: _tried(compare_replicas, form) for form in forms()}
+        | {name: _tried(compare_offload, name) for name in OFFLOADED}
         | {"mix": _tried(mix, "")}
     )
 
@@ -118,6 +171,13 @@ def test_a_step_is_the_cpus_and_waits_no_oftener_than_counted(
 
 @pytest.mark.parametrize("form", forms())
 def test_replicas_exchange_as_on_the_cpu_and_resume(
+    form: str, results: dict[str, int | str]
+) -> None:
+    assert results[form] == 0, results[form]
+
+
+@pytest.mark.parametrize("form", OFFLOADED)
+def test_what_lies_in_ram_trains_the_same_bits_and_resumes(
     form: str, results: dict[str, int | str]
 ) -> None:
     assert results[form] == 0, results[form]

@@ -47,6 +47,29 @@ def test_a_gpu_trains_what_the_cpu_does(kind: str) -> None:
     assert results["cuda"] == pytest.approx(results["cpu"], rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_what_lies_in_ram_trains_the_same_bits_in_less_memory(
+    optimizer: str, precision: str
+) -> None:
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    found, peaks = [], []
+    for offload in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run = config(
+            model={"layers": 8, "width": 512, "heads": 8},
+            pipeline={"device": "cuda", "precision": precision, "offload": offload},
+            train={"optimizer": optimizer},
+        )
+        found.append(losses(run)[0])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert found[1] == found[0]
+    assert peaks[1] < peaks[0]
+
+
 @pytest.mark.parametrize("memory", ["fp32", "bf16", 8, 4])
 def test_every_tier_trains_alike_and_both_ends_agree(memory: Any, tmp_path: Any) -> None:
     digests, trained = set(), []

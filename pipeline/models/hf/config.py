@@ -229,6 +229,10 @@ class HuggingFaceConfig(TokenModel):
         return max((float(rate or 0.0) for rate in rates), default=0.0)
 
     @property
+    def quantizes(self) -> bool:
+        return self.weights in ("nf4", "int8")
+
+    @property
     def is_frozen(self) -> bool:
         return self.lora is not None  # as all is that LoRA does not add
 

@@ -78,7 +78,7 @@ class Frozen:
     def put(self, name: str, parameter: Tensor, values: Tensor) -> None:
         """Store what was read of a parameter."""
         if self._digest:
-            self.digests[name] = hex_digest(values.float())
+            self.digests[name] = hex_digest(values)
         if name in self._layers:
             assert self._quantized is not None
             _check_range(name, values, self._quantized[1])
@@ -89,7 +89,7 @@ class Frozen:
 
 def _check_range(name: str, values: Tensor, form: Quantization) -> None:
     """Scales of int8 are made of fp16 values: beyond them whole rows would be NaN."""
-    largest = float(values.abs().max())
+    largest = max(abs(float(end)) for end in values.aminmax())
     limit = torch.finfo(torch.float16 if form == "int8" else torch.bfloat16).max
     if not largest <= limit:
         raise ValueError(

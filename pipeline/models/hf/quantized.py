@@ -23,6 +23,10 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 Quantization = Literal["nf4", "int8"]
 _BLOCK, _SCALES = 64, 256
 """Values that share a scale, and scales that share one."""
+_PIECE = 1 << 17
+"""Values that are quantized at once: what that takes is gone before the next, and is below what
+`return_freed_memory` maps.
+"""
 
 
 class QuantizedLinear(nn.Linear):
@@ -39,14 +43,8 @@ class QuantizedLinear(nn.Linear):
 
     def quantize(self, values_OI: Tensor) -> None:
         """Hold these values, on the CPU: kernels of devices may round otherwise."""
-        functional = bitsandbytes().functional
-        if self._form == "nf4":
-            codes, self._scales = functional.quantize_4bit(
-                values_OI.float(), blocksize=_BLOCK, compress_statistics=True, quant_type="nf4"
-            )
-            self._scales.dtype = torch.bfloat16  # of what they are read to
-        else:
-            codes, self._scales, _ = functional.int8_vectorwise_quant(values_OI.half())
+        make = _nf4 if self._form == "nf4" else _int8
+        codes, self._scales = make(values_OI)
         self.weight = nn.Parameter(codes, requires_grad=False)
 
     def plain_weight(self) -> Tensor:
@@ -68,6 +66,37 @@ class QuantizedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(kind))
         found: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         return found if self.bias is None else found + self.bias.to(found.dtype)
+
+
+def _nf4(values_OI: Tensor) -> tuple[Tensor, Any]:
+    """Codes and scales of `quantize_4bit`, bit for bit; that takes 20 bytes per value at once."""
+    functional = bitsandbytes().functional
+    pieces = [
+        functional.quantize_4bit(
+            piece.float(), blocksize=_BLOCK, compress_statistics=False, quant_type="nf4"
+        )
+        for piece in torch.split(values_OI.flatten(), _PIECE)
+    ]
+    scales = torch.cat([state.absmax for _, state in pieces])
+    offset = scales.mean()
+    coded, its_scales = functional.quantize_blockwise(scales - offset, blocksize=_SCALES)
+    return torch.cat([codes for codes, _ in pieces]), functional.QuantState(
+        absmax=coded,
+        shape=values_OI.shape,
+        dtype=torch.bfloat16,  # of what they are read to
+        blocksize=_BLOCK,
+        code=pieces[0][1].code,
+        quant_type="nf4",
+        offset=offset,
+        state2=its_scales,
+    )
+
+
+def _int8(values_OI: Tensor) -> tuple[Tensor, Any]:
+    rows = max(1, _PIECE // values_OI.shape[1])
+    quantize = bitsandbytes().functional.int8_vectorwise_quant
+    pieces = [quantize(piece.half()) for piece in torch.split(values_OI, rows)]
+    return torch.cat([codes for codes, *_ in pieces]), torch.cat([its for _, its, _ in pieces])
 
 
 class _Product(torch.autograd.Function):

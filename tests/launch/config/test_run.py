@@ -140,6 +140,14 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             ["stage 1 has 2 of the model's layers", "every device needs one"],
         ),
         (
+            "[pipeline]\noffload = true\ndevices_per_rank = 2",
+            ["pipeline.offload = true with pipeline.devices_per_rank = 2", "use one device"],
+        ),
+        (
+            "[pipeline]\noffload = true\n[gradcomp]\nmethod = 'qadam'",
+            ['pipeline.offload = true with gradcomp.method = "qadam"', "use another method"],
+        ),
+        (
             "[model]\ntie_embeddings = 'exact'\n[pipeline]\ndevices_per_rank = 2",
             ["embedding and head are one weight on this rank"],
         ),

@@ -229,6 +229,24 @@ def test_blocks_of_hugging_face_models_are_counted_as_they_are(
         assert (counted.casts > 0) == (precision == "bf16")
 
 
+def test_what_lies_in_ram_is_not_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinpipe.launch.memory.host.device_type", lambda _: "cuda")
+    run = run_config()
+    pipeline = run.pipeline.model_copy(update={"device": "cuda", "offload": True})
+    offloaded = run.model_copy(update={"pipeline": pipeline})
+    for position, (before, now) in enumerate(zip(*map(rank_memory, (run, offloaded)), strict=True)):
+        assert now.optimizer == before.optimizer > 0
+        at_once = now.recomputed - before.recomputed
+        assert 0 < at_once < before.activations + before.optimizer
+        moved = before.activations + before.optimizer - at_once
+        on_gpu = [device_nbytes(each, 0)[position] for each in (run, offloaded)]
+        assert on_gpu[0] - on_gpu[1] == pytest.approx(1.2 * moved, abs=2)
+        in_ram = [host_needs(each, 0, [position]).total for each in (run, offloaded)]
+        assert in_ram[1] - in_ram[0] == pytest.approx(
+            1.2 * (before.activations + before.optimizer), abs=2
+        )
+
+
 def test_what_does_not_fit_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config()
     run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"device": "cuda"})})

@@ -169,6 +169,12 @@ def test_gpu_tiers_are_refused_on_a_host_without_gpus(tier: str) -> None:
         check_memory(run, 8, range(2))
 
 
+def test_offload_is_refused_on_a_host_without_gpus() -> None:
+    refusal = r'pipeline.offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
+    with pytest.raises(ConfigError, match=refusal):
+        check_memory(config(pipeline={"device": "cpu", "offload": True}), 8, range(2))
+
+
 def test_a_budget_on_a_gpu_includes_the_rows_of_a_step() -> None:
     on_gpu = xl(4, budget="2GB", tier="device")
     assert sample_capacity(on_gpu, 0) == sample_capacity(xl(4, budget="2GB"), 0)
