@@ -6,7 +6,7 @@
 Makes 400 conversations of three turns, trains the model of a Hugging Face folder on them in four
 stages, and then in this process without ThinPipe: `apply_chat_template`, a loop and AdamW, with the
 samples of each step in the same order. The rate falls as a cosine to zero. Cuts are raw, or
-transforms of two steps, forward and backward. Prints for each kind of cuts both held-out losses on
+transforms of two steps, forward and backward, and if wanted two of `first_step`. Prints for each kind of cuts both held-out losses on
 the tokens of the assistant, their difference, and that of each step's loss.
 """
 
@@ -133,7 +133,10 @@ def trained(
     """The loss of each step and at last the held-out one; how many times fewer bytes were sent."""
     kind = ['kind = "raw"'] * 2
     if cuts != "raw":
-        kind = [f'kind = "transform", step = {float(step)}' for step in cuts.split("/")]
+        steps_given = [float(step) for step in cuts.split("/")]
+        kind = [f'kind = "transform", step = {step}' for step in steps_given[:2]]
+        for way, first in enumerate(steps_given[2:]):
+            kind[way] += f", first_step = {first}"
     run = folder / cuts.replace("/", "_")
     sizes: dict[str, Any] = {"length": _LENGTH, "batch": _BATCH, "lr": _LR, "steps": steps}
     sizes["epochs"] = -(-steps * _BATCH // (_COUNT - _COUNT // 10))
@@ -158,7 +161,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--cuts", nargs="+", default=["raw"], metavar="raw|FORWARD/BACKWARD")
+    parser.add_argument("--cuts", nargs="+", default=["raw"], metavar="raw|STEPS")
     options = parser.parse_args()
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True)

@@ -35,6 +35,8 @@ from thinpipe.launch.memory.space import check_space, space_notice
 
 _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
+_LIBRARY_NBYTES = 45 * 2**20
+"""What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
 _REPORTING_NBYTES = 45 * 2**20
 """Bytes of the first rank for metrics, display and report."""
 _UNUSED_SHARE = 0.2
@@ -73,7 +75,7 @@ class HostNeeds:
             "weights": self.model.weights,
             "gradients": self.model.gradients,
             "optimizer": self.model.optimizer,
-            "activations": self.model.activations + self.model.recomputed,
+            "activations": self.model.activations + self.model.transient,
             "weights in bf16": self.model.casts,
             "weights of other shards": self.model.gathered,
             "cached weights": self.model.remembered,
@@ -135,7 +137,7 @@ def added_nbytes(
         ConfigError: the activation cache's budget is too small for one sample.
     """
     heaviest = max(block.weights for block, _ in blocks)
-    empty = ModelMemory(recomputed=max(block.recomputed for block, _ in blocks))
+    empty = ModelMemory(transient=max(block.transient for block, _ in blocks))
     ends = _ends(config, sequences)
 
     def need(position: int, whole: ModelMemory) -> int:
@@ -146,7 +148,7 @@ def added_nbytes(
         position = config.stage_ranks[stage]
         without.append(need(position, empty))
         each = {
-            block: need(position, empty.plus(replace(block, recomputed=0), held=held))
+            block: need(position, empty.plus(replace(block, transient=0), held=held))
             for block in {block for block, _ in blocks}
         }
         added.append([each[block] - without[-1] for block, count in blocks for _ in range(count)])
@@ -188,7 +190,9 @@ def _counted(
     copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
     rows = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
-    processes = _PROCESS_NBYTES * len(ranks) + _REPORTING_NBYTES * reports
+    libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
+    each = _PROCESS_NBYTES + _LIBRARY_NBYTES * libraries
+    processes = each * len(ranks) + _REPORTING_NBYTES * reports
     return HostNeeds(model, copies, needs(config, ends, positions), processes, parts)
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.host.device import device_type
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
 from thinpipe.pipeline.models.build import trainable
@@ -43,9 +44,10 @@ class ModelMemory:
     `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `remembered`
     are the weights that were last gathered, of which it saves its part. `exchange` is what
     replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
-    while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
-    of the largest block take while it is computed again; with `pipeline.offload` what a GPU holds
-    of a block's activations or moments.
+    while the model that all stand for is evaluated. `transient` is the most that is held for a
+    moment: checkpointed activations of a block while it is computed again, gradients of logits,
+    moments that an optimizer works on; with `pipeline.offload` what a GPU holds of a block's
+    activations or moments.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
     cannot be computed from shapes alone.
@@ -60,7 +62,7 @@ class ModelMemory:
     remembered: int = 0
     exchange: int = 0
     exchanged: int = 0
-    recomputed: int = 0
+    transient: int = 0
     trained: int = 0
     reads_frozen: bool = False
     uncounted: tuple[int, ...] = ()
@@ -97,7 +99,7 @@ class ModelMemory:
         return replace(
             self,
             activations=round(share * self.activations),
-            recomputed=round(share * self.recomputed),
+            transient=round(share * self.transient),
         )
 
 
@@ -129,9 +131,9 @@ def rank_memory(
         for (block, count), start in zip(blocks, starts, strict=False):
             times = min(stop, start + count) - max(first, start)
             if times > 0:
-                largest = max(found[rank].recomputed, block.recomputed)
+                largest = max(found[rank].transient, block.transient)
                 whole = found[rank].plus(block, times=times, held=held[stage])
-                found[rank] = replace(whole, recomputed=largest)
+                found[rank] = replace(whole, transient=largest)
     heaviest = max(block.weights for block, _ in blocks)
     exchange = exchange_cost(config) if exchange is None else exchange
     return [on_rank(config, whole, heaviest, exchange) for whole in found]
@@ -222,19 +224,19 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         moments=_moments(config, trainable(module)),
     )
     try:
-        each, once = _activations(config, first, module)
-        recomputed = 0
+        each, once, of_loss = _activations(config, first, module)
+        transient = max(of_loss, _of_optimizer(config, module))
         if config.model.recomputes(first):
             model = config.model.model_copy(update={"activation_checkpointing": False})
             run = config.model_copy(update={"model": model})
             whole = run.model.build(first, first + 1, seed=0, device="meta")
-            recomputed = sum(_activations(run, first, whole)) - each
+            transient = max(transient, sum(_activations(run, first, whole)[:2]) - each)
         if config.pipeline.offload:  # of one block at a time
-            recomputed = max(recomputed + each, counted.optimizer)
+            transient = max(transient + each, counted.optimizer)
     except (RuntimeError, NotImplementedError):
         # it looks at values, or uses kernels that know no fake tensors (mixtral's in fp32)
         return replace(counted, uncounted=(first,))
-    return replace(counted, activations=each, casts=once, recomputed=recomputed)
+    return replace(counted, activations=each, casts=once, transient=transient)
 
 
 def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
@@ -248,27 +250,36 @@ def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
     )
 
 
-def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int]:
-    """Bytes of distinct storages that a microbatch keeps for its backward, with its input; and of
-    those that all microbatches share.
+def _of_optimizer(config: RunConfig, module: Any) -> int:
+    """Bytes of bitsandbytes' AdamW on a CPU, which makes fp32 of a parameter's moments and step."""
+    if config.train.optimizer != "adamw8bit" or device_type(config.pipeline.device) != "cpu":
+        return 0
+    return 3 * _WORD * max((parameter.numel() for parameter in trainable(module)), default=0)
+
+
+def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int, int]:
+    """Bytes of distinct storages that a microbatch keeps for its backward, with its input; of those
+    that all microbatches share; and of the gradients of its logits and log-softmax, in fp32.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(module)
         own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         bf16 = config.pipeline.precision == "bf16"
         with _FusedAttention(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            one, alive = _kept(config, first, module, own)
+            one, alive, logits = _kept(config, first, module, own)
             if not bf16:
-                return sum(one.values()), 0
-            each, also_alive = _kept(config, first, module, own | one.keys())
+                return sum(one.values()), 0, 2 * _WORD * logits
+            each, also_alive, _ = _kept(config, first, module, own | one.keys())
     del alive, also_alive  # until now, or another storage would get the same address
-    return sum(each.values()), sum(one.values()) - sum(each.values())
+    return sum(each.values()), sum(one.values()) - sum(each.values()), 2 * _WORD * logits
 
 
 def _kept(
     config: RunConfig, first: int, module: Any, known: Container[int]
-) -> tuple[dict[int, int], list[Any]]:
-    """Bytes of a microbatch by storage, without those that are `known`; and what holds them."""
+) -> tuple[dict[int, int], list[Any], int]:
+    """Bytes of a microbatch by storage, without those that are `known`; what holds them; and how
+    many logits there are.
+    """
     shape = microbatch_shape(config)
     x, targets, samples = config.model.made_up(first, shape, device=torch.device("cpu"))
     x.requires_grad_(x.is_floating_point())
@@ -283,10 +294,11 @@ def _kept(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         wants = getattr(module, "wants_samples", False)
-        output = module(x, samples) if wants else module(x)
+        output, logits = module(x, samples) if wants else module(x), 0
         if first == config.model.layers - 1:
+            logits = output.numel() if isinstance(output, Tensor) else 0
             output = config.model.objective().loss_sum(output, targets)
-    return kept, [*alive, output]
+    return kept, [*alive, output], logits
 
 
 def _fill(module: nn.Module) -> None:

@@ -129,6 +129,11 @@ class ModelKind(BaseModel):
         """Whether frozen weights are read from files at every start, and need no other copy."""
         return False
 
+    @property
+    def libraries(self) -> int:
+        """How many large ones a rank imports for it."""
+        return 0
+
     def held_nbytes(self, stage: nn.Module) -> int:
         """Bytes of the weights of a stage that was built on the meta device."""
         return sum(parameter.nbytes for parameter in stage.parameters())

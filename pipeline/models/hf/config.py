@@ -241,6 +241,10 @@ class HuggingFaceConfig(TokenModel):
         return self.lora is not None and self.weight_files is not None
 
     @property
+    def libraries(self) -> int:
+        return 1 + (self.weights in ("int8", "nf4"))
+
+    @property
     def could_be_tied(self) -> bool:
         return self.ties_embeddings and not self.is_frozen and self.tie_embeddings == "untied"
 

@@ -67,7 +67,9 @@ def test_counted_bytes_are_those_that_real_blocks_keep(model: dict[str, Any]) ->
         again = rank_memory(run_config(**(model | {"activation_checkpointing": False})))[stage]
         checkpointed = "activation_checkpointing" in model
         assert counted.activations <= again.activations
-        assert (counted.recomputed > 0) == checkpointed
+        assert counted.transient >= again.transient
+        if stage < 2:  # the last one has gradients of logits
+            assert (counted.transient > 0) == checkpointed
 
 
 def test_blocks_of_a_deep_model_are_counted_by_kind() -> None:
@@ -146,7 +148,7 @@ def test_what_blocks_add_to_a_stage_makes_up_what_it_needs() -> None:
     bounds = ((0, 1), (1, 3), (3, 4))
     for stage, needed in enumerate(device_nbytes(run, 8)):
         parts = without[stage] + sum(added[stage][slice(*bounds[stage])])
-        largest = max(block.recomputed for block, _ in blocks)
+        largest = max(block.transient for block, _ in blocks)
         assert needed <= parts + 4 <= needed + 1.2 * largest + 8
         assert needed == host_needs(run, 8, [stage]).total
 
@@ -236,7 +238,7 @@ def test_what_lies_in_ram_is_not_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     offloaded = run.model_copy(update={"pipeline": pipeline})
     for position, (before, now) in enumerate(zip(*map(rank_memory, (run, offloaded)), strict=True)):
         assert now.optimizer == before.optimizer > 0
-        at_once = now.recomputed - before.recomputed
+        at_once = now.transient - before.transient
         assert 0 < at_once < before.activations + before.optimizer
         moved = before.activations + before.optimizer - at_once
         on_gpu = [device_nbytes(each, 0)[position] for each in (run, offloaded)]
