@@ -6,8 +6,9 @@
 Makes 400 conversations of three turns, trains the model of a Hugging Face folder on them in four
 stages, and then in this process without ThinPipe: `apply_chat_template`, a loop and AdamW, with the
 samples of each step in the same order. The rate falls as a cosine to zero. Cuts are raw, or
-transforms of two steps, forward and backward, and if wanted two of `first_step`. Prints for each kind of cuts both held-out losses on
-the tokens of the assistant, their difference, and that of each step's loss.
+transforms of two steps, forward and backward, and if wanted two of `first_step`. Prints for each
+kind of cuts both held-out losses on the tokens of the assistant, their difference, and that of each
+step's loss.
 """
 
 import argparse
