@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -75,11 +76,18 @@ def write_run(
     return folder
 
 
+def own_lock(folder: Path, host: str | None = None) -> None:
+    """Whose lock it is, in words: a process of this machine, or of another."""
+    owner = {"run": 1, "process": 1, "host": host or socket.gethostname()}
+    (folder / disk.RUN_LOCK).write_text(json.dumps(owner), encoding="utf-8")
+
+
 @contextmanager
 def trainer(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds a folder's lock as a rank does, until it is killed."""
     code = "import sys; from pathlib import Path; from thinpipe.launch.host import disk\n"
     code += "file = Path(sys.argv[1]).open('a'); disk.lock(file); print('held'); sys.stdin.read()"
+    own_lock(folder)
     command = [sys.executable, "-P", "-c", code, str(folder / disk.RUN_LOCK)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import append, records, trainer, write_run
+from tests.runs import append, own_lock, records, trainer, write_run
 from thinpipe.launch.view.report.journal import add_note
 from thinpipe.launch.view.report.metrics import MetricsWriter
 from thinpipe.launch.view.report.rows import MOST_ROWS
@@ -176,19 +176,20 @@ def test_a_run_that_was_killed_before_its_first_step_is_a_problem(tmp_path: Path
     assert run.problem == f"{folder}: the run's process is gone, before its first step"
 
 
-@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("case", ["no lock", "no locks", "elsewhere"])
 def test_where_nobody_can_say_it_only_the_silence_is_told(
-    knows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a copy of a folder, or where its file system has no locks."""
+    """As where a file system has no locks, or of another machine's folder."""
 
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
     folder = write_run(tmp_path / "run", records(20))
-    if knows:
+    if case != "no lock":
+        own_lock(folder, "elsewhere" if case == "elsewhere" else None)
+    if case == "no locks":
         monkeypatch.setattr(fcntl, "flock", no_locks)
-        (folder / ".lock").touch()
     made_old(folder, 31)
     run = Followed(folder)
     assert (state(run), run.is_over) == ("Step 20 of 40.", False)
