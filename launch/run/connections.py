@@ -32,7 +32,7 @@ class Connections:
         """`apart` makes another connection to the store; `relay` stands in for the real one."""
         self._relay = (relay or relay_status) if speaks else lambda: None
         self._rank, self._apart = rank, apart
-        self.trace = EdgeTrace(self._relay)
+        self.trace = EdgeTrace(self._in_time)
         self._others: dict[int, _Other] = {}
         self._over = threading.Event()
 
@@ -76,9 +76,15 @@ class Connections:
         except RuntimeError:  # the store or the relay is gone, and the run ends
             return
 
+    def _in_time(self) -> dict[str, Any] | None:
+        """What the relay says; None without one, or if it is late."""
+        with suppress(OverlayError):
+            return self._relay()
+        return None
+
     def _tell(self, store: Store, _ranks: Collection[int]) -> None:
-        with suppress(OverlayError):  # the relay is late
-            store.set(str(self._rank), json.dumps([time.monotonic(), self._relay()]))
+        if (status := self._in_time()) is not None:
+            store.set(str(self._rank), json.dumps([time.monotonic(), status]))
 
     def _ask(self, store: Store, ranks: Collection[int]) -> None:
         for rank in ranks:

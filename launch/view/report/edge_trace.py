@@ -114,10 +114,10 @@ class EdgeTrace:
         while not self._over.wait(_PERIOD_S):
             try:
                 status = self._read()
-            except RuntimeError:  # the relay is late, or gone, and the run ends
-                continue
-            assert status is not None
-            self.add(status)
+            except RuntimeError:  # the relay is gone, and the run ends
+                return
+            if status is not None:  # else it is late
+                self.add(status)
 
 
 def _samples(first: _Reading, then: _Reading, start_s: float) -> list[EdgeSample]:
