@@ -51,9 +51,10 @@ def measure(method: str, seed: int, every: int) -> Row:
     """A run that loses a replica every so many steps, until one is left."""
     with tempfile.TemporaryDirectory() as folder:
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
-        (Path(folder) / "text.txt").write_text(text)
+        (Path(folder) / "text.txt").write_text(text, encoding="utf-8")
         file = Path(folder) / "run.toml"
-        file.write_text(_RUN.format(folder=folder, method=method, sequences=40 * every))
+        run_file = _RUN.format(folder=folder, method=method, sequences=40 * every)
+        file.write_text(run_file, encoding="utf-8")
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file), "--show", "-1"]
         with subprocess.Popen([*words, "--set", f"run.seed={seed}"]) as run:
             try:

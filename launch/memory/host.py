@@ -137,7 +137,9 @@ def added_nbytes(
         ConfigError: the activation cache's budget is too small for one sample.
     """
     heaviest = max(block.weights for block, _ in blocks)
-    empty = ModelMemory(transient=max(block.transient for block, _ in blocks))
+    # that of the last block is for its loss, and no other stage's
+    usual = max((block.transient for block, _ in blocks[:-1]), default=0)
+    empty = ModelMemory(transient=usual)
     ends = _ends(config, sequences)
 
     def need(position: int, whole: ModelMemory) -> int:
@@ -148,8 +150,9 @@ def added_nbytes(
         position = config.stage_ranks[stage]
         without.append(need(position, empty))
         each = {
-            block: need(position, empty.plus(replace(block, transient=0), held=held))
+            block: need(position, empty.plus(own, held=held))
             for block in {block for block, _ in blocks}
+            for own in [replace(block, transient=max(0, block.transient - usual))]
         }
         added.append([each[block] - without[-1] for block, count in blocks for _ in range(count)])
     return added, without
