@@ -76,9 +76,9 @@ def write_run(
     return folder
 
 
-def own_lock(folder: Path, host: str | None = None) -> None:
+def own_lock(folder: Path, host: str | None = None, process: int = 1) -> None:
     """Whose lock it is, in words: a process of this machine, or of another."""
-    owner = {"run": 1, "process": 1, "host": host or socket.gethostname()}
+    owner = {"run": 1, "process": process, "host": host or socket.gethostname()}
     (folder / disk.RUN_LOCK).write_text(json.dumps(owner), encoding="utf-8")
 
 

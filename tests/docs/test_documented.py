@@ -39,6 +39,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe train chat.toml": "tests/launch/trained/test_chat.py",
     "thinpipe plan chat.toml": "as for run.toml",
     "thinpipe plan run.toml --network net.json --place": "tests/launch/plan/choice",
+    "thinpipe stop ": "tests/launch/test_stop.py, tests/launch/run/elastic/test_hosts.py",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",
     "thinpipe report ": "tests/launch/run/test_report_command.py",
