@@ -242,7 +242,7 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def libraries(self) -> int:
-        return 1 + (self.weights in ("int8", "nf4"))
+        return 1 + self.quantizes
 
     @property
     def could_be_tied(self) -> bool:

@@ -5,34 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults.hosts import HostsRun
+from tests.launch.net.overlay.test_run import HOSTS, net
 from tests.launch.run.elastic.test_generations import RUN, SAMPLES
 from tests.processes import lives
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
-from thinpipe.launch.lab.spec import NetworkSpec
 
+__all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-
-HOSTS = 3
-
-
-@pytest.fixture
-def net() -> Iterator[ShapedNetwork]:
-    try:
-        network = ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
-        yield network
 
 
 def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
