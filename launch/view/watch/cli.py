@@ -12,6 +12,7 @@ from thinpipe.launch.host.interfaces import format_endpoint, interfaces, parse_e
 from thinpipe.launch.host.interfaces import resolve as address_of
 from thinpipe.launch.host.interfaces import serve as listen_at
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.priority import give_way
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.watch.follow import Followed
 
@@ -66,7 +67,7 @@ def watch(
             typer.echo(str(written))
         if export is None and share is None:
             if with_parent:
-                os.nice(19)
+                give_way()
             _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
