@@ -58,6 +58,9 @@ class Stateless:
 
     def regroup(self, rank: int, size: int) -> None: ...
 
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

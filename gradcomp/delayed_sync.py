@@ -87,6 +87,7 @@ class _KeptAtOnce:
         self._reducer = reducer
         self.state_dict, self.load_state_dict = reducer.state_dict, reducer.load_state_dict
         self.drop, self.regroup = reducer.drop, reducer.regroup
+        self.shared_state = reducer.shared_state
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         sum_N = self._reducer.reduce(bucket, flat_N, key)

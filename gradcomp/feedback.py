@@ -50,7 +50,11 @@ class FeedbackReducer(ABC):
         self._residuals.drop()
 
     def regroup(self, rank: int, size: int) -> None:  # noqa: B027  # residuals stay as they are
-        """Replicas left; this one was `rank` of `size`. What it owes stays owed."""
+        """Replicas left or came; this one was `rank` of `size`. What it owes stays owed."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """Who joins owes nothing."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return self._residuals.state_dict()

@@ -31,7 +31,10 @@ class Reducer(Kept, Protocol):
         """Forget what the step has changed."""
 
     def regroup(self, rank: int, size: int) -> None:
-        """Replicas left, after a `keep` or `drop`; this one was `rank` of `size`."""
+        """Replicas left or came, after a `keep` or `drop`; this one was `rank` of `size`."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state of a replica that joins: what is alike on all, and nothing owed."""
 
 
 class GradientSync(BaseSync):
@@ -60,9 +63,12 @@ class GradientSync(BaseSync):
         self._peers, self._reducer = peers, reducer
         self._overlap = Overlap(device_of(parameters))
         self._step = self._begun = 0
-        backward_order = list(reversed(parameters))
-        self._buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
-        self._readiness = Readiness(self._buckets, self._launch)
+        self._make = partial(make_buckets, list(reversed(parameters)), nbytes)
+        self._use(self._make() if alone or peers.size > 1 else ())
+
+    def _use(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self._readiness = Readiness(buckets, self._launch)
 
     def begin_step(self, step: int, passes: int) -> None:
         self._begun = self._step
@@ -80,8 +86,14 @@ class GradientSync(BaseSync):
         self._reducer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
-        """Replicas left between two steps; this one was `rank` of `size`."""
+        """Replicas left or came between two steps; this one was `rank` of `size`."""
         self._reducer.regroup(rank, size)
+        if self._peers.size > 1 and not self._buckets:  # it was alone
+            self._use(self._make())
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a replica that joins loads: as `state_dict`, but it owes nothing."""
+        return {"step": self._step, "reducer": self._reducer.shared_state()}
 
     def before_step(self) -> None:
         self._readiness.finish()

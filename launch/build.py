@@ -217,7 +217,7 @@ def _shard(
     whole = cast("Mapping[int, Any]", modules)  # others than whole layers: rejected by the config
     held = {stage: ShardedStage(part, part.parts(), group) for stage, part in whole.items()}
     what = f"stage {'+'.join(map(str, held))} shard"
-    peers = transport.peers(transport.mesh.stage_shards, what)
+    peers = transport.peers("shards", what)
     seed = config.run.seed | (1 << 16 | transport.mesh.rank) << 32  # those of cuts are below
     return held, StageShards(list(held.values()), peers, config.shards, seed=seed)
 
@@ -225,7 +225,7 @@ def _shard(
 def _sync(
     config: RunConfig, parameters: Sequence[nn.Parameter], transport: Transport
 ) -> ReplicaSync:
-    peers = transport.peers(transport.mesh.same_stage)
+    peers = transport.peers("copies")
     return load_method(config.method).build(config.method_options, parameters, peers)
 
 

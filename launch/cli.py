@@ -139,6 +139,10 @@ ShowOption = Annotated[
 NodesOption = Annotated[
     int, typer.Option(min=1, help="Number of machines; run the same command on each.")
 ]
+JoinOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Join a run under way, as the replica that it lacks."),
+]
 RendezvousOption = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Rendezvous address, on one of the machines."),
@@ -183,16 +187,19 @@ def train(  # noqa: PLR0913  # one parameter per option
     rdzv: RendezvousOption = None,
     ranks: RanksOption = None,
     max_restarts: RestartsOption = 0,
+    join: JoinOption = None,
 ) -> None:
     """Train. Starts all ranks on this machine, or with --nnodes its share of them.
 
     Under torchrun it runs a single rank.
     """
-    machines = Machines(nnodes, rdzv, ranks, max_restarts)
+    machines = Machines(nnodes, rdzv, ranks, max_restarts, join)
     try:
         machines.check(meet=not dry_run)
         check_environment()
         files_of(config_path)
+        if join is not None and resume:
+            raise ConfigError("--resume: not with --join, which takes all from the run; remove it")
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ValueError as error:

@@ -58,6 +58,8 @@ def start_run(
             _run_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
+        if machines.join is not None:
+            shares = [range(config.pipeline.pipeline_ranks)]
         if dry_run:
             shown = partial(_show_needs, shares, max(0, show))
             preflight.check(config, shares, resume=resume.wanted, show=shown)
@@ -74,7 +76,13 @@ def _check_elastic(config: RunConfig, machines: Machines) -> None:
     Raises:
         ConfigError: nobody would notice, or all would wait for it.
     """
-    if machines.alone or not config.elastic.goes_on(config.pipeline.replicas):
+    goes_on = config.elastic.goes_on(config.pipeline.replicas)
+    if machines.join is not None and not goes_on:
+        raise ConfigError(
+            f"--join = {machines.join}: a run that goes on without a replica has [elastic] "
+            "min_replicas; use its own run file"
+        )
+    if machines.alone or not goes_on:
         return
     what = f"elastic.min_replicas = {config.elastic.min_replicas}"
     if config.network.trusted:
@@ -119,6 +127,9 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
         return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
     placed = hosts_by_rank(config.pipeline.placement)
     join_s = config.pipeline.peer_timeout_s
+    if machines.join is not None:
+        nodes = Nodes(1, machines.join, 0, join_s, joins=True)
+        return run_node(main, sys.argv[1:], processes, nodes, config.network)
     nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)
     return run_node(main, sys.argv[1:], processes, nodes, config.network)
 

@@ -21,11 +21,12 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> bool:
     facts = {"data": corpus.digests if corpus else None}
     epochs = corpus.epochs(config) if corpus else config.train.epochs
     with RankRun(config, resume, show=show, facts=facts, problem=problem) as run:
-        for epoch in run.epochs(epochs):
+        for _ in run.epochs(epochs):
             assert corpus is not None, "no rank joins if one has a problem"
-            due = (epoch + 1) % config.eval.every_epochs == 0 or epoch + 1 == epochs
             for batch in run.batches_of(corpus.train, config.train.batch_size):
                 run.step(batch)
+            done = run.epoch + 1
+            due = done % config.eval.every_epochs == 0 or done == epochs
             if due and not run.done_before:
                 run.evaluate_on(corpus.evaluation)
         return not run.done_before

@@ -82,7 +82,7 @@ class _Runner:
         self._weight = nn.Parameter(torch.zeros(plan.parameters))
         self._update_N = 1e-3 * torch.randn(plan.parameters, generator=generator)
         options = parse_options(method.name, method.options)
-        peers = transport.peers(transport.mesh.same_stage)
+        peers = transport.peers("copies")
         self.sync = load_method(method.name).build(options, [self._weight], peers)
         self._plan, self._number = plan, 0
         self._pipeline = None
@@ -180,7 +180,7 @@ def ping_host(host: int, nbytes: int, pings: int, key: Path | None) -> dict[str,
 def ping_rank(nbytes: int, pings: int) -> dict[str, list[float]]:
     """As `ping_host`, as one of two ranks of the default group."""
     transport = GlooTransport(1, 2, timeout_s=_TIMEOUT_S)
-    rank, peers = transport.mesh.rank, transport.peers([0, 1])
+    rank, peers = transport.mesh.rank, transport.peers("copies")
     links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
     _together(transport)
     alone = [_ping(links, rank, ping) for ping in range(pings)]

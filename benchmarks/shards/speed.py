@@ -100,7 +100,7 @@ class _Ours:
     def __init__(self, config: ShardsConfig, plan: Plan, transport: GlooTransport) -> None:
         whole = _model(plan)
         self.module = ShardedStage(whole, whole.parts(), transport.shard_group)
-        peers = transport.peers(transport.mesh.stage_shards, "shard")
+        peers = transport.peers("shards", "shard")
         self._shards = StageShards([self.module], peers, config, seed=transport.mesh.rank)
         self._step = 0
 

@@ -87,6 +87,10 @@ class PowerSGD:
     def regroup(self, rank: int, size: int) -> None:
         """What a lost replica owed is lost; Q is alike on all."""
 
+    def shared_state(self) -> dict[str, Any]:
+        """Q; who joins owes nothing."""
+        return {"residuals": {}, "Q": self._Q.state_dict()}
+
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._residuals.state_dict(), "Q": self._Q.state_dict()}
 

@@ -24,7 +24,8 @@ class Ask(IntEnum):
 
     NOTHING = 0
     SAVE = 1
-    STOP = 2
+    ADMIT = 2
+    STOP = 3
 
 
 class Agreement:
@@ -39,9 +40,11 @@ class Agreement:
         done: int,
         wait_s: float,
         on_stop: Callable[[int], None] = lambda _step: None,
+        agreed: tuple[int, int] = (0, Ask.NOTHING),
     ) -> None:
         """`done` steps are done; training waits `wait_s` seconds for the answers of all ranks.
 
+        `agreed`: a step and what all do after it, if the others have come to it before this rank.
         `on_stop` is told, on every rank, after which step all stop.
         """
         self._store = PrefixStore("agreement", store)
@@ -50,7 +53,9 @@ class Agreement:
         self._wait_s, self._changed = wait_s, threading.Condition()
         self._next = done + 1
         self._round, self._wanted, self._answered = 0, Ask.NOTHING, False
-        self._agreed = (0, Ask.NOTHING)
+        self._agreed = (agreed[0], Ask(agreed[1]))
+        self.last = (0, Ask.NOTHING)
+        """The step after which all did something last, and what."""
         self._stops = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -88,7 +93,7 @@ class Agreement:
             self._next = done + 1
             if done != step:
                 return Ask.NOTHING
-            self._agreed = (0, Ask.NOTHING)
+            self._agreed, self.last = (0, Ask.NOTHING), self._agreed
             self._changed.notify_all()
             return found
 

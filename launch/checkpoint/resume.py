@@ -100,11 +100,10 @@ def choose(
         saved = Layout.of(manifest.meta["config"]["pipeline"])
         return [place.part] if layout in (saved, None) else [part.name for part in manifest.parts]
 
-    world = range(session.mesh.world_size)
     choice = CheckpointChoice(
         place,
         lambda value: gather_json(session.transport, value),
-        lambda: session.transport.peers(world),
+        lambda: session.transport.peers("world"),
     )
     chosen = choice.newest(step, needed)
     if chosen.refused and session.mesh.rank == 0:

@@ -105,6 +105,15 @@ class Checkpoints:
         high = (self._serial >> _SERIAL_BITS) + generation - self._generation
         self._serial, self._generation = high << _SERIAL_BITS, generation
 
+    @property
+    def number(self) -> tuple[int, int, int | None]:
+        """Of the last save: which it is, among which ranks, and its step; for those who join."""
+        return self._serial, self._generation, self._last_step
+
+    def follow(self, serial: int, generation: int, last_step: int | None) -> None:
+        """Go on where others are, before `regroup`."""
+        self._serial, self._generation, self._last_step = serial, generation, last_step
+
     def start(self, step: int, *, last: bool = False) -> None:
         """Save as `root/step-<step>` while training continues; `step` optimizer steps are done.
 
@@ -275,8 +284,7 @@ class Checkpoints:
 
     def _peers(self) -> Peers:
         if self._made_peers is None:
-            world = range(self._session.mesh.world_size)
-            self._made_peers = self._session.transport.peers(world)
+            self._made_peers = self._session.transport.peers("world")
         return self._made_peers
 
     def _layouts(self, manifest: Manifest) -> tuple[Layout, Layout]:

@@ -34,9 +34,19 @@ def save_state(path: Path, state: object) -> str:
         ValueError: what is no tensor is too much for a file's header.
         OSError: there is no room, or the disk fails.
     """
+    packed, tensors = pack_state(state)
+    tree = json.dumps(packed, allow_nan=False, separators=(",", ":"))
+    return write_tensors(path, tensors, {_TREE: tree})
+
+
+def pack_state(state: object) -> tuple[Any, dict[str, Tensor]]:
+    """The tree of a state, as JSON, and its tensors on the CPU, by name; see `save_state`.
+
+    Raises:
+        TypeError: a value or key of another type.
+    """
     packer = _Packer()
-    tree = json.dumps(packer.pack(state, "state"), allow_nan=False, separators=(",", ":"))
-    return write_tensors(path, packer.tensors, {_TREE: tree})
+    return packer.pack(state, "state"), packer.tensors
 
 
 def load_state(path: Path, *, mapped: str | None = None) -> Any:
@@ -64,7 +74,7 @@ def load_state(path: Path, *, mapped: str | None = None) -> Any:
             tensor: Tensor = file.get_tensor(name)
             return tensor if name.endswith(f"[{mapped!r}]") else tensor.clone()
 
-        return _unpack(json.loads(tree), take)
+        return unpack_state(json.loads(tree), take)
 
 
 class _Packer:
@@ -123,16 +133,21 @@ class _Packer:
         return held
 
 
-def _unpack(node: Any, take: Callable[[str], Tensor]) -> Any:
+def unpack_state(node: Any, take: Callable[[str], Tensor]) -> Any:
+    """The state of a tree; `take` finds a tensor by its name.
+
+    Raises:
+        ValueError: an entry is of no known kind.
+    """
     if isinstance(node, list):
-        return [_unpack(item, take) for item in node]
+        return [unpack_state(item, take) for item in node]
     if not isinstance(node, dict):
         return node
     match node:
         case {"dict": list(pairs)}:
-            return {key: _unpack(item, take) for key, item in pairs}
+            return {key: unpack_state(item, take) for key, item in pairs}
         case {"tuple": list(items)}:
-            return tuple(_unpack(item, take) for item in items)
+            return tuple(unpack_state(item, take) for item in items)
         case {"tensor": str(name)}:
             return take(name)
         case {"bytes": str(text)}:

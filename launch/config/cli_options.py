@@ -63,10 +63,12 @@ class Machines:
     rdzv: str | None = None
     ranks: int | None = None
     max_restarts: int = 0
+    join: str | None = None
+    """The `host:port` of a run that is under way."""
 
     @property
     def alone(self) -> bool:
-        return self.count == 1 and self.rdzv is None
+        return self.count == 1 and self.rdzv is None and self.join is None
 
     def check(self, *, meet: bool = True) -> None:
         """Reject several machines without a place to `meet`, and shares of one.
@@ -74,6 +76,12 @@ class Machines:
         Raises:
             ValueError: naming option and remedy.
         """
+        if self.join is not None:
+            parse_endpoint(self.join)
+            others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
+            for option, given in {**others, "--max-restarts": self.max_restarts}.items():
+                if given:
+                    raise ValueError(f"{option}: not with --join, which brings one replica")
         if self.count > 1 and self.rdzv is None and meet:
             raise ValueError(
                 f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"

@@ -40,8 +40,11 @@ def several_machines(
     limit_s: float,
     log: Callable[[str], None],
     expected: Sequence[str] = (),
+    joins: bool = False,
 ) -> HostNetwork:
     """Join the hosts of a run; with an overlay, wait for all of them, `expected` by name if known.
+
+    If it `joins` a run that is under way, nobody is waited for.
 
     Raises:
         ValueError: there is no key, a lost host would be waited for longer than `limit_s`, or the
@@ -54,12 +57,12 @@ def several_machines(
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if ip_address(address).is_loopback:
-        return openly(endpoint, LOOPBACK, (address, port), config.own_name())
+        return openly(endpoint, LOOPBACK, (address, port), config.own_name(), holds=not joins)
     if config.trusted:
         own = _chosen_interface(address).address
-        return openly(endpoint, own, (address, port), config.own_name())
+        return openly(endpoint, own, (address, port), config.own_name(), holds=not joins)
     _check(config, limit_s)
-    coordinates = is_own_address(address)
+    coordinates = is_own_address(address) and not joins
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
             f'network.listen = "none": {endpoint} (--rdzv) is this machine, which the others must '
@@ -71,7 +74,7 @@ def several_machines(
         Settings(
             name=config.own_name(),
             key_file=config.find_key(),
-            needed=hosts,
+            needed=0 if joins else hosts,
             listen=listen and _resolved(listen, "network.listen"),
             coordinator=None if coordinates else (address, port),
             peers={
@@ -83,7 +86,8 @@ def several_machines(
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
-    log(f"waiting for {hosts} machines at {endpoint}, at most {limit_s:.0f} s")
+    what = f"joining the run at {endpoint}" if joins else f"waiting for {hosts} machines at {endpoint}"
+    log(f"{what}, at most {limit_s:.0f} s")
     try:
         overlay.join(limit_s, log, expected=expected)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))

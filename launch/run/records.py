@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -61,7 +61,7 @@ class Records:
         `links` says what hosts' connections did so far, for what is seen before the end; `hosts`
         are the names of all ranks' machines.
         """
-        self._links, self._places = links, places_of(config, hosts)
+        self._links, self._places = links, places_of(config, dict(enumerate(hosts)))
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -126,10 +126,10 @@ class Records:
                 self._display.note(notice)
             self._load = None
 
-    def planned(self, steps: int, ranks: Collection[int]) -> None:
-        """So many steps are to be done in all, by these of the ranks that began."""
+    def planned(self, steps: int, hosts: Mapping[int, str]) -> None:
+        """So many steps are to be done in all, by these ranks on their machines."""
         self._info = replace(self._info, total_steps=steps)
-        self._places = [place for place in self._places if place["rank"] in ranks]
+        self._places = places_of(self._config, hosts)
         if self._journal is not None:
             self._journal.tell(self._info, self._places)
         self._display.planned(steps)
@@ -270,16 +270,16 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
     )
 
 
-def places_of(config: RunConfig, hosts: Sequence[str]) -> list["Place"]:
-    """Where each rank runs, by the names of all ranks' machines; nothing without them."""
-    meshes = [config.mesh(rank) for rank in range(len(hosts))]
+def places_of(config: RunConfig, hosts: Mapping[int, str]) -> list["Place"]:
+    """Where each rank runs, by the names of their machines."""
+    meshes = [config.mesh(rank) for rank in hosts]
     stages = [
         [stage for stage, place in sorted(config.stage_ranks.items()) if place == mesh.position]
         for mesh in meshes
     ]
     return [
         {"rank": m.rank, "host": host, "stages": own, "replica": m.replica, "shard": m.shard}
-        for m, host, own in zip(meshes, hosts, stages, strict=True)
+        for m, host, own in zip(meshes, hosts.values(), stages, strict=True)
     ]
 
 

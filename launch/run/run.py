@@ -25,12 +25,14 @@ from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_gpu, check_host
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
+from thinpipe.launch.net.ranks.newcomer import joins
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.mesh import Mesh
 
 
 class RankRun:
@@ -103,13 +105,14 @@ class RankRun:
         """
         self.config = self.config.with_train(epochs=count)
         self._join()
-        first = min(self._resume.epochs, count - 1)
-        for self._epoch in range(first, count):
+        self._epoch = min(self._resume.epochs, count - 1)
+        while self._epoch < count:
             yield self._epoch
             if self._training is not None:
                 self._training.end_epoch(self._epoch, self._done)
                 if self._training.ends_early:
                     break
+            self._epoch += 1
         if self._training is not None:
             self._training.finish(self._done)
 
@@ -173,6 +176,11 @@ class RankRun:
         save_model(session, training.built, Path(path).expanduser().resolve())
 
     @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0; a replica that joins a run begins in a later one."""
+        return self._epoch
+
+    @property
     def done_before(self) -> bool:
         return self._opened("run.done_before").nothing_left
 
@@ -189,7 +197,9 @@ class RankRun:
         torch.set_num_threads(1 if on_gpu else rank_threads(len(ranks_here())))
         self._stack.enter_context(self._joined)
         pipeline = self.config.pipeline
-        mesh = self.config.mesh(int(os.environ["RANK"]))
+        rank, mesh = int(os.environ["RANK"]), self.config.mesh(int(os.environ["RANK"]))
+        if joins():  # alone at first
+            mesh = Mesh(pipeline.pipeline_ranks, 1, rank)
         facts = {"config": self.config.shared(), **self._facts}
         wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
         network = self.config.network
@@ -199,7 +209,7 @@ class RankRun:
         checkpoints = self.config.run.path / "checkpoints"
         self._resume = common_resume(session, checkpoints, self._resume, layout)
         folder = RunFolder(self.config.run.path)
-        folder.acquire(session, resume=self._resume.wanted)
+        folder.acquire(session, resume=self._resume.wanted or joins())
         self._stack.callback(folder.release)
         self._folder = folder
         self._session = session
@@ -236,7 +246,8 @@ class RankRun:
         if config.pipeline.auto_cuts:
             from thinpipe.launch.cuts.auto_cuts import decide_cuts  # what measures blocks
 
-            config = decide_cuts(config, session, len(samples), saved=self._resume.cuts, log=shows)
+            cuts = session.newcomer.cuts if session.newcomer else self._resume.cuts
+            config = decide_cuts(config, session, len(samples), saved=cuts, log=shows)
         config.check_model_cuts()
         kind: type[Training] = Training
         if config.elastic.goes_on(config.pipeline.replicas):
@@ -257,6 +268,8 @@ class RankRun:
             training.display.note(notice)
         self._stop.begin_training(config.checkpoint.grace_s, training.stop)
         self.config, self._samples, self._done = config, samples, training.start
+        if session.newcomer is not None:
+            self._epoch = training.first_epoch
         return training
 
     def _opened(self, what: str) -> Training:

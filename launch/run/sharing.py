@@ -4,6 +4,7 @@ A resumed run may have other replicas than before, and a run may lose some.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from thinpipe.launch.checkpoint.manifest import Manifest
@@ -48,6 +49,18 @@ class Plan:
         """After `done` steps, what is left goes to the DP ranks of another mesh."""
         self._changes.append(Change(done, self._mesh.dp_size, self._share, self.steps))
         self._mesh = mesh
+        self._set()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a replica that joins has to know of it."""
+        return {"changes": self._changes, "replicas": self._mesh.replicas, "share": self._share}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Be at the same place as the plan of others, before `share_anew`."""
+        self._changes = [Change(*change) for change in state["changes"]]
+        self._mesh = replace(self._mesh, replicas=state["replicas"], rank=0)
+        self._share = state["share"]
         self._set()
 
     def facts(self, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Training:
         speaks = session.local_rank == max(0, show)
         self._connections = Connections(session.mesh.rank, session.apart, speaks=speaks)
         resumed = resume.chosen.manifest if resume.chosen else None
-        self._plan = Plan(config, samples, session.mesh, resumed)
+        mesh = config.mesh(0) if session.newcomer else session.mesh  # its own is small yet
+        self._plan = Plan(config, samples, mesh, resumed)
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
         built = build(
             config,
@@ -99,7 +100,7 @@ class Training:
         self._digests, self._is_program = digests, given.is_program
         self._done = self._agreed = 0  # steps that were done, and that all ranks agreed after
         self.start, self.stopping, self._finished = 0, False, False
-        self._save_again = self._ended_before = False
+        self._save_again = self._ended_before = self._admits = False
         self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
 
@@ -178,7 +179,12 @@ class Training:
             self.display.note(notice)
         self._check_memories()
 
-    def _agreement(self, store: Store) -> Agreement:
+    @property
+    def first_epoch(self) -> int:
+        """That of the step which it begins with."""
+        return self._sampler.epoch(min(self.start, self.steps - 1))
+
+    def _agreement(self, store: Store, agreed: tuple[int, int] = (0, Ask.NOTHING)) -> Agreement:
         mesh = self._session.mesh
         return Agreement(
             store,
@@ -187,6 +193,7 @@ class Training:
             done=self._agreed,
             wait_s=self._config.pipeline.peer_timeout_s,
             on_stop=tell_stop,
+            agreed=agreed,
         )
 
     def stop(self, whole: bool) -> threading.Event:
@@ -232,7 +239,7 @@ class Training:
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
         self.stopping = asked == Ask.STOP
-        self._save_again = asked == Ask.SAVE
+        self._save_again, self._admits = asked == Ask.SAVE, asked == Ask.ADMIT
         self.built.lr_schedule.step()
         if step + 1 == self.steps:
             self.built.sync.finish()
@@ -401,5 +408,5 @@ def _skips(config: RunConfig, session: Session) -> Skips:
         config.train.max_skipped,
         lr=config.train.lr,
         precision=config.pipeline.precision,
-        speaks=session.mesh.rank == 0,
+        speaks=session.writes_run_folder,
     )

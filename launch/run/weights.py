@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
+from thinpipe.pipeline.comm.transport import WEIGHTS
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
@@ -36,11 +36,12 @@ def save_model(session: Session, built: Built, path: Path) -> None:
     transport, mesh = session.transport, session.mesh
     with built.sync.global_parameters():
         mine = _state(built.stages)
-        listed = gather_json(transport, [_description(name, t) for name, t in mine.items()])
+        listed = gather_json(transport, [describe(name, t) for name, t in mine.items()])
         if mesh.rank == 0:
             state = dict(mine)
             for rank in mesh.pipeline[1:]:
-                state |= _receive(transport, rank, listed[rank])
+                link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
+                state |= receive_described(link, rank, listed[rank])
         elif mesh.rank in mesh.pipeline and mesh.replica == 0:
             link = transport.link(0, WEIGHTS, f"weights, rank {mesh.rank} -> rank 0")
             send_tensors(link, mine.values())
@@ -64,7 +65,8 @@ def _state(stages: Sequence[CompressedStage]) -> dict[str, Tensor]:
     }
 
 
-def _description(name: str, tensor: Tensor) -> list[object]:
+def describe(name: str, tensor: Tensor) -> list[object]:
+    """A tensor as JSON, for who receives it."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
@@ -97,16 +99,21 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
             number += 1
 
 
-def _receive(
-    transport: Transport, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
+def receive_described(
+    link: Link, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
 ) -> dict[str, Tensor]:
+    """Tensors by name, as a rank describes and sends them.
+
+    Raises:
+        TransportError: it offers what is no tensor, is gone, or one came damaged.
+    """
     found = {}
     for name, dtype, shape in listed:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
         found[name] = torch.empty(tuple(shape), dtype=kind)
-    receive_tensors(transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0"), found)
+    receive_tensors(link, found)
     return found
 
 

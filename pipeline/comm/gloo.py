@@ -4,7 +4,7 @@ Forward and backward messages of a pipeline travel on groups of their own, so th
 behind the other; so do control vectors, and exchanges between replicas.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -44,27 +44,24 @@ class GlooTransport:
         """
         self._timeout_s = timeout_s
         self._links: list[GlooLink] = []
-        self._peers: list[tuple[Sequence[int], GlooPeers]] = []
+        self._peers: list[tuple[Scope, GlooPeers]] = []
         self._make_groups(pipeline_ranks, replicas, shards)
 
-    def regroup(self, numbers: Mapping[int, int]) -> None:
+    def regroup(self, replicas: int) -> None:
         """Go on in torch's new default group, with links and peers as they were handed out.
 
-        `numbers` are the ranks of before that are in it, each with its number there; of a replica
-        all or none. What was under way is forgotten; every rank of the new group calls it.
+        It has so many replicas, and this rank keeps its place in its own. What was under way is
+        forgotten; every rank of the new group calls it.
 
         Raises:
             TransportError: a rank did not join in time.
         """
         before = self.mesh
-        replicas = len(numbers) // (before.pipeline_ranks * before.shards)
         self._make_groups(before.pipeline_ranks, replicas, before.shards)
         for link in self._links:  # of cuts, whose ends keep their places in the pipeline
             link.reset(self._backward if link.channel % 2 else self.pipeline_group)
-        for at, (ranks, peers) in enumerate(self._peers):
-            left = [numbers[rank] for rank in ranks if rank in numbers]
-            self._peers[at] = left, peers
-            peers.reset(self._two_groups(left))
+        for scope, peers in self._peers:
+            peers.reset(self._two_groups(scope))
 
     def _make_groups(self, pipeline_ranks: int, replicas: int, shards: int) -> None:
         check_world(pipeline_ranks, replicas, dist.get_world_size(), shards=shards)
@@ -96,12 +93,13 @@ class GlooTransport:
         self._links.append(link)
         return link
 
-    def peers(self, ranks: Sequence[int], what: str = "replica") -> GlooPeers:
-        peers = GlooPeers(self._two_groups(ranks), what)
-        self._peers.append((ranks, peers))
+    def peers(self, scope: Scope, what: str = "replica") -> GlooPeers:
+        peers = GlooPeers(self._two_groups(scope), what)
+        self._peers.append((scope, peers))
         return peers
 
-    def _two_groups(self, ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    def _two_groups(self, scope: Scope) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        ranks = sorted(self._ranks(scope))
         return self._group(ranks, "exchange"), self._group(ranks, "exchange")
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
@@ -173,6 +171,7 @@ class GlooTransport:
             "replica": mesh.whole_replica,
             "shards": mesh.stage_shards,
             "stage": mesh.all_at_position,
+            "copies": mesh.same_stage,
             "world": mesh.world,
         }[scope]
 

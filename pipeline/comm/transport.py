@@ -1,6 +1,6 @@
 """The Transport contract: everything that leaves a rank. `gloo.py` is the one for networks."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -11,9 +11,9 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 
-Scope = Literal["pipeline", "replica", "shards", "stage", "world"]
-"""Ranks that share a vector: those of this rank's pipeline; of its replica, which without shards
-are the same; the shards of its stages; all at its position; or all."""
+Scope = Literal["pipeline", "replica", "shards", "stage", "copies", "world"]
+"""Ranks of this rank's pipeline; of its replica, which without shards are the same; the shards of
+its stages; all at its position; those of them that hold the same weights; or all."""
 
 CLOCK, TIED, WEIGHTS, FIRST_CUT = 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
@@ -68,8 +68,8 @@ class Transport(Protocol):
         `name` is how error messages call the edge, `device` where messages are decoded.
         """
 
-    def peers(self, ranks: Sequence[int], what: str = "replica") -> Peers:
-        """Exchanges between these ranks, of which this is one; `what` errors call each."""
+    def peers(self, scope: Scope, what: str = "replica") -> Peers:
+        """Exchanges between these ranks, in their order; `what` errors call each."""
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """The vectors (float64) of all ranks in the scope: [ranks, values].

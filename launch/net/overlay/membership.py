@@ -78,14 +78,21 @@ class Membership:
 
     def refusal(self, hello: Hello) -> str:
         """Why a host cannot join; nothing if it can."""
-        if hello.hosts != self.needed:
+        known = self._hosts.get(hello.name)
+        names = ", ".join(host.name for host in self.peer_list.hosts)
+        if not hello.hosts and (known is None or not self.peer_list.is_complete):
+            return (
+                f"{hello.name} is not one of the run's machines ({names}); to take the place of one "
+                "that is lost, give it that name: network.name"
+                if self.peer_list.is_complete
+                else "the run has not begun; start this machine as its others, with --nnodes"
+            )
+        if hello.hosts not in (0, self.needed):
             return (
                 f"this run has --nnodes = {self.needed}, and {hello.name} was started with "
                 f"{hello.hosts}; start all machines with the same"
             )
-        known = self._hosts.get(hello.name)
         if known is None and len(self._hosts) == self.needed:
-            names = ", ".join(host.name for host in self.peer_list.hosts)
             return f"the run has its {self.needed} machines already ({names})"
         if hello.name == self.name:
             return (

@@ -98,6 +98,14 @@ class Overlay:
             return others if self.has_ended else []
         return [name for name, link in links if link["left"] or link["lost"]]
 
+    def restarts(self) -> dict[str, int]:
+        """How often hosts came again, whose ranks of before are gone; none if nobody can say it."""
+        try:
+            links = self.client().ask("status")["links"].items()
+        except OverlayError:
+            return {}
+        return {name: int(link["restarts"]) for name, link in links}
+
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,9 +30,28 @@ def open_ports(
     if others:
         store.wait(others, timedelta(seconds=wait_s))
     for other in others:
-        host, theirs = json.loads(store.get(other))
-        for traffic, port in theirs.items():
-            client.ask("forward", host=host, port=port, traffic=traffic)
+        reach(*json.loads(store.get(other)))
+
+
+def own_number() -> int | None:
+    """This machine's among those of the run; None if it has no relay.
+
+    Raises:
+        OverlayError: the relay is gone.
+    """
+    relay = os.environ.get(ADDRESS)
+    return None if relay is None else int(Client(relay).ask("own_number"))
+
+
+def reach(host: int, ports: Mapping[str, int]) -> None:
+    """Forward the ports of a rank, by kind of traffic, on the machine of that number.
+
+    Raises:
+        OverlayError: the relay is gone, or a port that stands for another host is in use here.
+    """
+    client = Client(os.environ[ADDRESS])
+    for traffic, port in ports.items():
+        client.ask("forward", host=host, port=port, traffic=traffic)
 
 
 def relay_status() -> dict[str, Any] | None:
@@ -83,6 +102,14 @@ class HostWatch:
             OverlayError: this machine's relay is gone, or late.
         """
         self._before = {name: link["restarts"] for name, link in _links().items()}
+
+    def renew(self, names: Collection[str]) -> None:
+        """Machines of these names are members as they are now.
+
+        Raises:
+            OverlayError: as before.
+        """
+        self._before |= {n: link["restarts"] for n, link in _links().items() if n in names}
 
     def gone(self) -> list[str]:
         """Their names.

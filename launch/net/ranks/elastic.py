@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from thinpipe.launch.net.ranks.network import (
     HostNetwork,
     one_machine,
 )
+from thinpipe.launch.net.ranks.newcomer import JOINS
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
@@ -46,6 +48,7 @@ class Nodes:
 
     After a failure all ranks are restarted up to `max_restarts` times; machines wait `join_s`
     seconds for each other. `placed` names the host of each rank; without it, hosts are numbered.
+    `joins`: this one comes to a run that is under way.
     """
 
     count: int
@@ -53,6 +56,7 @@ class Nodes:
     max_restarts: int
     join_s: float
     placed: tuple[str, ...] = ()
+    joins: bool = False
 
 
 def run_local(
@@ -97,6 +101,7 @@ def run_node(
                 limit_s=nodes.join_s,
                 log=print_error,
                 expected=list(dict.fromkeys(nodes.placed)),
+                joins=nodes.joins,
             )
         except OverlayError as error:
             print_error(f"error: {error}; run `thinpipe doctor` on each")
@@ -125,6 +130,8 @@ def _launch(
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
+    if nodes.joins:
+        environment[JOINS] = secrets.token_hex(8)
     meeting = partial(
         rendezvous.Rendezvous,
         network,
@@ -134,6 +141,7 @@ def _launch(
         opened=killed.report_to,
         stop=stop,
         restarts=nodes.max_restarts,
+        newcomer=environment.get(JOINS),
     )
     config = LaunchConfig(
         min_nodes=nodes.count,

@@ -200,6 +200,23 @@ def agree(
     return int(_get(store, "run_id", 0, wait_s), 16)
 
 
+def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
+    """As `agree`, with a run that is under way, whose store this is.
+
+    Raises:
+        HandshakeError: its rank 0 has others.
+    """
+    store = PrefixStore("handshake", run)
+    _, theirs = json.loads(store.get("facts/0"))
+    mine = json.loads(json.dumps(facts, default=str))
+    if found := differences(mine, theirs):
+        words = "; ".join(
+            f"{name.removeprefix('config.')} = {own}, the run has {its}" for name, own, its in found
+        )
+        raise HandshakeError(f"--join: this machine has {words}; use the run's own file and data")
+    return int(store.get("run_id"), 16)
+
+
 def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
     """Compare what became known after the start.
 

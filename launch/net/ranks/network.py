@@ -124,11 +124,17 @@ def limit_lookups() -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
-def openly(endpoint: str, address: str, store: tuple[str, int], name: str = "") -> HostNetwork:
-    """Without an overlay: the first process at the store's address, if it is ours, holds it."""
+def openly(
+    endpoint: str, address: str, store: tuple[str, int], name: str = "", *, holds: bool = True
+) -> HostNetwork:
+    """Without an overlay: the first process at the store's address, if it is ours, holds it.
+
+    Unless it `holds` none, as it joins a run that is under way.
+    """
     server = None
     with contextlib.suppress(OSError):  # not ours, or another process was first
-        server = serve(store)
-        store = server.getsockname()[:2]
+        if holds:
+            server = serve(store)
+            store = server.getsockname()[:2]
     order = [[list(part) for part in natural(name)], address]  # the same after JSON
     return HostNetwork(endpoint, address, store, server, order, secrets.token_hex(8))

@@ -74,6 +74,7 @@ class _RoundStore(PrefixStore):
     ) -> None:
         super().__init__(prefix, store)
         self._own, self._hosts, self._overlay = own, hosts, overlay
+        self._before = overlay.restarts()
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         """As of any store; at the end, until each of the hosts has come, or is gone."""
@@ -83,7 +84,9 @@ class _RoundStore(PrefixStore):
         self.set(f"ended/{self._own}", "")
         awaited = {*self._hosts}
         while awaited := {host for host in awaited if not self.check([f"ended/{host}"])}:
-            awaited -= {*self._overlay.gone_hosts()}
+            now = self._overlay.restarts()
+            again = {host for host in awaited if now.get(host, 0) > self._before.get(host, 0)}
+            awaited -= {*self._overlay.gone_hosts(), *again}
             time.sleep(_POLL_S)
 
 
@@ -104,8 +107,11 @@ class Rendezvous(RendezvousHandler):
         opened: Callable[[Store], None],
         stop: Stop,
         restarts: int,
+        newcomer: str | None = None,
     ) -> None:
         """Open the store, or connect to it, and pass it to `opened`.
+
+        A `newcomer` meets nobody, in a part of the store that has its name.
 
         `environment` of ranks gets the number of the round. `stop` learns when there are no ranks
         to answer signals. Without `restarts` nobody comes later.
@@ -116,14 +122,16 @@ class Rendezvous(RendezvousHandler):
         self._wait = None
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
-        self._holds = network.server is not None
+        self._holds = network.server is not None or newcomer is not None
+        self._newcomer = newcomer or ""
         self._tcp = (
             connect_store(network.store, wait_s=limit_s)
             if network.server is None
             else hold_store(network.server, wait_s=limit_s)
         )
         opened(self._tcp)
-        self._store = PrefixStore("rendezvous", self._tcp)
+        self._all = PrefixStore("rendezvous", self._tcp)
+        self._store = PrefixStore(newcomer, self._all) if newcomer else self._all
         self._posts = self._handled = self._round = 0
         self._come: dict[str, _Come] = {}
         self._names: list[str] = []  # of the round before
@@ -171,7 +179,7 @@ class Rendezvous(RendezvousHandler):
             self._wait.over()
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
-        name, overlay = f"round{self._round}", self._network.overlay
+        name, overlay = f"{self._newcomer}round{self._round}", self._network.overlay
         store = PrefixStore(name, self._tcp)
         if overlay is not None:
             store = _RoundStore(name, self._tcp, self._network.host, self._names, overlay)
@@ -206,12 +214,13 @@ class Rendezvous(RendezvousHandler):
         """
         with contextlib.suppress(RuntimeError):
             self.set_closed()
-            left = self._store.add("left", 1)
-            staying = self._hosts - self._network.lost_hosts() if self._holds else 0
+            left = self._all.add("left", 1)
+            waits = self._holds and not self._newcomer
+            staying = self._hosts - self._network.lost_hosts() if waits else 0
             limit_s = time.monotonic() + _LEAVE_S
             while left < staying and time.monotonic() < limit_s:
                 time.sleep(_POLL_S)
-                left = self._store.add("left", 0)
+                left = self._all.add("left", 0)
         return True
 
     def _meet(self) -> tuple[int, int, int]:

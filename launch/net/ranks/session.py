@@ -23,7 +23,8 @@ from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
 from thinpipe.launch.net.ranks.group import meet, open_group
-from thinpipe.launch.net.ranks.handshake import Lobby, agree, fresh_name, store_address
+from thinpipe.launch.net.ranks.handshake import Lobby, agree, agree_with, fresh_name, store_address
+from thinpipe.launch.net.ranks.newcomer import JOINS, Newcomer, find_run, name_run
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store
@@ -64,7 +65,7 @@ def tell_stop(step: int) -> None:
 class Session:
     """A rank's connection to the others."""
 
-    store: Store
+    first_store: Store
     transport: Transport
     run_id: int
     local_rank: int
@@ -72,6 +73,14 @@ class Session:
     """Which restart this is, and what ended the attempt before, in words."""
     apart: Callable[[], Store] | None = None
     """Makes another connection to the store, for a thread that may be blocked."""
+    newcomer: Newcomer | None = None
+    """Until it has entered the run, the other ranks are those of its replica."""
+
+    @property
+    def store(self) -> Store:
+        """What all of its ranks read and write."""
+        entered = self.newcomer is not None and self.newcomer.has_entered
+        return self.newcomer.store if entered and self.newcomer else self.first_store
 
     @property
     def mesh(self) -> Mesh:
@@ -79,7 +88,7 @@ class Session:
 
     @property
     def writes_run_folder(self) -> bool:
-        return self.mesh.rank == 0
+        return self.mesh.rank == 0 and self.newcomer is None
 
 
 class PeerError(RuntimeError):
@@ -193,20 +202,40 @@ def join(
         problem = _wrong_number(world, mesh)
     lobby = Lobby(world, wait_s, tell, problem)
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
-    name, place = fresh_name(met, rank, world, lobby, wait_s=wait_s), store_address()
+    token, place = os.environ.get(JOINS), store_address()
+    run = find_run(met, wait_s) if token else ""
+    prefix = f"{run}/{token}/" if token else ""
+    name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)
     who = f"rank {rank} on {network_config.own_name()}"
-    announce(place, name, who)
+    announce(place, name, who, rank)
     if rank == 0:
-        store.set(_BEFORE, last_failure(met, name, who))
+        store.set(_BEFORE, "" if token else last_failure(met, name, who))
     facts = {"versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
+    if token:
+        run_id = agree_with(PrefixStore(run, met), facts)
+    elif rank == 0:
+        name_run(met, name)
     failures = Failures(store, who)
 
     def apart() -> Store:
         return PrefixStore(name, connect_store(place, wait_s=wait_s))
 
-    watch = Watch(Failures(apart(), who), f"rank {rank}", broken_links, ended)
+    def watched(name: str) -> Watch:
+        own = Failures(PrefixStore(name, connect_store(place, wait_s=wait_s)), who)
+        return Watch(own, f"rank {rank}", broken_links, ended)
+
+    def take_part() -> None:
+        nonlocal failures, watch
+        watch.stand_down()
+        failures, watch = Failures(PrefixStore(run, met), who), watched(run)
+
+    newcomer = None
+    if token:
+        say = partial(announce, place, run, who)
+        newcomer = Newcomer(PrefixStore(run, met), store, say, take_part)
+    watch = watched(name)
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
@@ -214,7 +243,7 @@ def join(
         )
         restart = restart_words(store.get(_BEFORE).decode())
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        yield Session(store, transport, run_id, local_rank, restart, apart)
+        yield Session(store, transport, run_id, local_rank, restart, apart, newcomer)
         transport.close()
     except Exception as error:
         since_s = watch.stand_down()

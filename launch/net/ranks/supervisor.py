@@ -20,11 +20,14 @@ _REPORT_S = 5.0
 _VMSTAT = Path("/proc/vmstat")
 
 
-def announce(address: tuple[str, int], name: str, who: str) -> None:
-    """Called by a rank: its run's failures are in this store, under this name, and who it is."""
+def announce(address: tuple[str, int], name: str, who: str, rank: int) -> None:
+    """Called by a rank: its run's failures are in this store, under this name, and who it is.
+
+    What it says last counts.
+    """
     descriptor = os.environ.get(DESCRIPTOR)
     if descriptor is not None:
-        os.write(int(descriptor), json.dumps([*address, name, who]).encode())
+        os.write(int(descriptor), json.dumps([*address, name, who, rank]).encode() + b"\n")
 
 
 def supervise(be_rank: Callable[[], None]) -> None:
@@ -62,15 +65,14 @@ def _report(message: str, reading: int) -> bool:
     """Tell the others; whether they go on."""
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
-        host, port, name, who = json.loads(os.read(reading, 4096))
-    except (BlockingIOError, ValueError):  # it died before there were others
+        host, port, name, who, rank = json.loads(os.read(reading, 4096).splitlines()[-1])
+    except (BlockingIOError, ValueError, IndexError):  # it died before there were others
         print_error(f"rank {os.environ['RANK']}: {message}")
         return False
     print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         losses, failures = Losses(store), Failures(store, who)
-        rank = int(os.environ["RANK"])
         if losses.is_open:
             losses.report(rank, f"{who}: {message}")
             if losses.settled(rank, lambda: failures.known() is not None):

@@ -1,4 +1,4 @@
-"""A run goes on without replicas that it loses, in the same processes ([elastic] min_replicas).
+"""A run goes on without replicas that it loses, and with others, in the same processes.
 
 *Sections* are what all ranks do together: a step, an evaluation, a checkpoint. When a rank is lost,
 the others abandon the section under way, agree on the next *generation* of ranks, make process
@@ -6,6 +6,10 @@ groups of it, and do that section again. No rank can be more than one section ah
 each needs messages of all. So a section counts for all or for none: who is behind takes what those
 ahead have found in it. For a step that is the vector which all share before the optimizer's step,
 as gradients were summed before.
+
+A replica that comes later is let in by a section of its own, between two steps. First all say on
+the old groups that they have come to it. Then all make groups with the newcomers, who get replica
+0's state. If a rank is lost meanwhile, those who are left end that section as they end others.
 
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
@@ -16,14 +20,20 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
+from thinpipe.launch.net.ranks.newcomer import Newcomer
+from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import TransportError
@@ -44,16 +54,37 @@ class Adapting(Protocol):
     def passes(self) -> int:
         """The number of the last pass through the pipeline."""
 
+    @property
+    def agreed(self) -> tuple[int, int]:
+        """What all ranks do after which step, as far as this one has come to it."""
+
     def settle(self) -> None:
         """End what other threads do, and the pass under way: connections are broken."""
 
-    def replicas_left(
-        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    def regrouped(
+        self,
+        change: int,
+        before: tuple[int, int],
+        passes: int,
+        words: str,
+        *,
+        agreed: tuple[int, int] = (0, 0),
+        facts: Any = None,
     ) -> None:
-        """The mesh has changed; this rank was one replica of so many.
+        """The mesh has changed, the so-manieth time; this rank was one replica of so many.
 
-        `passes` is the most that a rank has begun, `lost` says who left.
+        `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
+        that of the rank that is furthest. A newcomer gets the others' `facts`.
         """
+
+    def facts(self) -> Any:
+        """What newcomers have to know, as JSON."""
+
+    def bring_up(self, members: Sequence[int]) -> None:
+        """Members at these places of the mesh get the state of replica 0; a collective."""
+
+    def welcome(self) -> None:
+        """Have all ranks let newcomers in, soon. Called by another thread."""
 
     def interrupt(self) -> None:
         """A rank was lost: end waits that are no messages. Called by another thread."""
@@ -78,8 +109,11 @@ class Elastic:
         host: str,
         least: int,
         wait_s: float,
+        newcomer: Newcomer | None = None,
     ) -> None:
         """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
+
+        Of a newcomer `store` is the run's, and `transport` connects the ranks of its own replica.
 
         Raises:
             ConfigError: this rank's supervisor is not ours, so no loss would be told.
@@ -91,23 +125,30 @@ class Elastic:
             )
         self._transport, self._run, self._least, self._wait_s = transport, run, least, wait_s
         self._store, self._root = PrefixStore("elastic", store), store
-        rank, world = transport.mesh.rank, transport.mesh.world_size
-        self._me, self._members = rank, [*range(world)]
-        self._store.set(f"ports/{rank}", json.dumps([*PORTS.values()]))
-        found = [json.loads(self._store.get(f"ports/{other}")) for other in range(world)]
-        self._ports = {port for ports in found for port in ports}
+        mesh, self._door, self._newcomer = transport.mesh, Door(self._store), newcomer
+        self._members = newcomer.numbers(self._door.numbers, mesh) if newcomer else [*range(mesh.world_size)]
+        self._me, self._seats = self._members[mesh.rank], mesh.world_size
+        self._known_as = mesh.replica, mesh.replicas  # to the run's parts
         self._generation, self._done, self._packed = 0, 0, None
+        self._visits = self._tried = 0  # sections that let newcomers in: done, and begun
+        self._warm = {*self._members}
         self._proven = True
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._hosts = Hosts(self._store, rank, world, host)
+        self._hosts = Hosts(self._store, self._me, host)
+        self._hosts.now(self._members)
         self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
-        self._losses.open(wait_s)
+        if newcomer is None:
+            self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
         self._hosts.watch(Losses(store.clone()))  # type: ignore[attr-defined]
         self._leaving = Losses(store.clone())  # type: ignore[attr-defined]
+        if self._me == 0:
+            self._door.open(mesh.world_size)
+            door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
+            threading.Thread(target=self._greet, args=(door,), daemon=True).start()
 
     def together(
         self,
@@ -134,7 +175,7 @@ class Elastic:
                 packed = pack(result)
                 break
             except TransportError as error:
-                mesh, members = self._transport.mesh, self._members
+                members = self._members
                 furthest = self._regroup(error)
                 behind = furthest["done"] > self._done
                 if behind:
@@ -143,13 +184,116 @@ class Elastic:
                 else:
                     forget()
                 self._proven = False
-                before, passes = (mesh.replica, mesh.replicas), int(furthest["passes"])
-                lost = self._lost_of(members)
-                self._run.replicas_left(self._generation, before, passes, lost)
+                agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
+                lost = f"lost: {self._lost_of(members)}"
+                self._adapt(int(furthest["passes"]), lost, agreed=agreed)
                 if behind:
                     break
         self._done, self._packed = self._done + 1, packed
         return result
+
+    def admit(self) -> None:
+        """Let in who was invited; all members call it after the same step.
+
+        Raises:
+            TransportError: a peer is lost, and the run does not go on without it.
+        """
+        self.together(self._admit)
+        with self._changed:
+            self._visits, self._warm = self._visits + 1, {*self._members}
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Have the members let this newcomer in, with the other ranks of its replica; a collective.
+
+        Raises:
+            ConfigError: they do not.
+            TransportError: another of these ranks is lost.
+        """
+        own, newcomer = self._members, self._newcomer
+        assert newcomer is not None
+        newcomer.say(self._me)
+        self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
+        try:
+            if self._transport.mesh.rank == 0:
+                self._door.knock(own)
+            how = self._door.enter(own, self._wait_s, self._check_own)
+        except BaseException as error:
+            with suppress(RuntimeError):
+                self._leaving.report(self._me, f"rank {self._me} on {self._hosts.own}: not joined")
+            if isinstance(error, TimeoutError):
+                raise ConfigError(
+                    f"--join: the run did not let this replica in within {self._wait_s:.0f} s "
+                    "(pipeline.peer_timeout_s): it has all its replicas, or makes no steps"
+                ) from None
+            raise
+        newcomer.enter()
+        self._generation, self._done, self._visits = how["generation"], how["done"], how["visits"]
+        self._tried, self._warm = self._visits, {*how["members"]}
+        self.admit()
+
+    def _check_own(self) -> None:
+        if self._is_incomplete():
+            raise TransportError(f"rank {self._me}: {self.loss}")
+
+    def _admit(self) -> None:
+        if self._tried <= self._visits:
+            self._let_in(self._door.invited(self._visits))
+        cold = [at for at, member in enumerate(self._members) if member not in self._warm]
+        if cold:
+            self._run.bring_up(cold)
+        self._run.prove_equal()
+
+    def _let_in(self, invited: Sequence[int]) -> None:
+        """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
+        before = [member for member in self._members if member not in invited]
+        if self._me in invited:
+            before = [*self._warm]
+        else:
+            self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
+            if self._me == 0:
+                how = {"generation": self._generation, "done": self._done}
+                self._door.let_in(invited, {**how, "visits": self._visits, "members": before})
+        self._tried = self._visits + 1
+        self._be(sorted([*before, *invited]))
+        self._form(f"visit{self._visits}")
+        told = self._run.facts() if self._me == 0 else None
+        posts = gather_json(self._transport, [self._run.passes, told])
+        facts = posts[0][1] if self._me in invited else None
+        hosts = ", ".join(dict.fromkeys(self._hosts.of(number) for number in invited))
+        came = f"joined: {hosts}, as rank{'s' * (len(invited) > 1)} {', '.join(map(str, invited))}"
+        self._adapt(max(passes for passes, _ in posts), came, facts=facts)
+
+    def _adapt(self, passes: int, words: str, **more: Any) -> None:
+        before, mesh = self._known_as, self._transport.mesh
+        self._known_as = mesh.replica, mesh.replicas
+        self._run.regrouped(self._generation + self._tried, before, passes, words, **more)
+
+    def _be(self, members: list[int]) -> None:
+        self._hosts.now(members)
+        with self._changed:
+            self._members = members
+
+    def _greet(self, door: Door) -> None:
+        """Invite who knocks, one replica after another, if one of the run's is missing."""
+        try:
+            for number in count(1):
+                numbers = door.knocked(number)
+                with self._changed:
+                    self._changed.wait_for(lambda come=numbers: self._has_room(come))
+                    if self._lost.keys() & {*numbers}:
+                        continue
+                    visit = self._visits
+                door.invite(visit, numbers)
+                self._run.welcome()
+                with self._changed:
+                    self._changed.wait_for(lambda before=visit: self._visits > before)
+        except RuntimeError:  # the store is gone, which ends the process
+            return
+
+    def _has_room(self, newcomers: Sequence[int]) -> bool:
+        gone = bool(self._lost.keys() & {*newcomers})
+        return gone or len(self._members) + len(newcomers) <= self._seats
 
     def close(self) -> None:
         """The last section is done."""
@@ -182,9 +326,14 @@ class Elastic:
         self._leaving.report(self._me, why)
 
     @property
-    def members(self) -> Sequence[int]:
-        """The ranks that are left, by their numbers at the start."""
-        return self._members
+    def hosts(self) -> Mapping[int, str]:
+        """The machines of the ranks that are in the run, by their numbers."""
+        return {member: self._hosts.of(member) for member in self._members}
+
+    @property
+    def number(self) -> int:
+        """This rank's, which no other has or had."""
+        return self._me
 
     @property
     def loss(self) -> str:
@@ -206,10 +355,12 @@ class Elastic:
                 self._lost[rank] = message
                 is_member = rank in self._members  # else the next generation is without it already
                 if is_member:
-                    break_connections(self._ports)
+                    break_connections(self._hosts.ports)
                 self._changed.notify_all()
             if is_member:
                 self._run.interrupt()
+            elif self._me == 0:  # one that knocked, and was not let in yet
+                losses.settle(rank, goes_on=True)
             number += 1
 
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
@@ -229,19 +380,18 @@ class Elastic:
                 self._losses.settle(member, goes_on=goes_on)
             if not goes_on:
                 raise TransportError(f"{error}; {self._why_not(members)}") from error
-            numbers = {
-                place: members.index(member)
-                for place, member in enumerate(self._members)
-                if member in members
-            }
-            with self._changed:
-                self._members = members
+            self._be(members)
             try:
-                self._form(numbers)
+                self._form(f"generation{self._generation}")
             except TransportError as again:
                 error = again
                 continue
-            return self._furthest(members)
+            found = self._furthest(members)
+            self._tried = max(self._tried, found["tried"])
+            self._warm &= {*members}
+            with self._changed:
+                self._changed.notify_all()
+            return found
 
     def _why_not(self, members: Sequence[int]) -> str:
         if 0 not in members:
@@ -264,7 +414,15 @@ class Elastic:
         key = f"ready/{self._generation}"
         self._store.set(
             f"{key}/{self._me}",
-            json.dumps({"done": self._done, "packed": self._packed, "passes": self._run.passes}),
+            json.dumps(
+                {
+                    "done": self._done,
+                    "packed": self._packed,
+                    "passes": self._run.passes,
+                    "agreed": self._run.agreed,
+                    "tried": self._tried,
+                }
+            ),
         )
         limit_s = time.monotonic() + self._wait_s
         waiting = {*self._members}
@@ -282,19 +440,19 @@ class Elastic:
         members: list[int] = json.loads(said)
         return members
 
-    def _form(self, numbers: Mapping[int, int]) -> None:
-        """Make the groups of a generation.
+    def _form(self, name: str) -> None:
+        """Make the groups of the members.
 
         Raises:
             TransportError: another rank is lost meanwhile.
         """
-        keys = PrefixStore(f"generation{self._generation}", self._root)
+        keys, size = PrefixStore(name, self._root), len(self._members)
         self._joining = JoiningStore(keys, self._is_incomplete, self._wait_s)
-        join_anew(self._joining, self._members.index(self._me), len(self._members), self._wait_s)
-        self._transport.regroup(numbers)
+        join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
+        self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
         with self._changed:
             if self._is_incomplete():
-                break_connections(self._ports)
+                break_connections(self._hosts.ports)
                 raise TransportError(f"rank {self._me}: another rank was lost meanwhile")
 
     def _furthest(self, members: Sequence[int]) -> Mapping[str, Any]:
@@ -302,7 +460,8 @@ class Elastic:
             json.loads(self._store.get(f"ready/{self._generation}/{member}")) for member in members
         ]
         most: dict[str, Any] = max(posts, key=lambda post: int(post["done"]))
-        most["passes"] = max(post["passes"] for post in posts)
+        for name in ("passes", "tried"):
+            most[name] = max(post[name] for post in posts)
         if most["done"] > self._done + 1:
             raise DesyncError(
                 f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "

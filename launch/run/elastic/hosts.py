@@ -1,37 +1,63 @@
-"""Machines of a run that are lost: all their ranks are lost with them."""
+"""The machines of a run's members, how they are reached, and those that are lost with their ranks."""
 
 import json
 import threading
 import time
+from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates
+from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.gloo_backend import PORTS
 
 _LOOK_S = 0.25
 
 
 class Hosts:
-    """The machine of each rank, and what becomes of them.
+    """The machine of each member, and what becomes of them.
 
     A machine that is lost cannot say so; its supervisors are lost with it. The others see that its
     relay is silent for `network.patience_s`, or was ended. If two have lost each other and both
-    still reach the store, only the one of higher ranks is lost.
+    still reach the store, only the one of higher members is lost.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, own: str) -> None:
-        """A collective: every rank calls it with the name of its machine."""
-        store = PrefixStore("hosts", store)
-        store.set(str(rank), json.dumps([own, coordinates()]))
-        said = [json.loads(store.get(str(other))) for other in range(world)]
-        self._names = [str(name) for name, _ in said]
-        self._rank, self.own = rank, own
-        self._holder = next(str(name) for name, holds in said if holds)
+    def __init__(self, store: Store, member: int, own: str) -> None:
+        """Say where this `member` is: on the machine `own`."""
+        self._store, self._member, self.own = PrefixStore("hosts", store), member, own
+        said = [own, coordinates(), own_number(), PORTS]
+        self._store.set(str(member), json.dumps(said))
+        self.ports: set[int] = set()
+        """At which members listen, now or before."""
+        self._names: dict[int, str] = {}
+        self._holder = ""
+        self._watch: HostWatch | None = None
+        self._lock = threading.Lock()
+
+    def now(self, members: Sequence[int]) -> None:
+        """These are the members; those that are new can be reached from here on.
+
+        Raises:
+            RuntimeError: one did not say where it is in time.
+        """
+        said = {m: json.loads(self._store.get(str(m))) for m in members if m not in self._names}
+        for name, holds, number, ports in said.values():
+            if name != self.own and number is not None:
+                reach(number, ports)
+            self.ports |= {*ports.values()}
+            self._holder = name if holds else self._holder
+        with self._lock:
+            if self._watch is not None:
+                self._watch.renew({name for name, *_ in said.values()})
+            names = self._names | {member: name for member, (name, *_) in said.items()}
+            self._names = {member: names[member] for member in members}
+
+    def of(self, member: int) -> str:
+        return self._names[member]
 
     def ranks_of(self, host: str) -> list[int]:
-        return [rank for rank, name in enumerate(self._names) if name == host]
+        return [member for member, name in self._names.items() if name == host]
 
     @property
     def own_ranks(self) -> list[int]:
@@ -47,30 +73,34 @@ class Hosts:
 
         Without that which has the store nobody says anything.
         """
-        theirs = self.ranks_of(host)
-        if not theirs or host == self._holder:
+        theirs, own = self.ranks_of(host), self.own_ranks
+        if not theirs or not own or host == self._holder:
             return False
-        return self.own == self._holder or min(theirs) > min(self.own_ranks)
+        return self.own == self._holder or min(theirs) > min(own)
 
     def watch(self, losses: Losses) -> None:
-        """Report, in a thread, ranks of machines that are gone; `losses` is that thread's own."""
-        if len({*self._names}) > 1:
-            threading.Thread(target=self._look, args=(losses, HostWatch()), daemon=True).start()
+        """Report, in a thread, members of machines that are gone.
+
+        `losses` is that thread's own.
+        """
+        self._watch = HostWatch()
+        threading.Thread(target=self._look, args=(losses, self._watch), daemon=True).start()
 
     def _look(self, losses: Losses, watch: HostWatch) -> None:
         try:
-            while losses.is_open and not losses.has(self._rank):
-                try:
-                    gone = watch.gone()
-                except OverlayError:  # the relay is late, or gone: then so is the store
-                    gone = []
-                self.report(gone, losses)
+            while losses.is_open and not losses.has(self._member):
+                with self._lock:
+                    try:
+                        gone = watch.gone()
+                    except OverlayError:  # the relay is late, or gone: then so is the store
+                        gone = []
+                    self.report(gone, losses)
                 time.sleep(_LOOK_S)
         except RuntimeError:  # the store is gone, which ends the process
             return
 
     def report(self, gone: list[str], losses: Losses) -> None:
-        """Say of ranks of machines that are gone that they are lost, if that is for this one."""
+        """Say of members on machines that are gone that they are lost, if that is for this one."""
         for host in filter(self.may_report, gone):
-            for rank in self.ranks_of(host):
-                losses.report(rank, f"rank {rank} on {host}: its machine is gone")
+            for member in self.ranks_of(host):
+                losses.report(member, f"rank {member} on {host}: its machine is gone")

@@ -1,18 +1,22 @@
-"""Training that goes on without replicas it loses: what depends on who is in the run."""
+"""Training that goes on without replicas it loses, and with others: what depends on who is in it."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.newcomer import tell_cuts
 from thinpipe.launch.net.ranks.session import speaks, tell
 from thinpipe.launch.run.elastic.generations import Elastic
+from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.training import Training
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -45,12 +49,19 @@ class ElasticTraining(Training):
         self._leaving = threading.Event()
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         transport = cast(GlooTransport, self._session.transport)
-        host = self._config.network.own_name()
+        host, newcomer = self._config.network.own_name(), self._session.newcomer
+        store = newcomer.store if newcomer else self._session.store
+        if self._session.writes_run_folder:
+            tell_cuts(PrefixStore("elastic", store), self._config.pipeline.cuts)
         self._elastic = Elastic(
-            self._session.store, transport, self, host=host, least=least, wait_s=wait_s
+            store, transport, self, host=host, least=least, wait_s=wait_s, newcomer=newcomer
         )
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
+        if newcomer is not None:
+            self.display.note("waiting for the run to let this replica in")
+            self._elastic.join()
+            self.start = self._done
 
     def finish(self, done: int) -> None:
         """As before; losses count no longer."""
@@ -88,26 +99,60 @@ class ElasticTraining(Training):
         self._sync.settle()
         self.built.engine.abandon_pass()
 
-    def replicas_left(
-        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    def regrouped(
+        self,
+        change: int,
+        before: tuple[int, int],
+        passes: int,
+        words: str,
+        *,
+        agreed: tuple[int, int] = (0, 0),
+        facts: Any = None,
     ) -> None:
         """Go on in a new mesh (`Adapting`)."""
+        if facts is not None:
+            self._done = self._agreed = facts["done"]
+            self._plan.take(facts["plan"])
+            self._checkpoints.follow(*facts["saves"])
         self._sync.regroup(*before)
         self._plan.share_anew(self._session.mesh, self._done)
         self.built.engine.regroup(self._sampler.all_ids(), passes)
         rates = self.built.lr_schedule
         rates.last_epoch = rates.last_epoch  # by the new plan
-        self._checkpoints.regroup(generation, self._plan.facts(self._digests))
+        self._checkpoints.regroup(change, self._plan.facts(self._digests))
         self._checkpoints.watch(lambda: self._elastic.loss)
         if self._checkpoints.end is not None:
             self._checkpoints.end = self.steps
-        asked = self.agreement.pending
-        store = PrefixStore(f"generation{generation}", self._session.store)
-        self.agreement = self._agreement(store)
-        if asked:
+        asked, behind = self.agreement.pending, agreed[0] > self._agreed
+        store = PrefixStore(f"generation{change}", self._session.store)
+        self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
+        if asked and not behind:
             self.agreement.ask(asked)
-        self.records.planned(self.steps, self._elastic.members)
-        self.display.note(f"lost: {lost}; from step {self._done + 1} {self._plan.words()}")
+        self.records.planned(self.steps, self._elastic.hosts)
+        self.display.note(f"{words}; from step {self._done + 1} {self._plan.words()}")
+
+    @property
+    def agreed(self) -> tuple[int, int]:
+        """What the last agreement was (`Adapting`)."""
+        return self.agreement.last
+
+    def facts(self) -> Any:
+        """For newcomers (`Adapting`)."""
+        return {"done": self._done, "plan": self._plan.state, "saves": self._checkpoints.number}
+
+    def bring_up(self, members: Sequence[int]) -> None:
+        """Give newcomers the state of replica 0 (`Adapting`)."""
+        start_s, seed = time.perf_counter(), self._config.run.seed + 1000 * self._elastic.number
+        nbytes = bring_up(self.built, self._session.transport, members, seed=seed)
+        rates = self.built.lr_schedule
+        rates.last_epoch = rates.last_epoch  # by the plan, which has changed since
+        if nbytes:
+            took_s = time.perf_counter() - start_s
+            self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s")
+
+    def welcome(self) -> None:
+        """Newcomers were invited (`Adapting`)."""
+        self.agreement.ask(Ask.ADMIT)
 
     def interrupt(self) -> None:
         """A rank was lost: it will not answer (`Adapting`)."""
@@ -124,6 +169,10 @@ class ElasticTraining(Training):
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler = self.built.engine, self._sampler
+
+        if self._admits:
+            self._admits = False
+            self._elastic.admit()
 
         def train() -> StepTotals:
             nonlocal sampler

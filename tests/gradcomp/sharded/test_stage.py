@@ -75,7 +75,7 @@ def make(config: ShardsConfig, timeout_s: float = 60) -> tuple[ShardedStage, Sta
     transport = GlooTransport(1, 1, timeout_s=timeout_s, shards=dist.get_world_size())
     whole = model()
     stage = ShardedStage(whole, whole.parts(), transport.shard_group)
-    peers = transport.peers(transport.mesh.stage_shards, "stage 0 shard")
+    peers = transport.peers("shards", "stage 0 shard")
     return stage, StageShards([stage], peers, config, seed=transport.mesh.rank)
 
 

@@ -28,7 +28,7 @@ class Machine:
     def __init__(self, rank: int, folder: str, count: int) -> None:
         self.rank, self.root = rank, Path(folder) / str(rank)
         self.transport = GlooTransport(count, 1, timeout_s=120)
-        self.peers = self.transport.peers(range(count))
+        self.peers = self.transport.peers("world")
         self.place = Place(self.root, f"rank-{rank}", rank, tuple(range(count)))
         self.serial = 0
 

@@ -1,0 +1,75 @@
+"""How ranks that come later get into a run: what they and its members tell each other in its store.
+
+Those of a whole replica knock together. Member 0 invites them, one replica at a time, and all
+members let them in between two steps.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.net.ranks.store import await_key
+
+_POLL_S = 0.02
+
+
+class Door:
+    """One rank's end of it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("door", store)
+
+    def open(self, first: int) -> None:
+        """From here on replicas may come; the ranks of these are numbered from `first` on."""
+        self._store.set("first", str(first))
+
+    def numbers(self, count: int) -> list[int]:
+        """So many numbers that no other rank has or had; waits until the door is open."""
+        first = int(self._store.get("first"))
+        end = first + self._store.add("numbers", count)
+        return [*range(end - count, end)]
+
+    def knock(self, numbers: Sequence[int]) -> None:
+        self._store.set(f"knock/{self._store.add('knocks', 1)}", json.dumps(numbers))
+
+    def knocked(self, number: int) -> list[int]:
+        """Who knocked as number so many, from 1; waits for it.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        await_key(self._store, f"knock/{number}")
+        numbers: list[int] = json.loads(self._store.get(f"knock/{number}"))
+        return numbers
+
+    def invite(self, visit: int, numbers: Sequence[int]) -> None:
+        """They are to be let in as visit number so many, from 0."""
+        self._store.set(f"invited/{visit}", json.dumps(numbers))
+
+    def invited(self, visit: int) -> list[int]:
+        numbers: list[int] = json.loads(self._store.get(f"invited/{visit}"))
+        return numbers
+
+    def let_in(self, numbers: Sequence[int], how: dict[str, Any]) -> None:
+        """All members are ready for them; `how` says what they go on with."""
+        self._store.set(f"in/{numbers[0]}", json.dumps(how))
+
+    def enter(
+        self, numbers: Sequence[int], wait_s: float, check: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Wait until these are let in; `check` raises if they will not come.
+
+        Raises:
+            TimeoutError: they were not in time.
+        """
+        key, limit_s = f"in/{numbers[0]}", time.monotonic() + wait_s
+        while not self._store.check([key]):
+            check()
+            if time.monotonic() > limit_s:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        how: dict[str, Any] = json.loads(self._store.get(key))
+        return how
