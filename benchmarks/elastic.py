@@ -1,13 +1,17 @@
-"""How long a run stands still when it loses a replica, and its goodput.
+"""How long a run stands still when it loses a replica and when one joins, and its goodput.
 
     python -m benchmarks.elastic --json out.jsonl
 
-Starts runs of four replicas with `[elastic]`, sends SIGKILL to one rank after another, and reads in
-the run's metrics how much longer the steps took in which that happened. Goodput is the share of its
-time that a run spends on steps of usual length, between its first step and its last.
+Four replicas, each with a launcher of its own, talk over loopback. At intervals one of their ranks
+gets SIGKILL, and a while later a replica joins in its place. The run's metrics say how much longer
+the steps took in which that happened than others with as many samples. Goodput is the share of time
+that the run spends on steps of usual length, from its first step on.
 """
 
+import contextlib
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +26,18 @@ import psutil
 from benchmarks.harness import Records, Row, command_line, parse_options, summary
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
-REPLICAS, _PATIENCE_S = 4, 600.0
-_COLUMNS = {"stands still s": ".2f", "worst s": ".2f", "usual step s": ".3f", "goodput": ".3f"}
+REPLICAS, _PATIENCE_S, _FIRST_STEPS = 4, 120.0, 20
+_COLUMNS = {
+    "losses": ".0f",
+    "stands still s": ".2f",
+    "worst s": ".2f",
+    "joins": ".0f",
+    "join stands still s": ".2f",
+    "join worst s": ".2f",
+    "called to joined s": ".1f",
+    "usual step s": ".3f",
+    "goodput": ".3f",
+}
 _RUN = """
 [run]
 folder = "{folder}/run"
@@ -32,14 +46,18 @@ layers = 4
 width = 128
 [data]
 path = "{folder}/text.txt"
-train_sequences = {sequences}
+train_sequences = 4096
 eval_sequences = 16
 [pipeline]
 device = "cpu"
 replicas = 4
 [train]
-epochs = 1
+epochs = 1000
 batch_size = 16
+[eval]
+every_epochs = 1000
+[checkpoint]
+every_epochs = 1000
 [gradcomp]
 method = "{method}"
 [elastic]
@@ -47,76 +65,146 @@ min_replicas = 1
 """
 
 
-def measure(method: str, seed: int, every: int) -> Row:
-    """A run that loses a replica every so many steps, until one is left."""
-    with tempfile.TemporaryDirectory() as folder:
+class Launchers:
+    """A run of four replicas, of which some are lost and others come."""
+
+    def __init__(self, folder: Path, method: str, seed: int) -> None:
+        self._file = folder / "run.toml"
+        self.metrics = folder / "run/metrics.jsonl"
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
-        (Path(folder) / "text.txt").write_text(text, encoding="utf-8")
-        file = Path(folder) / "run.toml"
-        run_file = _RUN.format(folder=folder, method=method, sequences=40 * every)
-        file.write_text(run_file, encoding="utf-8")
-        words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file), "--show", "-1"]
-        with subprocess.Popen([*words, "--set", f"run.seed={seed}"]) as run:
-            try:
-                for number in range(1, REPLICAS):
-                    _kill(run, Path(folder), rank=REPLICAS - number, after=number * every)
-                if run.wait(_PATIENCE_S):
-                    raise RuntimeError(f"the run ended with {run.returncode}")
-            finally:
-                run.kill()
-        records = read_metrics(Path(folder) / "run/metrics.jsonl")
-    return _row(method, seed, records)
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        self._file.write_text(_RUN.format(folder=folder, method=method), encoding="utf-8")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._where = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._seed, self._draw = seed, random.Random(seed)
+        count = str(REPLICAS)
+        self._all = [self._start("--nnodes", count, "--rdzv", self._where) for _ in range(REPLICAS)]
+        self.wait_for(_FIRST_STEPS)
+
+    def wait_for(self, steps: int) -> None:
+        limit_s = time.monotonic() + _PATIENCE_S
+        while not self.metrics.exists() or self.steps < steps:
+            if time.monotonic() > limit_s or all(launcher.poll() for launcher in self._all):
+                raise RuntimeError(f"the run has not done {steps} steps in time, or has ended")
+            time.sleep(0.1)
+
+    @property
+    def steps(self) -> int:
+        return self.metrics.read_bytes().count(b"\n")
+
+    def lose_one(self) -> None:
+        """SIGKILL to a rank that is not replica 0's."""
+        ranks = [
+            process
+            for launcher in self._all
+            if launcher.poll() is None
+            for process in psutil.Process(launcher.pid).children(recursive=True)
+            if process.name().startswith("thinpipe ") and process.name()[9:].isdecimal()
+        ]
+        first = min(ranks, key=lambda rank: rank.create_time())
+        writes = str(self.metrics)
+        others = [rank for rank in ranks if writes not in _open_files(rank)]
+        self._draw.choice(others or [rank for rank in ranks if rank != first]).send_signal(
+            signal.SIGKILL
+        )
+
+    def join_one(self) -> None:
+        self._all.append(self._start("--join", self._where))
+
+    def end(self) -> None:
+        for launcher in self._all:
+            launcher.kill()
+            launcher.wait()
+
+    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
+        words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(self._file)]
+        words += [*options, "--show", "-1", "--set", f"run.seed={self._seed}"]
+        return subprocess.Popen(words, stderr=subprocess.DEVNULL)
 
 
-def _kill(run: "subprocess.Popen[bytes]", folder: Path, *, rank: int, after: int) -> None:
-    """SIGKILL, once so many steps are on record."""
-    metrics, limit_s = folder / "run/metrics.jsonl", time.monotonic() + _PATIENCE_S
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
-        if run.poll() is not None or time.monotonic() > limit_s:
-            raise RuntimeError(f"the run ended before step {after}, or did not reach it in time")
-        time.sleep(0.02)
-    ranks = psutil.Process(run.pid).children(recursive=True)
-    (found,) = [process for process in ranks if process.name() == f"thinpipe {rank}"]
-    found.send_signal(signal.SIGKILL)
+def _open_files(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return [file.path for file in process.open_files()]
+    return []
 
 
-def _row(method: str, seed: int, records: Sequence[StepRecord]) -> Row:
-    """Of each loss, the longer of the first step without that replica and the one before."""
-    pairs = [*pairwise(records[:-1])]  # the last step may have fewer samples
-    struck = [max(pair, key=lambda one: one.step_s) for pair in pairs if _lost(*pair)]
+def measure(method: str, seed: int, losses: int, every_s: float, back_s: float) -> Row:
+    """A run that loses a replica at intervals, and gets it back."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Launchers(Path(folder), method, seed)
+        try:
+            begin_s, called_s = time.monotonic(), list[float]()
+            for number in range(losses):
+                _sleep_until(begin_s + number * every_s)
+                run.lose_one()
+                _sleep_until(begin_s + number * every_s + back_s)
+                before = _replicas(run)
+                run.join_one()
+                asked_s = time.monotonic()
+                while _replicas(run) <= before and time.monotonic() < asked_s + _PATIENCE_S:
+                    time.sleep(0.1)
+                called_s.append(time.monotonic() - asked_s)
+            _sleep_until(begin_s + losses * every_s)
+            run.wait_for(run.steps + 1)
+        finally:
+            run.end()
+        return _row(method, seed, read_metrics(run.metrics)[_FIRST_STEPS:], called_s)
+
+
+def _sleep_until(at_s: float) -> None:
+    time.sleep(max(0.0, at_s - time.monotonic()))
+
+
+def _replicas(run: Launchers) -> int:
+    """By the samples of the last step."""
+    return (read_metrics(run.metrics)[-1].samples or 0) * REPLICAS // 16
+
+
+def _row(method: str, seed: int, records: Sequence[StepRecord], called_s: Sequence[float]) -> Row:
+    """Of each loss and join, the longer of the first step after it and the one before."""
     usual_s = {
         samples: median(one.step_s for one in records if one.samples == samples)
         for samples in {one.samples for one in records}
     }
-    still_s = [one.step_s - usual_s[one.samples] for one in struck]
+    lost_s, joined_s = list[float](), list[float]()
+    for pair in pairwise(records):
+        before, after = (one.samples or 0 for one in pair)
+        if before != after:
+            struck = max(pair, key=lambda one: one.step_s)
+            (lost_s if after < before else joined_s).append(struck.step_s - usual_s[struck.samples])
     total_s = sum(record.step_s for record in records)
     numbers: dict[str, float | None] = {
-        "stands still s": median(still_s),
-        "worst s": max(still_s),
+        "losses": len(lost_s),
+        "stands still s": median(lost_s),
+        "worst s": max(lost_s),
+        "joins": len(joined_s),
+        "join stands still s": median(joined_s) if joined_s else None,
+        "join worst s": max(joined_s, default=None),
+        "called to joined s": median(called_s),
         "usual step s": usual_s[records[0].samples],
-        "goodput": 1 - sum(still_s) / total_s,
+        "goodput": 1 - sum(lost_s + joined_s) / total_s,
     }
-    detail = {"still_s": still_s, "steps": len(records), "total_s": total_s}
-    return Row(method, numbers, seed=seed, detail=detail)
-
-
-def _lost(before: StepRecord, after: StepRecord) -> bool:
-    return (after.samples or 0) < (before.samples or 0)
+    detail = {"lost_s": lost_s, "joined_s": joined_s, "called_s": list(called_s)}
+    return Row(method, numbers, seed=seed, detail={**detail, "total_s": total_s})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     command = command_line("benchmarks.elastic", __doc__)
     command.add_argument("--methods", nargs="+", default=["allreduce", "ef_gradients"])
-    command.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
-    command.add_argument("--every", type=int, default=60, help="steps between losses (default 60)")
-    options = parse_options(command, arguments, "quick", {"seeds": 1})
+    command.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
+    command.add_argument("--losses", type=int, default=30, help="in a run (default 30)")
+    command.add_argument("--every-s", type=float, default=30.0, help="between them (default 30)")
+    command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
+    options = parse_options(command, arguments, "quick", {"seeds": 1, "losses": 4})
     records, rows = Records(options.json), []
+    settings = {name: getattr(options, name) for name in ("losses", "every_s", "back_s")}
     for method in options.methods:
         for seed in range(options.seeds):
-            rows.append(measure(method, seed, options.every))
+            rows.append(measure(method, seed, **settings))
             print(rows[-1], flush=True)
-            records.add({"every": options.every}, rows[-1])
+            records.add(settings, rows[-1])
     print(summary(rows, _COLUMNS))
 
 

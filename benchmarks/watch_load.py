@@ -2,10 +2,10 @@
 
     python -m benchmarks.watch_load --json out.jsonl
 
-Trains two stages on this machine with `[watch] port`. Clients come and go in blocks of some seconds:
-some follow the page, the others send half a request and are slow to be told. Each block under
-attack is compared with the blocks before and after it, so a machine that changes slowly does not
-count. The clients have what CPU the run and its page leave: in earnest they are elsewhere.
+Trains two stages on this machine with `[watch] port`. Clients come and go in blocks of seconds:
+some follow the page, the others send half a request and no more. Each block under attack is
+compared with the blocks before and after it, so a machine that changes slowly does not count.
+The clients have what CPU the run and its page leave: in earnest they are elsewhere.
 
 Times of steps vary by more than a percent from block to block. How long ranks were ready and had to
 wait for a core is what the kernel counts, and varies little: the other column.
@@ -110,7 +110,7 @@ def _waited_s(ranks: Sequence[int]) -> float:
     return sum(int(file.read_text().split()[1]) for file in files) / 1e9
 
 
-def _blocks(  # noqa: PLR0913
+def _blocks(
     metrics: Path, ranks: Sequence[int], port: int, number: int, block_s: float, clients: int
 ) -> list[_Block]:
     """Every other one is under attack."""

@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.ranks.store import await_key
 from thinpipe.pipeline.comm.errors import TransportError
 
+_OVER = "over"
+
 
 class Ask(IntEnum):
     """Requests to all ranks after a step; the greatest counts."""
@@ -103,6 +105,13 @@ class Agreement:
         with self._changed:
             return max(self._wanted, self._agreed[1])
 
+    def close(self) -> None:
+        """Ranks have left, or came: they make another."""
+        with self._changed:
+            self._agreed = (0, Ask.NOTHING)
+            self._changed.notify_all()
+        self._store.set(str(self._round), _OVER)
+
     def release(self) -> None:
         """Let training go on: a rank that is lost will not answer."""
         with self._changed:
@@ -113,10 +122,13 @@ class Agreement:
         with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count():
                 await_key(self._own, str(number))
+                if self._own.get(str(number)).decode() == _OVER:
+                    return
                 self._agree(number)
 
     def _agree(self, number: int) -> None:
         with self._changed:
+            self._changed.wait_for(lambda: self._agreed[1] == Ask.NOTHING)
             self._answered = True
             answer = json.dumps([self._next, self._wanted])
         self._own.set(f"{number}/{self._rank}", answer)
@@ -133,6 +145,5 @@ class Agreement:
             again = self._wanted > self._agreed[1]  # asked for after the answer
             self._wanted = self._wanted if again else Ask.NOTHING
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._agreed[1] == Ask.NOTHING)
         if again:
             self._own.set(str(number + 1), "")

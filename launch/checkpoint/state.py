@@ -92,18 +92,26 @@ class Checkpoints:
         """`gone` says who will not answer any more: then a save under way fails."""
         self._gone = gone
 
-    def regroup(self, generation: int, facts: Mapping[str, Any]) -> None:
-        """Ranks have left, and `facts` are now these. A save under way fails, and is tried again.
+    def regroup(self, generation: int) -> None:
+        """Ranks have left, or came. A save under way fails, and is tried again.
 
-        `locate` comes next.
+        New `facts`, and `locate`, come next.
         """
         self._gone = lambda: "replicas have left"
         if not self.wait():
             self._retry_at_s = time.monotonic()
-        self._facts, self._board, self._made_peers = through_json(facts), None, None
+        self._board, self._made_peers = None, None
         # the same on all ranks, and more than before, however many saves each has begun
         high = (self._serial >> _SERIAL_BITS) + generation - self._generation
         self._serial, self._generation = high << _SERIAL_BITS, generation
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        self._facts = through_json(facts)
 
     @property
     def number(self) -> tuple[int, int, int | None]:
@@ -111,7 +119,7 @@ class Checkpoints:
         return self._serial, self._generation, self._last_step
 
     def follow(self, serial: int, generation: int, last_step: int | None) -> None:
-        """Go on where others are, before `regroup`."""
+        """Go on where others are."""
         self._serial, self._generation, self._last_step = serial, generation, last_step
 
     def start(self, step: int, *, last: bool = False) -> None:

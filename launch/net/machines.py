@@ -86,8 +86,8 @@ def several_machines(
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
-    what = f"joining the run at {endpoint}" if joins else f"waiting for {hosts} machines at {endpoint}"
-    log(f"{what}, at most {limit_s:.0f} s")
+    what = "joining the run" if joins else f"waiting for {hosts} machines"
+    log(f"{what} at {endpoint}, at most {limit_s:.0f} s")
     try:
         overlay.join(limit_s, log, expected=expected)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))

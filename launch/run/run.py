@@ -213,6 +213,8 @@ class RankRun:
         self._stack.callback(folder.release)
         self._folder = folder
         self._session = session
+        if session.newcomer is not None:
+            session.newcomer.check = self._stop.check
 
     def _open(self, samples: SampleSet, size: int) -> Training:
         if self._session is None:
@@ -246,7 +248,7 @@ class RankRun:
         if config.pipeline.auto_cuts:
             from thinpipe.launch.cuts.auto_cuts import decide_cuts  # what measures blocks
 
-            cuts = session.newcomer.cuts if session.newcomer else self._resume.cuts
+            cuts = session.newcomer.began[0] if session.newcomer else self._resume.cuts
             config = decide_cuts(config, session, len(samples), saved=cuts, log=shows)
         config.check_model_cuts()
         kind: type[Training] = Training

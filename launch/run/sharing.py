@@ -4,7 +4,6 @@ A resumed run may have other replicas than before, and a run may lose some.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from thinpipe.launch.checkpoint.manifest import Manifest
@@ -54,13 +53,12 @@ class Plan:
     @property
     def state(self) -> dict[str, Any]:
         """What a replica that joins has to know of it."""
-        return {"changes": self._changes, "replicas": self._mesh.replicas, "share": self._share}
+        return {"changes": self._changes, "share": self._share}
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Be at the same place as the plan of others, before `share_anew`."""
+    def take(self, state: Mapping[str, Any], mesh: Mesh) -> None:
+        """Be at the same place as the plan of others, which are in this mesh."""
         self._changes = [Change(*change) for change in state["changes"]]
-        self._mesh = replace(self._mesh, replicas=state["replicas"], rank=0)
-        self._share = state["share"]
+        self._mesh, self._share = mesh, state["share"]
         self._set()
 
     def facts(self, digests: Mapping[str, str]) -> dict[str, Any]:

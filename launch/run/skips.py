@@ -41,6 +41,15 @@ class Skips:
         if self._row >= self._limit:
             self._give_up(step)
 
+    @property
+    def state(self) -> list[int]:
+        """What was counted, for a replica that joins."""
+        return [self._row, self._empty, self._steps]
+
+    @state.setter
+    def state(self, counts: list[int]) -> None:
+        self._row, self._empty, self._steps = counts
+
     def finish(self, step: int) -> None:
         """The run ends after `step`.
 

@@ -70,7 +70,7 @@ class Training:
             config,
             session.transport,
             run_id=session.run_id,
-            total_steps=self._plan.first_steps,
+            total_steps=session.newcomer.began[1] if session.newcomer else self._plan.first_steps,
             pace=self._plan.pace,
             given=given,
         )

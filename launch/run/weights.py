@@ -40,8 +40,10 @@ def save_model(session: Session, built: Built, path: Path) -> None:
         if mesh.rank == 0:
             state = dict(mine)
             for rank in mesh.pipeline[1:]:
+                found = make_described(rank, listed[rank])
                 link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
-                state |= receive_described(link, rank, listed[rank])
+                receive_tensors(link, found)
+                state |= found
         elif mesh.rank in mesh.pipeline and mesh.replica == 0:
             link = transport.link(0, WEIGHTS, f"weights, rank {mesh.rank} -> rank 0")
             send_tensors(link, mine.values())
@@ -74,7 +76,7 @@ def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
     """Send CPU tensors, a piece at a time; returns when all are under way."""
     number = 0
     for tensor in tensors:
-        for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
+        for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
             link.begin_pass(number)
             link.send(0, sealed(piece, number))
             number += 1
@@ -89,7 +91,7 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
     """
     number = 0
     for name, tensor in tensors.items():
-        for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
+        for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
             link.begin_pass(number)
             link.expect(0, piece.numel() + CHECKSUM_NBYTES)
             data = opened(link.take(0), number)
@@ -99,13 +101,13 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
             number += 1
 
 
-def receive_described(
-    link: Link, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
+def make_described(
+    rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
 ) -> dict[str, Tensor]:
-    """Tensors by name, as a rank describes and sends them.
+    """Empty tensors by name, as a rank describes those that it is going to send.
 
     Raises:
-        TransportError: it offers what is no tensor, is gone, or one came damaged.
+        TransportError: it offers what is no tensor.
     """
     found = {}
     for name, dtype, shape in listed:
@@ -113,11 +115,11 @@ def receive_described(
         if not isinstance(kind, torch.dtype):
             raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
         found[name] = torch.empty(tuple(shape), dtype=kind)
-    receive_tensors(link, found)
     return found
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

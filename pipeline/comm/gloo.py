@@ -60,6 +60,8 @@ class GlooTransport:
         self._make_groups(before.pipeline_ranks, replicas, before.shards)
         for link in self._links:  # of cuts, whose ends keep their places in the pipeline
             link.reset(self._backward if link.channel % 2 else self.pipeline_group)
+        # not every rank has made those of the world, and who needs them makes them anew
+        self._peers = [(scope, peers) for scope, peers in self._peers if scope != "world"]
         for scope, peers in self._peers:
             peers.reset(self._two_groups(scope))
 

@@ -82,8 +82,8 @@ class Membership:
         names = ", ".join(host.name for host in self.peer_list.hosts)
         if not hello.hosts and (known is None or not self.peer_list.is_complete):
             return (
-                f"{hello.name} is not one of the run's machines ({names}); to take the place of one "
-                "that is lost, give it that name: network.name"
+                f"{hello.name} is not one of the run's machines ({names}); to take the place of "
+                "one that is lost, give it that name: network.name"
                 if self.peer_list.is_complete
                 else "the run has not begun; start this machine as its others, with --nnodes"
             )

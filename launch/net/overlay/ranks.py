@@ -11,6 +11,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.net.overlay.settings import SILENT_S
 
+_PATIENT_S = 20.0
+"""For a relay that is busy, where an answer is needed."""
+
 
 def open_ports(
     client: Client, store: Store, ports: Mapping[str, int], *, rank: int, world: int, wait_s: float
@@ -109,7 +112,8 @@ class HostWatch:
         Raises:
             OverlayError: as before.
         """
-        self._before |= {n: link["restarts"] for n, link in _links().items() if n in names}
+        links = _links(_PATIENT_S).items()
+        self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
         """Their names.
@@ -134,7 +138,7 @@ def coordinates() -> bool:
     return status is None or bool(status["coordinates"])
 
 
-def _links() -> dict[str, Any]:
+def _links(wait_s: float = 1.0) -> dict[str, Any]:
     """Of this host's relay, by host; none without a relay."""
     relay = os.environ.get(ADDRESS)
-    return {} if relay is None else dict(Client(relay, wait_s=1.0).ask("status")["links"])
+    return {} if relay is None else dict(Client(relay, wait_s=wait_s).ask("status")["links"])

@@ -30,7 +30,6 @@ from thinpipe.launch.net.ranks.network import (
     HostNetwork,
     one_machine,
 )
-from thinpipe.launch.net.ranks.newcomer import JOINS
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
@@ -108,7 +107,8 @@ def run_node(
             return 1
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
-        network = replace(network, host=own, placed=nodes.placed)
+        newcomer = secrets.token_hex(8) if nodes.joins else ""
+        network = replace(network, host=own, placed=nodes.placed, newcomer=newcomer)
         try:
             return _launch(network, nodes, processes, main, arguments, stop)
         finally:
@@ -130,8 +130,6 @@ def _launch(
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
-    if nodes.joins:
-        environment[JOINS] = secrets.token_hex(8)
     meeting = partial(
         rendezvous.Rendezvous,
         network,
@@ -141,7 +139,6 @@ def _launch(
         opened=killed.report_to,
         stop=stop,
         restarts=nodes.max_restarts,
-        newcomer=environment.get(JOINS),
     )
     config = LaunchConfig(
         min_nodes=nodes.count,

@@ -23,6 +23,8 @@ ROUND = "THINPIPE_ROUND"
 """Environment variable: how often the hosts have met, 1 at the start. All hosts have the same."""
 PLACED = "THINPIPE_PLACED"
 """Environment variable: the ranks of this host's processes, where the run says which they are."""
+JOINS = "THINPIPE_JOINS"
+"""Environment variable of a newcomer: what its replica calls itself in the run's store."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,10 +47,14 @@ class HostNetwork:
     overlay: "Overlay | None" = None
     host: str = ""
     placed: tuple[str, ...] = ()
+    newcomer: str = ""
+    """What this host calls itself in the store of a run that it joins under way."""
 
     @property
     def environment(self) -> dict[str, str]:
         found = {LISTENS_AT: self.address}
+        if self.newcomer:
+            found[JOINS] = self.newcomer
         if self.placed:
             own = [rank for rank, host in enumerate(self.placed) if host == self.host]
             found[PLACED] = ",".join(map(str, own))

@@ -3,18 +3,17 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.handshake import HandshakeError
+from thinpipe.launch.net.ranks.network import JOINS
 from thinpipe.pipeline.mesh import Mesh
 
-JOINS = "THINPIPE_JOINS"
-"""Environment variable of a newcomer: what its replica calls itself in the run's store."""
 _NAME, _POLL_S = "run", 0.1
-_OPEN, _CUTS = "elastic/door/first", "elastic/cuts"
+_OPEN, _BEGAN = "elastic/door/first", "elastic/began"
 
 
 def joins() -> bool:
@@ -46,9 +45,9 @@ def find_run(met: Store, wait_s: float) -> str:
     )
 
 
-def tell_cuts(store: Store, cuts: tuple[int, ...]) -> None:
-    """Said by rank 0, for newcomers that would have to measure where they are."""
-    store.set(_CUTS, json.dumps(cuts))
+def tell_began(store: Store, cuts: Sequence[int], steps: int) -> None:
+    """Said by rank 0: the cuts that were measured, and how many steps were planned at first."""
+    store.set(_BEGAN, json.dumps([cuts, steps]))
 
 
 @dataclass
@@ -63,12 +62,15 @@ class Newcomer:
     """Tells its supervisor which rank of the run it is."""
     take_part: Callable[[], None]
     """From here on it fails with the run, and the run with it."""
+    check: Callable[[], None] = lambda: None
+    """Raises if this process was asked to stop."""
     has_entered: bool = False
 
     @property
-    def cuts(self) -> list[int]:
-        found: list[int] = json.loads(self.store.get(_CUTS))
-        return found
+    def began(self) -> tuple[list[int], int]:
+        """The run's cuts, and how many steps it planned at first."""
+        cuts, steps = json.loads(self.store.get(_BEGAN))
+        return cuts, steps
 
     def numbers(self, draw: Callable[[int], list[int]], mesh: Mesh) -> list[int]:
         """Those of its replica's ranks in the run; one of them draws."""
@@ -76,8 +78,3 @@ class Newcomer:
             self.own.set("numbers", json.dumps(draw(mesh.world_size)))
         found: list[int] = json.loads(self.own.get("numbers"))
         return found
-
-    def enter(self) -> None:
-        """It is let in."""
-        self.take_part()
-        self.has_entered = True

@@ -107,11 +107,10 @@ class Rendezvous(RendezvousHandler):
         opened: Callable[[Store], None],
         stop: Stop,
         restarts: int,
-        newcomer: str | None = None,
     ) -> None:
         """Open the store, or connect to it, and pass it to `opened`.
 
-        A `newcomer` meets nobody, in a part of the store that has its name.
+        A newcomer meets nobody, in a part of the store that has its name.
 
         `environment` of ranks gets the number of the round. `stop` learns when there are no ranks
         to answer signals. Without `restarts` nobody comes later.
@@ -122,16 +121,14 @@ class Rendezvous(RendezvousHandler):
         self._wait = None
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
-        self._holds = network.server is not None or newcomer is not None
-        self._newcomer = newcomer or ""
+        self._holds = network.server is not None or bool(network.newcomer)
         self._tcp = (
             connect_store(network.store, wait_s=limit_s)
             if network.server is None
             else hold_store(network.server, wait_s=limit_s)
         )
         opened(self._tcp)
-        self._all = PrefixStore("rendezvous", self._tcp)
-        self._store = PrefixStore(newcomer, self._all) if newcomer else self._all
+        self._store = PrefixStore(f"rendezvous{network.newcomer}", self._tcp)
         self._posts = self._handled = self._round = 0
         self._come: dict[str, _Come] = {}
         self._names: list[str] = []  # of the round before
@@ -179,7 +176,7 @@ class Rendezvous(RendezvousHandler):
             self._wait.over()
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
-        name, overlay = f"{self._newcomer}round{self._round}", self._network.overlay
+        name, overlay = f"{self._network.newcomer}round{self._round}", self._network.overlay
         store = PrefixStore(name, self._tcp)
         if overlay is not None:
             store = _RoundStore(name, self._tcp, self._network.host, self._names, overlay)
@@ -214,13 +211,12 @@ class Rendezvous(RendezvousHandler):
         """
         with contextlib.suppress(RuntimeError):
             self.set_closed()
-            left = self._all.add("left", 1)
-            waits = self._holds and not self._newcomer
-            staying = self._hosts - self._network.lost_hosts() if waits else 0
+            left = self._store.add("left", 1)
+            staying = self._hosts - self._network.lost_hosts() if self._holds else 0
             limit_s = time.monotonic() + _LEAVE_S
             while left < staying and time.monotonic() < limit_s:
                 time.sleep(_POLL_S)
-                left = self._all.add("left", 0)
+                left = self._store.add("left", 0)
         return True
 
     def _meet(self) -> tuple[int, int, int]:

@@ -24,7 +24,8 @@ from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
 from thinpipe.launch.net.ranks.group import meet, open_group
 from thinpipe.launch.net.ranks.handshake import Lobby, agree, agree_with, fresh_name, store_address
-from thinpipe.launch.net.ranks.newcomer import JOINS, Newcomer, find_run, name_run
+from thinpipe.launch.net.ranks.network import JOINS
+from thinpipe.launch.net.ranks.newcomer import Newcomer, find_run, name_run
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store
@@ -37,6 +38,7 @@ from thinpipe.pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
 _BEFORE = "before"
+_CONNECT_S = 60.0
 _ANSWER_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_ALL)
@@ -213,29 +215,15 @@ def join(
         store.set(_BEFORE, "" if token else last_failure(met, name, who))
     facts = {"versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
-    if token:
-        run_id = agree_with(PrefixStore(run, met), facts)
-    elif rank == 0:
-        name_run(met, name)
-    failures = Failures(store, who)
-
-    def apart() -> Store:
-        return PrefixStore(name, connect_store(place, wait_s=wait_s))
-
-    def watched(name: str) -> Watch:
-        own = Failures(PrefixStore(name, connect_store(place, wait_s=wait_s)), who)
-        return Watch(own, f"rank {rank}", broken_links, ended)
-
-    def take_part() -> None:
-        nonlocal failures, watch
-        watch.stand_down()
-        failures, watch = Failures(PrefixStore(run, met), who), watched(run)
-
+    failures = _Reports(met, name, place, who, ended)
     newcomer = None
     if token:
-        say = partial(announce, place, run, who)
-        newcomer = Newcomer(PrefixStore(run, met), store, say, take_part)
-    watch = watched(name)
+        main = PrefixStore(run, met)
+        run_id = agree_with(main, facts)
+        say, take_part = partial(announce, place, run, who), partial(failures.move, run)
+        newcomer = Newcomer(main, store, say, take_part)
+    elif rank == 0:
+        name_run(met, name)
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
@@ -243,22 +231,46 @@ def join(
         )
         restart = restart_words(store.get(_BEFORE).decode())
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        yield Session(store, transport, run_id, local_rank, restart, apart, newcomer)
+        yield Session(store, transport, run_id, local_rank, restart, failures.apart, newcomer)
         transport.close()
     except Exception as error:
-        since_s = watch.stand_down()
+        since_s = failures.watch.stand_down()
         end_soon()
         if isinstance(error, DesyncError | TransportError):
-            first = partial(failures.first, since_s, ended)
-            raise PeerError(_report(failures, who, rank, error, first)) from error
+            first = partial(failures.all.first, since_s, ended)
+            raise PeerError(_report(failures.all, who, rank, error, first)) from error
         if not isinstance(error, TerminatedError):  # which is often the echo of a failure
             with contextlib.suppress(RuntimeError):
-                failures.report(_in_words(error), cause=True)
+                failures.all.report(_in_words(error), cause=True)
         raise
-    watch.stand_down()
+    failures.watch.stand_down()
     dist.destroy_process_group()
     if network is not None:
         network.close()
+
+
+class _Reports:
+    """Where this rank reports failures, and what ends it if another rank does."""
+
+    def __init__(
+        self, met: Store, name: str, place: tuple[str, int], who: str, ended: Callable[[], bool]
+    ) -> None:
+        self._met, self._place, self._who, self._ended = met, place, who, ended
+        self._begin(name)
+
+    def move(self, name: str) -> None:
+        """From here on it belongs to those in another part of the store."""
+        self.watch.stand_down()
+        self._begin(name)
+
+    def apart(self) -> Store:
+        """Another connection to that part."""
+        return PrefixStore(self._name, connect_store(self._place, wait_s=_CONNECT_S))
+
+    def _begin(self, name: str) -> None:
+        self._name, self.all = name, Failures(PrefixStore(name, self._met), self._who)
+        rank = self._who.partition(" on ")[0]
+        self.watch = Watch(Failures(self.apart(), self._who), rank, broken_links, self._ended)
 
 
 def _wrong_number(world: int, mesh: Mesh) -> str:

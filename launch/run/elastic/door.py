@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.store import await_key
 
-_POLL_S = 0.02
+_POLL_S, _ANSWER_S = 0.05, 5.0
 
 
 class Door:
@@ -44,6 +44,21 @@ class Door:
         await_key(self._store, f"knock/{number}")
         numbers: list[int] = json.loads(self._store.get(f"knock/{number}"))
         return numbers
+
+    def is_there(self, numbers: Sequence[int]) -> bool:
+        """Whether these still wait: the first of them answers within moments."""
+        self._store.set(f"asked/{numbers[0]}", "")
+        limit_s = time.monotonic() + _ANSWER_S
+        while not (there := self._store.check([f"there/{numbers[0]}"])):
+            if time.monotonic() > limit_s:
+                break
+            time.sleep(_POLL_S)
+        return bool(there)
+
+    def answer(self, numbers: Sequence[int]) -> None:
+        """Say that these are there, if somebody asks."""
+        if self._store.check([f"asked/{numbers[0]}"]):
+            self._store.set(f"there/{numbers[0]}", "")
 
     def invite(self, visit: int, numbers: Sequence[int]) -> None:
         """They are to be let in as visit number so many, from 0."""

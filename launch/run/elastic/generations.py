@@ -1,4 +1,4 @@
-"""A run goes on without replicas that it loses, and with others, in the same processes.
+"""A run goes on without replicas that it loses, in the same processes ([elastic] min_replicas).
 
 *Sections* are what all ranks do together: a step, an evaluation, a checkpoint. When a rank is lost,
 the others abandon the section under way, agree on the next *generation* of ranks, make process
@@ -6,10 +6,6 @@ groups of it, and do that section again. No rank can be more than one section ah
 each needs messages of all. So a section counts for all or for none: who is behind takes what those
 ahead have found in it. For a step that is the vector which all share before the optimizer's step,
 as gradients were summed before.
-
-A replica that comes later is let in by a section of its own, between two steps. First all say on
-the old groups that they have come to it. Then all make groups with the newcomers, who get replica
-0's state. If a rank is lost meanwhile, those who are left end that section as they end others.
 
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
@@ -20,20 +16,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
-from thinpipe.launch.net.ranks.newcomer import Newcomer
-from thinpipe.launch.run.elastic.door import Door
+from thinpipe.launch.run.elastic.adapting import Adapting
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import TransportError
@@ -47,57 +38,7 @@ _POLL_S = 0.005
 _T = TypeVar("_T")
 
 
-class Adapting(Protocol):
-    """The parts of a run that depend on who is in it."""
-
-    @property
-    def passes(self) -> int:
-        """The number of the last pass through the pipeline."""
-
-    @property
-    def agreed(self) -> tuple[int, int]:
-        """What all ranks do after which step, as far as this one has come to it."""
-
-    def settle(self) -> None:
-        """End what other threads do, and the pass under way: connections are broken."""
-
-    def regrouped(
-        self,
-        change: int,
-        before: tuple[int, int],
-        passes: int,
-        words: str,
-        *,
-        agreed: tuple[int, int] = (0, 0),
-        facts: Any = None,
-    ) -> None:
-        """The mesh has changed, the so-manieth time; this rank was one replica of so many.
-
-        `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
-        that of the rank that is furthest. A newcomer gets the others' `facts`.
-        """
-
-    def facts(self) -> Any:
-        """What newcomers have to know, as JSON."""
-
-    def bring_up(self, members: Sequence[int]) -> None:
-        """Members at these places of the mesh get the state of replica 0; a collective."""
-
-    def welcome(self) -> None:
-        """Have all ranks let newcomers in, soon. Called by another thread."""
-
-    def interrupt(self) -> None:
-        """A rank was lost: end waits that are no messages. Called by another thread."""
-
-    def prove_equal(self) -> None:
-        """Compare the replicas' weights; a collective.
-
-        Raises:
-            ConfigError: they differ.
-        """
-
-
-class Elastic:
+class Generations:
     """This rank's part in it, from the first step on."""
 
     def __init__(
@@ -109,11 +50,11 @@ class Elastic:
         host: str,
         least: int,
         wait_s: float,
-        newcomer: Newcomer | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
 
-        Of a newcomer `store` is the run's, and `transport` connects the ranks of its own replica.
+        Ranks that come later are the `members` of their own transport at first.
 
         Raises:
             ConfigError: this rank's supervisor is not ours, so no loss would be told.
@@ -125,9 +66,9 @@ class Elastic:
             )
         self._transport, self._run, self._least, self._wait_s = transport, run, least, wait_s
         self._store, self._root = PrefixStore("elastic", store), store
-        mesh, self._door, self._newcomer = transport.mesh, Door(self._store), newcomer
-        self._members = newcomer.numbers(self._door.numbers, mesh) if newcomer else [*range(mesh.world_size)]
-        self._me, self._seats = self._members[mesh.rank], mesh.world_size
+        mesh = transport.mesh
+        self._members = [*(members or range(mesh.world_size))]
+        self._me = self._members[mesh.rank]
         self._known_as = mesh.replica, mesh.replicas  # to the run's parts
         self._generation, self._done, self._packed = 0, 0, None
         self._visits = self._tried = 0  # sections that let newcomers in: done, and begun
@@ -139,16 +80,12 @@ class Elastic:
         self._hosts = Hosts(self._store, self._me, host)
         self._hosts.now(self._members)
         self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
-        if newcomer is None:
+        if not members:
             self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
         self._hosts.watch(Losses(store.clone()))  # type: ignore[attr-defined]
         self._leaving = Losses(store.clone())  # type: ignore[attr-defined]
-        if self._me == 0:
-            self._door.open(mesh.world_size)
-            door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
-            threading.Thread(target=self._greet, args=(door,), daemon=True).start()
 
     def together(
         self,
@@ -168,7 +105,7 @@ class Elastic:
         """
         while True:
             try:
-                if not self._proven:
+                if not self._proven and not self._cold:
                     self._run.prove_equal()
                     self._proven = True
                 result = do()
@@ -192,109 +129,6 @@ class Elastic:
         self._done, self._packed = self._done + 1, packed
         return result
 
-    def admit(self) -> None:
-        """Let in who was invited; all members call it after the same step.
-
-        Raises:
-            TransportError: a peer is lost, and the run does not go on without it.
-        """
-        self.together(self._admit)
-        with self._changed:
-            self._visits, self._warm = self._visits + 1, {*self._members}
-            self._changed.notify_all()
-
-    def join(self) -> None:
-        """Have the members let this newcomer in, with the other ranks of its replica; a collective.
-
-        Raises:
-            ConfigError: they do not.
-            TransportError: another of these ranks is lost.
-        """
-        own, newcomer = self._members, self._newcomer
-        assert newcomer is not None
-        newcomer.say(self._me)
-        self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
-        try:
-            if self._transport.mesh.rank == 0:
-                self._door.knock(own)
-            how = self._door.enter(own, self._wait_s, self._check_own)
-        except BaseException as error:
-            with suppress(RuntimeError):
-                self._leaving.report(self._me, f"rank {self._me} on {self._hosts.own}: not joined")
-            if isinstance(error, TimeoutError):
-                raise ConfigError(
-                    f"--join: the run did not let this replica in within {self._wait_s:.0f} s "
-                    "(pipeline.peer_timeout_s): it has all its replicas, or makes no steps"
-                ) from None
-            raise
-        newcomer.enter()
-        self._generation, self._done, self._visits = how["generation"], how["done"], how["visits"]
-        self._tried, self._warm = self._visits, {*how["members"]}
-        self.admit()
-
-    def _check_own(self) -> None:
-        if self._is_incomplete():
-            raise TransportError(f"rank {self._me}: {self.loss}")
-
-    def _admit(self) -> None:
-        if self._tried <= self._visits:
-            self._let_in(self._door.invited(self._visits))
-        cold = [at for at, member in enumerate(self._members) if member not in self._warm]
-        if cold:
-            self._run.bring_up(cold)
-        self._run.prove_equal()
-
-    def _let_in(self, invited: Sequence[int]) -> None:
-        """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
-        before = [member for member in self._members if member not in invited]
-        if self._me in invited:
-            before = [*self._warm]
-        else:
-            self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
-            if self._me == 0:
-                how = {"generation": self._generation, "done": self._done}
-                self._door.let_in(invited, {**how, "visits": self._visits, "members": before})
-        self._tried = self._visits + 1
-        self._be(sorted([*before, *invited]))
-        self._form(f"visit{self._visits}")
-        told = self._run.facts() if self._me == 0 else None
-        posts = gather_json(self._transport, [self._run.passes, told])
-        facts = posts[0][1] if self._me in invited else None
-        hosts = ", ".join(dict.fromkeys(self._hosts.of(number) for number in invited))
-        came = f"joined: {hosts}, as rank{'s' * (len(invited) > 1)} {', '.join(map(str, invited))}"
-        self._adapt(max(passes for passes, _ in posts), came, facts=facts)
-
-    def _adapt(self, passes: int, words: str, **more: Any) -> None:
-        before, mesh = self._known_as, self._transport.mesh
-        self._known_as = mesh.replica, mesh.replicas
-        self._run.regrouped(self._generation + self._tried, before, passes, words, **more)
-
-    def _be(self, members: list[int]) -> None:
-        self._hosts.now(members)
-        with self._changed:
-            self._members = members
-
-    def _greet(self, door: Door) -> None:
-        """Invite who knocks, one replica after another, if one of the run's is missing."""
-        try:
-            for number in count(1):
-                numbers = door.knocked(number)
-                with self._changed:
-                    self._changed.wait_for(lambda come=numbers: self._has_room(come))
-                    if self._lost.keys() & {*numbers}:
-                        continue
-                    visit = self._visits
-                door.invite(visit, numbers)
-                self._run.welcome()
-                with self._changed:
-                    self._changed.wait_for(lambda before=visit: self._visits > before)
-        except RuntimeError:  # the store is gone, which ends the process
-            return
-
-    def _has_room(self, newcomers: Sequence[int]) -> bool:
-        gone = bool(self._lost.keys() & {*newcomers})
-        return gone or len(self._members) + len(newcomers) <= self._seats
-
     def close(self) -> None:
         """The last section is done."""
         self._losses.close()
@@ -310,7 +144,7 @@ class Elastic:
         size = self._transport.mesh.pipeline_ranks
         with self._changed:
             gone = {*self._hosts.own_ranks, *self._lost}
-            members, generation = self._members, self._generation
+            members, generation = self._members, self._generation + self._tried
         replicas = [{*members[at : at + size]} for at in range(0, len(members), size)]
         if self._hosts.is_needed or sum(not gone & ranks for ranks in replicas) < self._least:
             return False
@@ -340,6 +174,11 @@ class Elastic:
         """Who was lost, as long as the run goes on to the next generation."""
         return self._lost_of(self._members)
 
+    @property
+    def _cold(self) -> list[int]:
+        """Members that have no state yet."""
+        return [member for member in self._members if member not in self._warm]
+
     def _lost_of(self, members: Sequence[int]) -> str:
         return "; ".join(self._lost[member] for member in members if member in self._lost)
 
@@ -359,19 +198,21 @@ class Elastic:
                 self._changed.notify_all()
             if is_member:
                 self._run.interrupt()
-            elif self._me == 0:  # one that knocked, and was not let in yet
+            elif self._me == 0:  # one that is not let in yet
                 losses.settle(rank, goes_on=True)
             number += 1
 
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
-            if not self._knows_a_loss():
+            if not self._knows_a_loss() and not self._blames_newcomers(error):
                 raise error
             self._run.settle()
             self._generation += 1
             members = self._agree()
             if self._me not in members:
+                if self._cold:
+                    end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
                 end_now(0, f"rank {self._me}: the others go on without it, as its replica is lost")
             per_replica = self._transport.mesh.pipeline_ranks
             lost = [member for member in self._members if member not in members]
@@ -402,6 +243,12 @@ class Elastic:
     def _knows_a_loss(self) -> bool:
         with self._changed:
             return self._changed.wait_for(self._is_incomplete, _NOTICE_S)
+
+    def _blames_newcomers(self, error: TransportError) -> bool:
+        """Whether there are some, who must not end the run: they count as lost."""
+        for member in self._cold:
+            self._leaving.report(member, f"rank {member} did not come in ({error})")
+        return bool(self._cold) and self._knows_a_loss()
 
     def _is_incomplete(self) -> bool:
         return any(member in self._lost for member in self._members)
@@ -446,6 +293,8 @@ class Elastic:
         Raises:
             TransportError: another rank is lost meanwhile.
         """
+        if self._is_incomplete():
+            raise TransportError(f"rank {self._me}: another rank is lost")
         keys, size = PrefixStore(name, self._root), len(self._members)
         self._joining = JoiningStore(keys, self._is_incomplete, self._wait_s)
         join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
@@ -454,6 +303,20 @@ class Elastic:
             if self._is_incomplete():
                 break_connections(self._hosts.ports)
                 raise TransportError(f"rank {self._me}: another rank was lost meanwhile")
+
+    def _adapt(self, passes: int, words: str, **more: Any) -> None:
+        before, mesh = self._known_as, self._transport.mesh
+        self._known_as = mesh.replica, mesh.replicas
+        self._run.regrouped(self._generation + self._tried, before, passes, words, **more)
+
+    def _be(self, members: list[int]) -> None:
+        """Raises TransportError: one of them cannot be reached from here."""
+        with self._changed:
+            self._members = members
+        try:
+            self._hosts.now(members)
+        except RuntimeError as error:
+            raise TransportError(f"rank {self._me}: {error}") from error
 
     def _furthest(self, members: Sequence[int]) -> Mapping[str, Any]:
         posts = [

@@ -1,4 +1,4 @@
-"""The machines of a run's members, how they are reached, and those that are lost with their ranks."""
+"""The machines of a run's members, how they are reached, and those that are lost."""
 
 import json
 import threading

@@ -46,9 +46,11 @@ class JoiningStore(Store):
         """
         wait_s = self._wait_s if timeout is None else timeout.total_seconds()
         limit_s = time.monotonic() + wait_s
-        while not self._store.check([*keys]):
+        while True:
             if self._is_incomplete():
                 raise TransportError("another rank was lost meanwhile")
+            if self._store.check([*keys]):
+                return
             if time.monotonic() > limit_s:
                 raise TransportError(f"a rank did not come to the new group within {wait_s:.0f} s")
             time.sleep(_POLL_S)

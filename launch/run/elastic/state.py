@@ -1,49 +1,79 @@
 """What replica 0 sends to a rank that joins, over a link of the run: all but what is its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.net.ranks.gather import gather_json
-from thinpipe.launch.run.weights import describe, receive_described, send_tensors
+from thinpipe.launch.run.weights import (
+    as_bytes,
+    describe,
+    make_described,
+    receive_tensors,
+    send_tensors,
+)
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
-from thinpipe.pipeline.mesh import Mesh
 
 _SENT = Path("the state that replica 0 sent")
+_PIECE_NBYTES = 4 << 20
+"""Sent at a time: on 1 Mbit/s in half a minute."""
 
 
-def bring_up(built: Built, transport: Transport, ranks: Sequence[int], *, seed: int) -> int:
+def bring_up(
+    built: Built, transport: Transport, ranks: Sequence[int], sync: GradientSync, *, seed: int
+) -> int:
     """Give these ranks the state of replica 0; a collective. How many bytes this rank sent.
 
     Optimizer, schedule and weights become equal. What a rank owes the others stays its own: nothing
-    at first. `seed` is for its dropout.
+    at first. `sync` is that of `built`; `seed` is for the newcomers' dropout.
 
     Raises:
         TransportError: a rank is gone, or something came damaged.
     """
     mesh, source = transport.mesh, transport.mesh.same_stage[0]
-    places = {rank: Mesh(mesh.pipeline_ranks, mesh.replicas, rank, mesh.shards) for rank in ranks}
-    targets = [rank for rank, place in places.items() if place.position == mesh.position]
-    tree, tensors = None, dict[str, Tensor]()
+    tree, tensors, links = None, dict[str, Tensor](), list[Link]()
     if mesh.rank == source:
-        state = {**collect(built, memories=False), "sync": built.sync.shared_state()}
+        state = {**collect(built, memories=False), "sync": sync.shared_state()}
         tree, tensors = pack_state(state)
+        links = [_link(transport, source, rank) for rank in mesh.same_stage if rank in ranks]
     listed = gather_json(transport, [tree, [describe(n, t) for n, t in tensors.items()]])
-    if mesh.rank == source:
-        for target in targets:
-            send_tensors(_link(transport, source, target), tensors.values())
-    elif mesh.rank in ranks:
+    if mesh.rank in ranks:
         tree, kinds = listed[source]
-        found = receive_described(_link(transport, source, mesh.rank), source, kinds)
-        distribute(built, unpack_state(tree, found.__getitem__), _SENT)
+        tensors = make_described(source, kinds)
+    pieces = _pieces(tensors)
+    most = torch.tensor([len(pieces)], dtype=torch.float64)
+    for number in range(int(transport.share(most, "world").max())):
+        for link in links if number < len(pieces) else ():
+            send_tensors(link, pieces[number])
+        if mesh.rank in ranks and number < len(pieces):
+            named = {f"{number}.{part}": piece for part, piece in enumerate(pieces[number])}
+            receive_tensors(_link(transport, source, mesh.rank), named)
+        # with all ranks, as nobody waits for another longer than its timeout
+        transport.share(torch.zeros(0, dtype=torch.float64), "world")
+    if mesh.rank in ranks:
+        distribute(built, unpack_state(tree, tensors.__getitem__), _SENT)
         torch.manual_seed(seed)
-    return len(targets) * sum(tensor.nbytes for tensor in tensors.values())
+    return len(links) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _pieces(tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    """Views of all bytes, in groups of at most `_PIECE_NBYTES`."""
+    groups, room = list[list[Tensor]](), 0
+    for tensor in tensors.values():
+        for part in torch.split(as_bytes(tensor), _PIECE_NBYTES):
+            if part.numel() > room:
+                groups.append([])
+                room = _PIECE_NBYTES
+            groups[-1].append(part)
+            room -= part.numel()
+    return groups
 
 
 def _link(transport: Transport, source: int, target: int) -> Link:

@@ -1,10 +1,10 @@
-"""Training that goes on without replicas it loses, and with others: what depends on who is in it."""
+"""Training that loses replicas, and is joined by others: what depends on who is in the run."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -13,10 +13,11 @@ from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.newcomer import tell_cuts
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.newcomer import tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
-from thinpipe.launch.run.elastic.generations import Elastic
 from thinpipe.launch.run.elastic.state import bring_up
+from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -52,12 +53,13 @@ class ElasticTraining(Training):
         host, newcomer = self._config.network.own_name(), self._session.newcomer
         store = newcomer.store if newcomer else self._session.store
         if self._session.writes_run_folder:
-            tell_cuts(PrefixStore("elastic", store), self._config.pipeline.cuts)
+            tell_began(store, self._config.pipeline.cuts, self._plan.first_steps)
         self._elastic = Elastic(
             store, transport, self, host=host, least=least, wait_s=wait_s, newcomer=newcomer
         )
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
+        self._has_state = newcomer is None
         if newcomer is not None:
             self.display.note("waiting for the run to let this replica in")
             self._elastic.join()
@@ -107,28 +109,35 @@ class ElasticTraining(Training):
         words: str,
         *,
         agreed: tuple[int, int] = (0, 0),
-        facts: Any = None,
     ) -> None:
         """Go on in a new mesh (`Adapting`)."""
-        if facts is not None:
-            self._done = self._agreed = facts["done"]
-            self._plan.take(facts["plan"])
-            self._checkpoints.follow(*facts["saves"])
         self._sync.regroup(*before)
         self._plan.share_anew(self._session.mesh, self._done)
-        self.built.engine.regroup(self._sampler.all_ids(), passes)
-        rates = self.built.lr_schedule
-        rates.last_epoch = rates.last_epoch  # by the new plan
-        self._checkpoints.regroup(change, self._plan.facts(self._digests))
+        self._checkpoints.regroup(change)
         self._checkpoints.watch(lambda: self._elastic.loss)
-        if self._checkpoints.end is not None:
-            self._checkpoints.end = self.steps
+        self._go_on(passes)
         asked, behind = self.agreement.pending, agreed[0] > self._agreed
+        if agreed == (self._done, Ask.ADMIT) and agreed != self.agreement.last:
+            self._admits = True  # who were lost did not say it to this rank
         store = PrefixStore(f"generation{change}", self._session.store)
+        self.agreement.close()
         self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
         if asked and not behind:
             self.agreement.ask(asked)
+        if self._has_state:
+            self._say(words)
+
+    def _go_on(self, passes: int) -> None:
+        """By the plan, which has changed."""
+        self.built.engine.regroup(self._sampler.all_ids(), passes)
+        rates = self.built.lr_schedule
+        rates.last_epoch = rates.last_epoch
+        self._checkpoints.facts = self._plan.facts(self._digests)
+        if self._checkpoints.end is not None:
+            self._checkpoints.end = self.steps
         self.records.planned(self.steps, self._elastic.hosts)
+
+    def _say(self, words: str) -> None:
         self.display.note(f"{words}; from step {self._done + 1} {self._plan.words()}")
 
     @property
@@ -136,17 +145,26 @@ class ElasticTraining(Training):
         """What the last agreement was (`Adapting`)."""
         return self.agreement.last
 
-    def facts(self) -> Any:
-        """For newcomers (`Adapting`)."""
-        return {"done": self._done, "plan": self._plan.state, "saves": self._checkpoints.number}
+    def end_saves(self) -> None:
+        """Have a checkpoint under way end (`Adapting`)."""
+        self._checkpoints.wait()
 
-    def bring_up(self, members: Sequence[int]) -> None:
+    def bring_up(self, places: Sequence[int]) -> None:
         """Give newcomers the state of replica 0 (`Adapting`)."""
-        start_s, seed = time.perf_counter(), self._config.run.seed + 1000 * self._elastic.number
-        nbytes = bring_up(self.built, self._session.transport, members, seed=seed)
-        rates = self.built.lr_schedule
-        rates.last_epoch = rates.last_epoch  # by the plan, which has changed since
-        if nbytes:
+        transport, start_s = self._session.transport, time.perf_counter()
+        own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
+        done, plan, save, skips = gather_json(transport, own)[0]
+        seed = self._config.run.seed + 1000 * self._elastic.number
+        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed)
+        if transport.mesh.rank in places:
+            self._done = self._agreed = done
+            self._plan.take(plan, transport.mesh)
+            self._checkpoints.follow(*save)
+            self._skips.state = skips
+            self._go_on(self.passes)
+            self._has_state = True
+            self._say("joined")
+        elif nbytes:
             took_s = time.perf_counter() - start_s
             self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s")
 
@@ -170,12 +188,11 @@ class ElasticTraining(Training):
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler = self.built.engine, self._sampler
 
-        if self._admits:
-            self._admits = False
-            self._elastic.admit()
-
         def train() -> StepTotals:
             nonlocal sampler
+            if self._admits:
+                self._admits = False
+                self._elastic.admit()
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler = self._sampler
             assert own is not None, "a stream is refused"

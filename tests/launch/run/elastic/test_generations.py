@@ -27,7 +27,7 @@ from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic import hosts
-from thinpipe.launch.run.elastic.generations import Elastic
+from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -271,8 +271,9 @@ def test_whose_word_counts_of_which_machine(
     monkeypatch.setattr(hosts, "coordinates", lambda: names[rank] == "c")
     store = HashStore()
     for other, name in enumerate(names):
-        store.set(f"hosts/{other}", json.dumps([name, name == "c"]))
-    found, losses = hosts.Hosts(store, rank, 5, names[rank]), Losses(store)
+        store.set(f"hosts/{other}", json.dumps([name, name == "c", None, {}]))
+    found, losses = hosts.Hosts(store, rank, names[rank]), Losses(store)
+    found.now(range(5))
     others = sorted({*names} - {names[rank]})
     for _ in range(2):
         found.report(others, losses)
@@ -288,15 +289,21 @@ class Recorder:
     def __init__(self, transport: GlooTransport) -> None:
         self._transport, self.told, self.proofs = transport, list[Any](), 0
 
-    passes = 7
+    passes, agreed = 7, (0, 0)
 
     def settle(self) -> None: ...
 
-    def replicas_left(
-        self, generation: int, before: tuple[int, int], passes: int, lost: str
+    def regrouped(
+        self, change: int, before: tuple[int, int], passes: int, words: str, **more: Any
     ) -> None:
         assert passes == self.passes
-        self.told.append((generation, before, lost))
+        self.told.append((change, before, words))
+
+    def end_saves(self) -> None: ...
+
+    def welcome(self) -> None: ...
+
+    def bring_up(self, places: Any) -> None: ...
 
     def prove_equal(self) -> None:
         self._transport.share(torch.zeros(1, dtype=torch.float64), "world")
@@ -360,8 +367,8 @@ def test_a_section_counts_for_all_who_are_left_or_for_none(ranks: Ranks) -> None
     assert lost["results"] == [[0, 1, 2]]
     assert first["results"] == [[0, 1, 2], [10, 11, 12], [20, 21], [30, 31]]
     assert second["results"] == [[0, 1, 2], [10, 11, 12, "taken"], [20, 21], [30, 31]]
-    assert first["told"] == [(1, (0, 3), "rank 2 is gone")]
-    assert second["told"] == [(1, (1, 3), "rank 2 is gone")]
+    assert first["told"] == [(1, (0, 3), "lost: rank 2 is gone")]
+    assert second["told"] == [(1, (1, 3), "lost: rank 2 is gone")]
     assert first["forgot"] == [2], "it had begun the third"
     assert second["forgot"] == []
     assert first["proofs"] == second["proofs"] == 1

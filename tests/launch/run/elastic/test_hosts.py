@@ -76,6 +76,35 @@ def test_a_machine_is_killed_another_leaves_and_the_last_saves(
     until(lambda: not any(map(lives, killed)))
 
 
+def test_a_machine_that_was_killed_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
+    """Its replica takes all from the run, and trains as if it had been there."""
+    run = started(net, tmp_path, "train.epochs=6")
+    run.wait_for_step(8)
+    killed = kill(run, 2)
+    until(lambda: "its machine is gone" in said_by(run, 0))
+    run.start(2, joins=True)
+    until(lambda: "joined: host2, as rank 3" in said_by(run, 0) or run.has_ended())
+    codes = run.done()
+    assert (codes[0], codes[1], codes[2]) == (0, 0, 0), run.text()
+    assert trained(run) == {str(epoch): SAMPLES for epoch in range(1, 7)}
+    assert files.steps(run.checkpoints(2))[-9:] == files.steps(run.checkpoints(0))[-9:]
+    until(lambda: not any(map(lives, killed)))
+
+
+def test_who_may_not_join_is_told_why(net: ShapedNetwork, tmp_path: Path) -> None:
+    run = started(net, tmp_path, "train.epochs=12")
+    run.wait_for_step(8)
+    kill(run, 2)
+    until(lambda: "its machine is gone" in said_by(run, 0))
+    run.start(2, "network.name=other", joins=True)
+    until(lambda: "other is not one of the run's machines" in said_by(run, 2))
+    run.start(2, "train.lr=0.5", joins=True)
+    until(lambda: "this machine has train.lr = 0.5, the run has" in said_by(run, 2))
+    psutil.Process(run.pids[0]).send_signal(signal.SIGTERM)
+    codes = run.done()
+    assert codes[0] == 128 + signal.SIGTERM, run.text()
+
+
 def test_of_two_machines_that_lose_each_other_one_goes_on(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:

@@ -1,0 +1,174 @@
+"""A replica that comes later is let in: a section of its own, between two steps.
+
+First all members say on the old groups that they have come to it. Then all make groups with the
+newcomers, who get replica 0's state. If a rank is lost meanwhile, those who are left end that
+section as they end others. Newcomers that cannot be let in never end the run.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.newcomer import Newcomer
+from thinpipe.launch.run.elastic.adapting import Adapting
+from thinpipe.launch.run.elastic.door import Door
+from thinpipe.launch.run.elastic.generations import Generations
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+_ASK_AGAIN_S = 5.0
+"""An agreement may be lost with a rank."""
+
+
+class Elastic(Generations):
+    """`Generations` that let others in."""
+
+    def __init__(
+        self,
+        store: Store,
+        transport: GlooTransport,
+        run: Adapting,
+        *,
+        newcomer: Newcomer | None = None,
+        **settings: Any,
+    ) -> None:
+        """As `Generations`; a newcomer joins the run that `store` is of.
+
+        Its `transport` connects the ranks of its own replica.
+        """
+        own, mesh = PrefixStore("elastic", store), transport.mesh
+        self._door, self._newcomer, self._seats = Door(own), newcomer, mesh.world_size
+        members = newcomer.numbers(self._door.numbers, mesh) if newcomer else ()
+        super().__init__(store, transport, run, members=members, **settings)
+        if self._me == 0:
+            self._door.open(mesh.world_size)
+            door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
+            threading.Thread(target=self._greet, args=(door,), daemon=True).start()
+
+    def admit(self) -> None:
+        """Let in who was invited; all members call it after the same step.
+
+        Raises:
+            TransportError: a peer is lost, and the run does not go on without it.
+        """
+        self.together(self._admit)
+        with self._changed:
+            self._visits, self._warm = self._visits + 1, {*self._members}
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Have the members let this newcomer in, with the other ranks of its replica; a collective.
+
+        Raises:
+            ConfigError: they do not.
+            TransportError: another of these ranks is lost.
+        """
+        own, newcomer = self._members, self._newcomer
+        assert newcomer is not None
+        newcomer.say(self._me)
+        self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
+        try:
+            self._knock(own, newcomer)
+            self.admit()
+        except BaseException:
+            with suppress(RuntimeError):
+                self._leaving.report(self._me, f"rank {self._me} on {self._hosts.own}: not joined")
+            raise
+        newcomer.take_part()
+
+    def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
+        """Wait to be let in."""
+        first = self._transport.mesh.rank == 0
+
+        def check() -> None:
+            newcomer.check()
+            if self._is_incomplete():
+                raise TransportError(f"rank {self._me}: {self.loss}")
+            if not self._losses.is_open:
+                raise ConfigError("--join: the run has ended")
+            if first:
+                self._door.answer(own)
+
+        try:
+            if first:
+                self._door.knock(own)
+            how = self._door.enter(own, self._wait_s, check)
+        except TimeoutError:
+            raise ConfigError(
+                f"--join: the run did not let this replica in within {self._wait_s:.0f} s "
+                "(pipeline.peer_timeout_s): it has all its replicas, or makes no steps"
+            ) from None
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise ConfigError("--join: the run has ended") from None
+        newcomer.has_entered = True
+        self._generation, self._done, self._visits = how["generation"], how["done"], how["visits"]
+        self._tried, self._warm = self._visits, {*how["members"]}
+
+    def _admit(self) -> None:
+        if self._tried <= self._visits:
+            self._let_in(self._door.invited(self._visits))
+        if self._cold:
+            self._run.bring_up([self._members.index(member) for member in self._cold])
+        try:
+            self._run.prove_equal()
+        except ConfigError as error:  # a newcomer that is at fault must not end the run
+            if not self._cold or self._me in self._cold:
+                raise
+            raise TransportError(str(error)) from error
+        self._proven = True
+
+    def _let_in(self, invited: Sequence[int]) -> None:
+        """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
+        before = [member for member in self._members if member not in invited]
+        if self._me in invited:
+            before = [*self._warm]
+        else:
+            self._run.end_saves()  # which use the groups
+            self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
+            if self._me == 0:
+                how = {"generation": self._generation, "done": self._done}
+                self._door.let_in(invited, {**how, "visits": self._visits, "members": before})
+        self._tried = self._visits + 1
+        self._be(sorted([*before, *invited]))
+        self._form(f"visit{self._visits}")
+        passes = gather_json(self._transport, self._run.passes)
+        hosts = ", ".join(dict.fromkeys(self._hosts.of(number) for number in invited))
+        came = f"joined: {hosts}, as rank{'s' * (len(invited) > 1)} {', '.join(map(str, invited))}"
+        self._adapt(max(passes), came)
+
+    def _greet(self, door: Door) -> None:
+        """Invite who knocks, one replica after another, if one of the run's is missing."""
+        with suppress(RuntimeError):  # the store is gone, which ends the process
+            for number in count(1):
+                numbers = door.knocked(number)
+                if len(numbers) != self._transport.mesh.pipeline_ranks:
+                    continue
+                if self._has_room(numbers) and door.is_there(numbers):
+                    visit = self._visits
+                    door.invite(visit, numbers)
+                    while not self._is_over(visit):
+                        self._run.welcome()
+
+    def _is_over(self, visit: int) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._visits > visit, _ASK_AGAIN_S)
+
+    def _has_room(self, newcomers: Sequence[int]) -> bool:
+        """Wait until there is; False if these are lost before."""
+        lost = self._lost.keys()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    bool(lost & {*newcomers}) or len(self._members) + len(newcomers) <= self._seats
+                )
+            )
+            return not lost & {*newcomers}

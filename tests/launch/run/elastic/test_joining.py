@@ -1,0 +1,255 @@
+"""A replica joins a run that is under way."""
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tests.launch.run.elastic.test_generations import RUN, SAMPLES, Recorder, command
+from tests.ports import free_port
+from tests.processes import named
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.net.ranks import gloo_backend
+from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.newcomer import Newcomer
+from thinpipe.launch.run.elastic.visits import Elastic
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+WORLD = 3
+_RAW = """
+[[boundary]]
+forward = { kind = "raw" }
+backward = { kind = "raw" }
+"""
+
+
+class Run(Recorder):
+    """A run whose whole state is a number, which its replicas change alike."""
+
+    def __init__(self, transport: GlooTransport) -> None:
+        super().__init__(transport)
+        self.state, self.invited = 0.0, threading.Event()
+        self.in_bring_up: Callable[[], None] = lambda: None
+
+    def welcome(self) -> None:
+        self.invited.set()
+
+    def bring_up(self, places: Sequence[int]) -> None:
+        self.in_bring_up()
+        mine = torch.tensor([self.state], dtype=torch.float64)
+        states = self._transport.share(mine, "world")[:, 0].tolist()
+        if self._transport.mesh.rank in places:
+            self.state = states[0]
+
+    def step(self) -> float:
+        one = torch.ones(1, dtype=torch.float64)
+        self.state += float(self._transport.share(one, "world").sum())
+        return self.state
+
+
+def connected(
+    rank: int, port: int, *, wait_s: float = 60, comes: bool = False
+) -> tuple[Store, Run, Elastic]:
+    """As a rank of three, or as one that comes later."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    gloo_backend.register("127.0.0.1")
+    dist.destroy_process_group()
+    dist.init_process_group(
+        gloo_backend.BACKEND,
+        store=PrefixStore(f"alone{rank}" if comes else "first", store),
+        rank=0 if comes else rank,
+        world_size=1 if comes else WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    transport = GlooTransport(1, 1 if comes else WORLD, timeout_s=60)
+    run, newcomer = Run(transport), None
+    if comes:
+        own = PrefixStore(f"own{rank}", store)
+        newcomer = Newcomer(store, own, say=lambda _: None, take_part=lambda: None)
+    elastic = Elastic(
+        store, transport, run, host=f"host{rank}", least=1, wait_s=wait_s, newcomer=newcomer
+    )
+    return store, run, elastic
+
+
+def lose(store: Store, rank: int) -> None:
+    Losses(store).report(rank, f"rank {rank} is gone")
+    raise SystemExit
+
+
+def lost_then_joined(rank: int, port: int, lost_meanwhile: int) -> dict[str, Any]:
+    """Rank 2 is lost in the second step, and ranks 3 and 4 come, one after the other.
+
+    `lost_meanwhile` is lost while rank 3 is let in: 1, 3, or nobody.
+    """
+    store, run, elastic = connected(rank, port, comes=rank >= WORLD)
+    results: list[float] = []
+    if rank == lost_meanwhile:
+        run.in_bring_up = lambda: lose(store, elastic.number)
+    try:
+        if rank >= WORLD:
+            store.wait([f"may come {rank}"], timedelta(seconds=60))
+            elastic.join()
+        else:
+            results.append(elastic.together(run.step))
+            results.append(elastic.together(run.step if rank < 2 else lambda: lose(store, 2)))
+            store.set("may come 3", "")
+            _admit(rank, store, run, elastic, "first")
+        if rank != 4:
+            results.append(elastic.together(run.step))
+        if lost_meanwhile == 3 or rank == 4:
+            store.set("may come 4", "")
+            if rank != 4:
+                _admit(rank, store, run, elastic, "second")
+            results.append(elastic.together(run.step))
+    except SystemExit:
+        pass
+    return {"results": results, "told": run.told, "hosts": elastic.hosts}
+
+
+def _admit(rank: int, store: Store, run: Run, elastic: Elastic, visit: str) -> None:
+    """Once somebody was invited, as all agreed."""
+    if rank == 0:
+        assert run.invited.wait(60)
+        run.invited.clear()
+        store.set(visit, "")
+    store.wait([visit], timedelta(seconds=60))
+    elastic.admit()
+
+
+@pytest.mark.dist
+def test_a_replica_comes_and_has_the_state_of_the_others(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("may come 4", "")  # knocks while there is no room, or the other is let in
+    first, second, lost, third = ranks(4, lost_then_joined, store.port, 9)
+    assert lost["results"] == [3]
+    assert first["results"] == second["results"] == [3, 5, 8]
+    assert third["results"] == [8]
+    assert first["told"] == [
+        (1, (0, 3), "lost: rank 2 is gone"),
+        (2, (0, 2), "joined: host3, as rank 3"),
+    ]
+    assert third["told"] == [(2, (0, 1), "joined: host3, as rank 3")]
+    assert first["hosts"] == third["hosts"] == {0: "host0", 1: "host1", 3: "host3"}
+
+
+@pytest.mark.dist
+def test_a_rank_is_lost_while_another_is_let_in(ranks: Ranks) -> None:
+    """Those who are left let it in all the same."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, lost, _, third = ranks(4, lost_then_joined, store.port, 1)
+    assert lost["results"] == [3, 5]
+    assert first["results"] == [3, 5, 7]
+    assert third["results"] == [7]
+    assert first["hosts"] == third["hosts"] == {0: "host0", 3: "host3"}
+
+
+@pytest.mark.dist
+def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _, lost, fourth = ranks(5, lost_then_joined, store.port, 3)
+    assert lost["results"] == []
+    assert first["results"] == second["results"] == [3, 5, 7, 10]
+    assert fourth["results"] == [10]
+    assert first["hosts"] == fourth["hosts"] == {0: "host0", 1: "host1", 4: "host4"}
+
+
+def nobody_is_missing(rank: int, port: int) -> str:
+    store, _, elastic = connected(rank, port, wait_s=0.5, comes=rank >= WORLD)
+    if rank < WORLD:
+        store.wait(["refused"], timedelta(seconds=60))
+        return ""
+    with pytest.raises(ConfigError, match="it has all its replicas") as raised:
+        elastic.join()
+    store.set("refused", "")
+    return str(raised.value)
+
+
+@pytest.mark.dist
+def test_a_run_that_has_all_its_replicas_lets_nobody_in(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert "--join" in ranks(4, nobody_is_missing, store.port)[3]
+
+
+class Launchers:
+    """A run of three replicas on this machine, each with a launcher of its own."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder, self._file = folder, folder / "run.toml"
+        text = folder / "text.txt"
+        text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+        config = RUN.format(folder=folder / "run", text=text, method="ef_gradients")
+        self._file.write_text(config + _RAW)
+        self._where, self._settings = f"127.0.0.1:{free_port()}", settings
+        self.launchers = [self._start(n, "--nnodes", "3", "--rdzv", self._where) for n in range(3)]
+
+    def _start(self, number: int, *options: str) -> "subprocess.Popen[bytes]":
+        words = [word for setting in self._settings for word in ("--set", setting)]
+        with (self.folder / f"log{number}").open("ab") as log:
+            return subprocess.Popen(
+                [*command(self._file), *options, *words], stdout=log, stderr=log
+            )
+
+    def join(self, number: int) -> "subprocess.Popen[bytes]":
+        launcher = self._start(number, "--join", self._where)
+        self.launchers.append(launcher)
+        return launcher
+
+    @property
+    def steps(self) -> int:
+        path = self.folder / "run/metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def said(self, number: int) -> str:
+        return " ".join((self.folder / f"log{number}").read_text(encoding="utf-8").split())
+
+    def kill_replica(self, name: str) -> None:
+        """SIGKILL to a rank, whoever started it."""
+        found = [
+            process
+            for launcher in self.launchers
+            if launcher.poll() is None
+            for process in psutil.Process(launcher.pid).children(recursive=True)
+        ]
+        (rank,) = named(found, name)
+        rank.send_signal(signal.SIGKILL)
+
+    def done(self) -> list[int]:
+        return [launcher.wait(PATIENCE_S) for launcher in self.launchers]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", ["[]", "[1]"])
+def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
+    """A first try is ended while it waits, and holds nobody up."""
+    run = Launchers(tmp_path, f"pipeline.cuts={cuts}", "train.epochs=8", "train.verify_every=1")
+    until(lambda: run.steps > 5 or run.launchers[0].poll() is not None)
+    assert run.launchers[0].poll() is None, run.said(0)
+    early = run.join(3)
+    until(lambda: "waiting for the run to let this replica in" in run.said(3))
+    early.send_signal(signal.SIGTERM)
+    assert early.wait(PATIENCE_S) == 128 + signal.SIGTERM, run.said(3)
+    run.kill_replica("thinpipe 2" if cuts == "[]" else "thinpipe 5")
+    until(lambda: any("in place of 3" in run.said(number) for number in range(3)))
+    run.join(4)
+    codes = run.done()
+    assert sorted(codes) == [0, 0, 0, 0, 128 + signal.SIGTERM], [run.said(n) for n in range(5)]
+    numbers = "rank 4" if cuts == "[]" else "ranks 8, 9"
+    assert any(f"as {numbers}; from step" in run.said(number) for number in range(3))
+    assert "samples go to 3 replicas in place of 2" in run.said(4)
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 9)}
