@@ -70,7 +70,7 @@ class Launchers:
 
     def __init__(self, folder: Path, method: str, seed: int) -> None:
         self._file = folder / "run.toml"
-        self.metrics = folder / "run/metrics.jsonl"
+        self.metrics, self._log = folder / "run/metrics.jsonl", folder / "log"
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
         (folder / "text.txt").write_text(text, encoding="utf-8")
         self._file.write_text(_RUN.format(folder=folder, method=method), encoding="utf-8")
@@ -102,12 +102,10 @@ class Launchers:
             for process in psutil.Process(launcher.pid).children(recursive=True)
             if process.name().startswith("thinpipe ") and process.name()[9:].isdecimal()
         ]
-        first = min(ranks, key=lambda rank: rank.create_time())
-        writes = str(self.metrics)
-        others = [rank for rank in ranks if writes not in _open_files(rank)]
-        self._draw.choice(others or [rank for rank in ranks if rank != first]).send_signal(
-            signal.SIGKILL
-        )
+        others = [rank for rank in ranks if str(self.metrics) not in _open_files(rank)]
+        if not others:
+            raise RuntimeError(f"the run has ended: {self._log.read_text()}")
+        self._draw.choice(others).send_signal(signal.SIGKILL)
 
     def join_one(self) -> None:
         self._all.append(self._start("--join", self._where))
@@ -120,7 +118,8 @@ class Launchers:
     def _start(self, *options: str) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(self._file)]
         words += [*options, "--show", "-1", "--set", f"run.seed={self._seed}"]
-        return subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        with self._log.open("ab") as log:
+            return subprocess.Popen(words, stdout=log, stderr=log)
 
 
 def _open_files(process: psutil.Process) -> list[str]:

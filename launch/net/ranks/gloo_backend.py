@@ -8,7 +8,8 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Collection, Iterable
+import stat
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -63,14 +64,12 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
 
 def _listening(address: str) -> set[int]:
     """Ports of an address at which this process listens; /proc/net may be hidden from it."""
-    ports = set()
-    for descriptor in _descriptors():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            internet = found.family in (socket.AF_INET, socket.AF_INET6)
-            if listens and internet and found.getsockname()[0] == address:
-                ports.add(found.getsockname()[1])
-    return ports
+    return {
+        found.getsockname()[1]
+        for found in _sockets()
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        and found.getsockname()[0] == address
+    }
 
 
 def break_connections(ports: Collection[int]) -> None:
@@ -78,12 +77,21 @@ def break_connections(ports: Collection[int]) -> None:
 
     Who waits for a peer wakes up with an error; nothing that torch offers does that.
     """
+    for found in _sockets():
+        with contextlib.suppress(OSError):  # not connected
+            ends = found.getsockname()[1], found.getpeername()[1]
+            if any(port in ports for port in ends):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Those of this process that lead to networks; each is for one turn of the loop."""
     for descriptor in _descriptors():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6):
-                ends = found.getsockname()[1], found.getpeername()[1]
-                if any(port in ports for port in ends):
-                    found.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        yield found
 
 
 def _descriptors() -> Iterable[int]:

@@ -1,1 +1,1 @@
-"""A run goes on without replicas that it loses: `generations` agrees, `training` adapts."""
+"""A run loses replicas and is joined by others: `generations` and `visits` agree, `training` adapts."""
