@@ -9,6 +9,7 @@ that the run spends on steps of usual length, from its first step on.
 """
 
 import contextlib
+import json
 import random
 import signal
 import socket
@@ -17,14 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import psutil
 
 from benchmarks.harness import Records, Row, command_line, parse_options, summary
-from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
+from thinpipe.launch.view.report.metrics import read_metrics
 
 REPLICAS, _PATIENCE_S, _FIRST_STEPS = 4, 120.0, 20
 _COLUMNS = {
@@ -107,8 +107,21 @@ class Launchers:
             raise RuntimeError(f"the run has ended: {self._log.read_text()}")
         self._draw.choice(others).send_signal(signal.SIGKILL)
 
-    def join_one(self) -> None:
+    def join_one(self) -> float:
+        """Seconds until another replica is let in."""
+        before, begin_s = len(self.changes("joined")), time.monotonic()
         self._all.append(self._start("--join", self._where))
+        while len(self.changes("joined")) == before:
+            if time.monotonic() > begin_s + _PATIENCE_S:
+                raise RuntimeError(f"nobody joined: {self._log.read_text()}")
+            time.sleep(0.1)
+        return time.monotonic() - begin_s
+
+    def changes(self, what: str) -> list[int]:
+        """Steps after which a replica was "lost" or "joined"."""
+        notes = self.metrics.with_name("notes.jsonl").read_text(encoding="utf-8").splitlines()
+        found = (json.loads(note) for note in notes)
+        return [note["step"] for note in found if note["text"].startswith(f"{what}: ")]
 
     def end(self) -> None:
         for launcher in self._all:
@@ -133,46 +146,32 @@ def measure(method: str, seed: int, losses: int, every_s: float, back_s: float) 
     with tempfile.TemporaryDirectory() as folder:
         run = Launchers(Path(folder), method, seed)
         try:
-            begin_s, called_s = time.monotonic(), list[float]()
-            for number in range(losses):
-                _sleep_until(begin_s + number * every_s)
+            called_s = list[float]()
+            for _ in range(losses):
+                time.sleep(every_s - back_s)
                 run.lose_one()
-                _sleep_until(begin_s + number * every_s + back_s)
-                before = _replicas(run)
-                run.join_one()
-                asked_s = time.monotonic()
-                while _replicas(run) <= before and time.monotonic() < asked_s + _PATIENCE_S:
-                    time.sleep(0.1)
-                called_s.append(time.monotonic() - asked_s)
-            _sleep_until(begin_s + losses * every_s)
-            run.wait_for(run.steps + 1)
+                time.sleep(back_s)
+                called_s.append(run.join_one())
+            run.wait_for(run.steps + 3)
         finally:
             run.end()
-        return _row(method, seed, read_metrics(run.metrics)[_FIRST_STEPS:], called_s)
+        return _row(method, seed, run, called_s)
 
 
-def _sleep_until(at_s: float) -> None:
-    time.sleep(max(0.0, at_s - time.monotonic()))
-
-
-def _replicas(run: Launchers) -> int:
-    """By the samples of the last step."""
-    return (read_metrics(run.metrics)[-1].samples or 0) * REPLICAS // 16
-
-
-def _row(method: str, seed: int, records: Sequence[StepRecord], called_s: Sequence[float]) -> Row:
-    """Of each loss and join, the longer of the first step after it and the one before."""
+def _row(method: str, seed: int, run: Launchers, called_s: Sequence[float]) -> Row:
+    """Of each loss and join, the longest of the steps around it."""
+    records = read_metrics(run.metrics)
     usual_s = {
         samples: median(one.step_s for one in records if one.samples == samples)
         for samples in {one.samples for one in records}
     }
-    lost_s, joined_s = list[float](), list[float]()
-    for pair in pairwise(records):
-        before, after = (one.samples or 0 for one in pair)
-        if before != after:
-            struck = max(pair, key=lambda one: one.step_s)
-            (lost_s if after < before else joined_s).append(struck.step_s - usual_s[struck.samples])
-    total_s = sum(record.step_s for record in records)
+
+    def still_s(step: int) -> float:
+        around = records[max(0, step - 1) : step + 2]
+        return max(one.step_s - usual_s[one.samples] for one in around)
+
+    lost_s, joined_s = ([still_s(step) for step in run.changes(w)] for w in ("lost", "joined"))
+    total_s = sum(record.step_s for record in records[_FIRST_STEPS:])
     numbers: dict[str, float | None] = {
         "losses": len(lost_s),
         "stands still s": median(lost_s),
@@ -194,7 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--methods", nargs="+", default=["allreduce", "ef_gradients"])
     command.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
     command.add_argument("--losses", type=int, default=30, help="in a run (default 30)")
-    command.add_argument("--every-s", type=float, default=30.0, help="between them (default 30)")
+    command.add_argument(
+        "--every-s",
+        type=float,
+        default=30.0,
+        help="of a loss and a join, but for what joining takes (default 30)",
+    )
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "losses": 4})
     records, rows = Records(options.json), []

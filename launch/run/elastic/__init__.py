@@ -1,1 +1,1 @@
-"""A run loses replicas and is joined by others: `generations` and `visits` agree, `training` adapts."""
+"""A run loses replicas and is joined by others: `generations`, `visits`; `training` adapts."""
