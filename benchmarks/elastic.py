@@ -85,7 +85,7 @@ class Launchers:
     def wait_for(self, steps: int) -> None:
         limit_s = time.monotonic() + _PATIENCE_S
         while not self.metrics.exists() or self.steps < steps:
-            if time.monotonic() > limit_s or all(launcher.poll() for launcher in self._all):
+            if time.monotonic() > limit_s or all(one.poll() is not None for one in self._all):
                 raise RuntimeError(f"the run has not done {steps} steps in time, or has ended")
             time.sleep(0.1)
 

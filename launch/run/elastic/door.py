@@ -64,6 +64,9 @@ class Door:
         """They are to be let in as visit number so many, from 0."""
         self._store.set(f"invited/{visit}", json.dumps(numbers))
 
+    def has_invited(self, visit: int) -> bool:
+        return bool(self._store.check([f"invited/{visit}"]))
+
     def invited(self, visit: int) -> list[int]:
         numbers: list[int] = json.loads(self._store.get(f"invited/{visit}"))
         return numbers

@@ -105,9 +105,7 @@ class Generations:
         """
         while True:
             try:
-                if not self._proven and not self._cold:
-                    self._run.prove_equal()
-                    self._proven = True
+                self.prove()
                 result = do()
                 packed = pack(result)
                 break
@@ -128,6 +126,16 @@ class Generations:
                     break
         self._done, self._packed = self._done + 1, packed
         return result
+
+    def prove(self) -> None:
+        """Compare the replicas, if they have changed since the last time.
+
+        Raises:
+            TransportError: a peer is lost.
+        """
+        if not self._proven and not self._cold:
+            self._run.prove_equal()
+            self._proven = True
 
     def close(self) -> None:
         """The last section is done."""
@@ -323,7 +331,7 @@ class Generations:
             json.loads(self._store.get(f"ready/{self._generation}/{member}")) for member in members
         ]
         most: dict[str, Any] = max(posts, key=lambda post: int(post["done"]))
-        for name in ("passes", "tried"):
+        for name in ("passes", "tried", "agreed"):
             most[name] = max(post[name] for post in posts)
         if most["done"] > self._done + 1:
             raise DesyncError(

@@ -116,13 +116,15 @@ class ElasticTraining(Training):
         self._checkpoints.regroup(change)
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._go_on(passes)
-        asked, behind = self.agreement.pending, agreed[0] > self._agreed
-        if agreed == (self._done, Ask.ADMIT) and agreed != self.agreement.last:
+        before_this, behind = self.agreement, self._has_state and agreed[0] > self._agreed
+        if agreed == (self._done, Ask.ADMIT) and agreed != before_this.last:
             self._admits = True  # who were lost did not say it to this rank
         store = PrefixStore(f"generation{change}", self._session.store)
-        self.agreement.close()
-        self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
-        if asked and not behind:
+        known = agreed if behind else (0, Ask.NOTHING)
+        self.agreement = self._agreement(store, known)
+        asked = before_this.pending  # what is asked from now on, the new one is asked
+        before_this.close()
+        if asked > known[1]:
             self.agreement.ask(asked)
         if self._has_state:
             self._say(words)
@@ -191,8 +193,9 @@ class ElasticTraining(Training):
         def train() -> StepTotals:
             nonlocal sampler
             if self._admits:
-                self._admits = False
                 self._elastic.admit()
+                self._elastic.prove()  # if this rank was behind in that
+                self._admits = False  # which a loss meanwhile may have said again
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler = self._sampler
             assert own is not None, "a stream is refused"

@@ -53,14 +53,14 @@ class Elastic(Generations):
             threading.Thread(target=self._greet, args=(door,), daemon=True).start()
 
     def admit(self) -> None:
-        """Let in who was invited; all members call it after the same step.
+        """Let in who was invited, if anybody; all members call it after the same step.
 
         Raises:
             TransportError: a peer is lost, and the run does not go on without it.
         """
         self.together(self._admit)
         with self._changed:
-            self._visits, self._warm = self._visits + 1, {*self._members}
+            self._visits, self._warm = self._tried, {*self._members}
             self._changed.notify_all()
 
     def join(self) -> None:
@@ -115,7 +115,11 @@ class Elastic(Generations):
 
     def _admit(self) -> None:
         if self._tried <= self._visits:
+            if not self._is_invited():
+                return
             self._let_in(self._door.invited(self._visits))
+        if self._newcomer is not None and self._me in self._cold:
+            self._newcomer.check()
         if self._cold:
             self._run.bring_up([self._members.index(member) for member in self._cold])
         try:
@@ -126,17 +130,23 @@ class Elastic(Generations):
             raise TransportError(str(error)) from error
         self._proven = True
 
+    def _is_invited(self) -> bool:
+        """Whether anybody is; all members have come here. Member 0 says it: some ask twice."""
+        if self._me not in self._warm:
+            return True
+        self._run.end_saves()  # which use the groups
+        own = float(self._me == 0 and self._door.has_invited(self._visits))
+        said = self._transport.share(torch.tensor([own], dtype=torch.float64), "world")
+        return bool(said.max())
+
     def _let_in(self, invited: Sequence[int]) -> None:
         """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
         before = [member for member in self._members if member not in invited]
         if self._me in invited:
             before = [*self._warm]
-        else:
-            self._run.end_saves()  # which use the groups
-            self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
-            if self._me == 0:
-                how = {"generation": self._generation, "done": self._done}
-                self._door.let_in(invited, {**how, "visits": self._visits, "members": before})
+        elif self._me == 0:
+            how = {"generation": self._generation, "done": self._done, "members": before}
+            self._door.let_in(invited, {**how, "visits": self._visits})
         self._tried = self._visits + 1
         self._be(sorted([*before, *invited]))
         self._form(f"visit{self._visits}")
@@ -155,8 +165,10 @@ class Elastic(Generations):
                 if self._has_room(numbers) and door.is_there(numbers):
                     visit = self._visits
                     door.invite(visit, numbers)
+                    self._run.welcome()
                     while not self._is_over(visit):
-                        self._run.welcome()
+                        if self._tried <= visit:
+                            self._run.welcome()
 
     def _is_over(self, visit: int) -> bool:
         with self._changed:
