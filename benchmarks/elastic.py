@@ -104,7 +104,7 @@ class Launchers:
         ]
         others = [rank for rank in ranks if str(self.metrics) not in _open_files(rank)]
         if not others:
-            raise RuntimeError(f"the run has ended: {self._log.read_text()}")
+            raise RuntimeError(f"the run has ended: {self._log.read_text(encoding='utf-8')}")
         self._draw.choice(others).send_signal(signal.SIGKILL)
 
     def join_one(self) -> float:
@@ -113,7 +113,7 @@ class Launchers:
         self._all.append(self._start("--join", self._where))
         while len(self.changes("joined")) == before:
             if time.monotonic() > begin_s + _PATIENCE_S:
-                raise RuntimeError(f"nobody joined: {self._log.read_text()}")
+                raise RuntimeError(f"nobody joined: {self._log.read_text(encoding='utf-8')}")
             time.sleep(0.1)
         return time.monotonic() - begin_s
 
@@ -122,6 +122,9 @@ class Launchers:
         notes = self.metrics.with_name("notes.jsonl").read_text(encoding="utf-8").splitlines()
         found = (json.loads(note) for note in notes)
         return [note["step"] for note in found if note["text"].startswith(f"{what}: ")]
+
+    def _said(self) -> str:
+        return self._log.read_text(encoding="utf-8")
 
     def end(self) -> None:
         for launcher in self._all:

@@ -107,7 +107,7 @@ def _ranks(parent: int) -> list[int]:
 def _waited_s(ranks: Sequence[int]) -> float:
     """Seconds in which threads of ranks were ready and had no core, so far."""
     files = [file for rank in ranks for file in Path(f"/proc/{rank}/task").glob("*/schedstat")]
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
+    return sum(int(file.read_text(encoding="ascii").split()[1]) for file in files) / 1e9
 
 
 def _blocks(

@@ -15,4 +15,4 @@ def give_way() -> None:
     """
     os.nice(_LEAST)
     with contextlib.suppress(OSError):  # no such kernel
-        Path("/proc/self/autogroup").write_text(str(_LEAST))
+        Path("/proc/self/autogroup").write_text(str(_LEAST), encoding="ascii")

@@ -23,9 +23,9 @@ from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_gpu, check_host
+from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
-from thinpipe.launch.net.ranks.newcomer import joins
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.run.training import Training

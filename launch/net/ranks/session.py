@@ -22,10 +22,9 @@ from thinpipe.launch.host.signals import STOP_ALL, handled
 from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
-from thinpipe.launch.net.ranks.group import meet, open_group
+from thinpipe.launch.net.ranks.group import Newcomer, find_run, meet, name_run, open_group
 from thinpipe.launch.net.ranks.handshake import Lobby, agree, agree_with, fresh_name, store_address
 from thinpipe.launch.net.ranks.network import JOINS
-from thinpipe.launch.net.ranks.newcomer import Newcomer, find_run, name_run
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store

@@ -14,7 +14,7 @@ from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.gather import gather_json
-from thinpipe.launch.net.ranks.newcomer import tell_began
+from thinpipe.launch.net.ranks.group import tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.gather import gather_json
-from thinpipe.launch.net.ranks.newcomer import Newcomer
+from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.adapting import Adapting
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.generations import Generations

@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.net.ranks.newcomer import Newcomer
+from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
