@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tests.launch.run.elastic.test_generations import RUN, SAMPLES, Recorder, command
@@ -25,6 +25,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.group import Newcomer
+from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -166,6 +167,14 @@ def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks) -> N
     assert fourth["results"] == [10]
     assert first["hosts"] == fourth["hosts"]
     assert [*first["hosts"].values()] == ["host0", "host1", "host4"]
+
+
+@pytest.mark.parametrize("said", ["", "{", "7", '["3"]', "[true]", "[3.5]"])
+def test_a_knock_that_is_no_list_of_numbers_is_nobody_s(said: str) -> None:
+    """It must not end the thread that listens for the next."""
+    store = HashStore()
+    store.set("door/knock/1", said)
+    assert Door(store).knocked(1) == []
 
 
 def nobody_is_missing(rank: int, port: int) -> str:
