@@ -201,10 +201,10 @@ def _row(records: Sequence[StepRecord], blocks: Sequence[_Block], clients: int) 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     command = command_line("benchmarks.watch_load", __doc__)
-    command.add_argument("--blocks", type=int, default=75, help="under attack (default 75)")
-    command.add_argument("--block-s", type=float, default=8.0, help="seconds of each (default 8)")
+    command.add_argument("--blocks", type=int, default=100, help="under attack (default 100)")
+    command.add_argument("--block-s", type=float, default=3.0, help="seconds of each (default 3)")
     command.add_argument("--clients", type=int, default=1000, help=f"{_READERS} of them follow")
-    options = parse_options(command, arguments, "quick", {"blocks": 10})
+    options = parse_options(command, arguments, "quick", {"blocks": 15})
     records = Records(options.json)
     row = measure(options.blocks, options.block_s, options.clients)
     records.add({"block_s": options.block_s}, row)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.links.workloads import Workload
+from benchmarks.links.workloads import SleptStage, Workload
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
@@ -147,7 +147,7 @@ class ThinPipeRunner:
             loss=workload.loss,
             depth=method.depth,
         )
-        self._mesh, self._workload, self._passes = mesh, workload, 0
+        self._module, self._mesh, self._workload, self._passes = module, mesh, workload, 0
         self._first_error = FirstError()
         self._optimizer = workload.optimizer(module)
         self._events: list[ComputeEvent] = []
@@ -160,6 +160,8 @@ class ThinPipeRunner:
         ]
         self._stage.begin_pass(Pass(self._passes, number, "train", microbatches, self._first_error))
         self._passes += 1
+        if isinstance(self._module, SleptStage):
+            self._module.begin_step(ids_S)
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
         self._stage.end_pass()
         _update(self._optimizer)

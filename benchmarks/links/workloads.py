@@ -4,9 +4,12 @@ Axes: B samples of a microbatch, T tokens, D channels, M microbatches, S samples
 """
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -74,36 +77,44 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleptStage(nn.Module):
-    """A stage that sleeps instead of computing. The last one returns one number for its loss."""
+    """A stage that sleeps instead of computing. The last one returns one number for its loss.
 
-    def __init__(self, shape: "PaperShape", *, is_last: bool, dtype: torch.dtype) -> None:
+    What it sends is that of the visits of a step's samples, in turn; beyond the last known visit,
+    of the last two.
+    """
+
+    def __init__(self, shape: "PaperShape", stage: int, stages: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self._calls = shape, 0
+        self.shape, self._known, self._seen = shape, shape.visits(stage, stages, dtype), Counter()
         self.weight = nn.Parameter(torch.zeros(1))
-        self._outputs = [torch.randn(1, 1).to(dtype)] * _VISITS
-        if not is_last:
-            self._outputs = _visits(shape.boundary, FORWARD, dtype)
-        self._gradients = _visits(shape.boundary, BACKWARD, dtype)
+        self.begin_step(torch.zeros(1, dtype=torch.int64))
+
+    def begin_step(self, ids_S: Tensor) -> None:
+        """Of these samples, which are always together."""
+        first, last = int(ids_S[0]), len(self._known) - 1
+        visit = self._seen[first]
+        visit -= 2 * max(0, (visit - last + 1) // 2)
+        self._outputs, self._gradients = map(cycle, self._known[max(0, visit)])
+        self._seen[first] += 1
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD: Tensor = _Sleep.apply(self.weight, x_BTD, self)  # type: ignore[no-untyped-call]
         return y_BTD
 
     def next_output(self) -> Tensor:
-        """A new tensor over one of the buffers."""
-        self._calls += 1
-        return self._outputs[self._calls % _VISITS].detach()
+        """A new tensor over the next microbatch's buffer."""
+        return next(self._outputs).detach()
 
     def next_gradient(self) -> Tensor:
         """Likewise, in the order of outputs."""
-        return self._gradients[self._calls % _VISITS].detach()
+        return next(self._gradients).detach()
 
 
-def _visits(shape_BTD: torch.Size, direction: int, dtype: torch.dtype) -> list[Tensor]:
+def _made_up(shape_BTD: torch.Size, direction: int) -> list[Tensor]:
     """Values of the spectrum of activations, or of gradients, and as they change between visits."""
     mixing_DD = mixing(shape_BTD[-1], direction)
     first_BTD, *others = (torch.randn(shape_BTD) @ mixing_DD for _ in range(1 + _VISITS))
-    return [(first_BTD + _CHANGES[direction] * other_BTD).to(dtype) for other_BTD in others]
+    return [first_BTD + _CHANGES[direction] * other_BTD for other_BTD in others]
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,8 @@ class PaperShape:
     """GPT2-XL on V100-class devices: boundaries of 1024 x 1600 values, one sample per microbatch.
 
     Everything is real except compute, which is slept: two cores suffice for several stages, and
-    schedule, overlap, codecs and links are measured. Seconds are per microbatch.
+    schedule, overlap, codecs and links are measured. Seconds are per microbatch. What is sent is
+    made up, or `recorded` in training (`benchmarks/time_to_loss/record.py`).
     """
 
     tokens: int = 1024
@@ -119,15 +131,33 @@ class PaperShape:
     microbatches: int = 8
     forward_s: float = 0.072
     backward_s: float = 0.144
+    samples: int = 1
+    recorded: Path | None = None
 
     form: Literal["paper-shaped"] = "paper-shaped"
 
     @property
     def boundary(self) -> torch.Size:
-        return torch.Size((1, self.tokens, self.width))
+        return torch.Size((self.samples, self.tokens, self.width))
 
     def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        return SleptStage(self, is_last=stage == stages - 1, dtype=wire)
+        return SleptStage(self, stage, stages, wire)
+
+    def visits(
+        self, stage: int, stages: int, dtype: torch.dtype
+    ) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+        """By visit, outputs and gradients of a stage's microbatches, to be sent in turn."""
+        is_last, ends = stage == stages - 1, [torch.randn(1, 1)]
+        if self.recorded is None:
+            made = zip(_made_up(self.boundary, FORWARD), _made_up(self.boundary, BACKWARD))
+            found = [(ends if is_last else [output], [gradient]) for output, gradient in made]
+        else:
+            known = torch.load(self.recorded, mmap=True)
+            found = [
+                (ends if is_last else outputs[stage], gradients[max(0, stage - 1)])
+                for outputs, gradients in known
+            ]
+        return [tuple([x.to(dtype) for x in way] for way in visit) for visit in found]
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)

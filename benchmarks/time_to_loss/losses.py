@@ -1,0 +1,94 @@
+"""Losses by step, of real runs: `thinpipe train` with all ranks on this machine.
+
+Messages, codecs and numbers are those of a run over a network; only time is not.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tomlkit
+
+from benchmarks.harness import environment
+from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
+from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
+
+_MiB = 2**20
+
+
+def run_file(
+    task: Task, layout: LayoutName, method: str, *, texts: tuple[Path, Path], seed: int, lr: float
+) -> dict[str, Any]:
+    """The sections of a run."""
+    common, how = task.settings(*texts), LAYOUTS[layout]
+    return {
+        **common,
+        "run": {"seed": seed},
+        "pipeline": {**how.settings(task), "precision": "bf16", "device": "auto"},
+        "train": {**common["train"], "lr": lr},
+        "checkpoint": {"every_epochs": task.epochs + 1, "keep": 1},
+        **METHODS[layout][method],
+    }
+
+
+def measure(
+    task: Task, layout: LayoutName, method: str, *, texts: tuple[Path, Path], seed: int, lr: float
+) -> dict[str, Any]:
+    """A row: losses and bytes of every step, held-out losses of every epoch.
+
+    Raises:
+        RuntimeError: the run failed, or skipped a step.
+    """
+    settings = run_file(task, layout, method, texts=texts, seed=seed, lr=lr)
+    with TemporaryDirectory() as folder:
+        records = train(settings, Path(folder))
+    return {
+        "task": task.name,
+        "layout": layout,
+        "method": method,
+        "seed": seed,
+        "lr": lr,
+        "steps": len(records),
+        **_numbers(records),
+        "environment": environment(),
+    }
+
+
+def train(settings: dict[str, Any], folder: Path, *wrapper: str) -> list[StepRecord]:
+    """Run a file and read what it measured; `wrapper` is put before the command.
+
+    Raises:
+        RuntimeError: the run failed, or skipped a step.
+    """
+    place = {**settings["run"], "folder": str(folder / "run")}
+    file = folder / "run.toml"
+    file.write_text(tomlkit.dumps({**settings, "run": place}), encoding="utf-8")
+    command = [*wrapper, sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file)]
+    done = subprocess.run([*command, "--show", "-1"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    records = read_metrics(folder / "run/metrics.jsonl")
+    skipped = [record.step for record in records if record.skipped]
+    if skipped:
+        raise RuntimeError(f"steps {skipped} were skipped; lower the learning rate")
+    return records
+
+
+def _numbers(records: Sequence[StepRecord]) -> dict[str, Any]:
+    held_out = [(record.step, record.eval["loss"]) for record in records if record.eval is not None]
+    last = [record.loss for record in records if record.epoch == records[-1].epoch]
+    return {
+        "losses": [round(record.loss, 5) for record in records],
+        "held_out": held_out,
+        "final": held_out[-1][1],
+        "last_quarter": fmean([r.loss for r in records[-(len(records) // 4) :]]),
+        "last_epoch": fmean(last),
+        "cut_bytes": [sum(total.nbytes for total in record.wire) for record in records],
+        "sync_bytes": [record.sync_bytes for record in records],
+        "shard_bytes": [record.weight_bytes + record.gradient_bytes for record in records],
+        "seconds": sum(record.step_s for record in records),
+    }

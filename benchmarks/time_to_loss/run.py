@@ -1,0 +1,143 @@
+"""`python -m benchmarks.time_to_loss`: how long until a model is as good as uncompressed, by link.
+
+    python -m benchmarks.time_to_loss --train valid.txt --eval test.txt --smollm2 FOLDER \
+        --json rows.jsonl
+
+Three parts, each of which adds rows to FILE; rows that it has are not measured again, so it may
+take several sittings. `losses`: real runs of every method, all ranks on this machine. `seconds`:
+steps over emulated links with real messages and a slept GPU (as root: it makes networks). `hours`:
+their sum for a whole run, and a table by link. A method has arrived if its held-out loss ends at
+most .01 nats above that of fp32.
+
+Without `--smollm2` the task is a GPT-2 shape from scratch.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.harness import command_line, parse_options
+from benchmarks.time_to_loss import losses, seconds
+from benchmarks.time_to_loss.hours import as_row, compose, table
+from benchmarks.time_to_loss.tasks import BASELINE, GPUS, LAYOUTS, METHODS, Task, gpt2, smollm2
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.host.links import parse_rate
+
+_PARTS = ("losses", "seconds", "hours")
+_VOCABULARY = 5000
+
+
+class _Rows:
+    """A file of rows, each with its `part`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._rows = [json.loads(line) for line in lines]
+
+    def of(self, part: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows if row["part"] == part]
+
+    def has(self, part: str, **about: Any) -> bool:
+        return any(about.items() <= row.items() for row in self.of(part))
+
+    def add(self, part: str, row: Mapping[str, Any]) -> None:
+        self._rows.append({"part": part, **row})
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self._rows[-1]) + "\n")
+
+
+def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
+    for layout in options.layouts:
+        for seed in range(options.seeds):
+            for lr in options.lr or [task.lr]:
+                for method in _wanted(options, METHODS[layout]):
+                    about = {"task": task.name, "layout": layout, "method": method}
+                    about |= {"seed": seed, "lr": lr, "steps": task.steps}
+                    if not rows.has("losses", **about):
+                        texts = (options.train, options.eval)
+                        row = losses.measure(task, layout, method, texts=texts, seed=seed, lr=lr)
+                        rows.add("losses", {**row, "epochs": task.epochs})
+                        print(f"{about}: held out {row['final']:.4f}", flush=True)
+
+
+def _time(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
+    rates = [parse_rate(rate) for rate in options.rates]
+    texts = (options.train, options.eval)
+    file = partial(losses.run_file, task, texts=texts, seed=0, lr=task.lr)
+    for gpu in options.gpus:
+        common = {"gpu": gpu, "rates": rates, "delays": options.delays}
+        for layout, kind in (("pipeline", seconds.pipelines), ("replicas", seconds.replicas)):
+            names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
+            about = {"task": task.name, "layout": layout, "gpu": gpu}
+            missing = [
+                name
+                for name in _wanted(options, names)
+                if not rows.has("seconds", **about, method=name)
+            ]
+            if layout not in options.layouts or not missing:
+                continue
+            config = RunConfig.model_validate(file("pipeline", BASELINE))
+            also = {"config": config} if layout == "pipeline" else {}
+            for row in kind(task, missing, **common, **also):
+                rows.add("seconds", row)
+
+
+def _wanted(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not options.methods or name in (*options.methods, BASELINE)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, and print the tables."""
+    options = _parse(arguments)
+    rows = _Rows(options.json)
+    with TemporaryDirectory() as folder:
+        task = _task(options, Path(folder))
+        if "losses" in options.parts:
+            _train(options, task, rows)
+        if "seconds" in options.parts:
+            _time(options, task, rows)
+    if "hours" in options.parts:
+        found = compose(rows.of("losses"), rows.of("seconds"))
+        for row in found:
+            about = as_row(row)
+            if not rows.has("hours", **about):
+                rows.add("hours", about)
+        for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
+            print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
+
+
+def _task(options: argparse.Namespace, folder: Path) -> Task:
+    if options.smollm2 is not None:
+        return smollm2(options.smollm2.resolve(), share=options.share)
+    both = folder / "both.txt"
+    both.write_bytes(options.train.read_bytes() + options.eval.read_bytes())
+    write_tokenizer(folder, both, vocab=_VOCABULARY)
+    return gpt2(folder, share=options.share)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    command = command_line("benchmarks.time_to_loss", __doc__)
+    command.add_argument("--train", type=Path, required=True, help="text to train on")
+    command.add_argument("--eval", type=Path, required=True, help="held-out text")
+    command.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M")
+    command.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    command.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    command.add_argument("--methods", nargs="+", metavar="NAME", help="fp32 and these (all)")
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--lr", type=float, nargs="+", help="learning rates; the best counts")
+    command.add_argument("--share", type=float, default=1.0, help="of the steps (1)")
+    command.add_argument("--gpus", nargs="+", choices=GPUS, default=[GPUS[0]])
+    rates = ["none", "10mbit", "100mbit", "500mbit", "1gbit"]
+    command.add_argument("--rates", nargs="+", default=rates, help="of every up- and downlink")
+    command.add_argument("--delays", nargs="+", default=["0ms", "25ms", "50ms"], help="one way")
+    quick = {"seeds": 1, "share": 0.1, "delays": ["0ms"], "rates": ["none", "100mbit"]}
+    options = parse_options(command, arguments, "quick", quick)
+    if options.json is None:
+        command.error("--json FILE is needed: it holds what was measured")
+    return options

@@ -1,0 +1,113 @@
+"""Hours to a loss: what is run, what slept stages send, and how hours are summed up."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.links.workloads import PaperShape
+from benchmarks.time_to_loss import losses, seconds
+from benchmarks.time_to_loss.hours import compose, table
+from benchmarks.time_to_loss.record import record
+from benchmarks.time_to_loss.run import main
+from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
+from thinpipe.launch.config.run import RunConfig
+
+CASES = [(layout, method) for layout in LAYOUTS for method in METHODS[layout]]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Path]:
+    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
+    for name, seed in (("train", 1), ("eval", 2)):
+        text = "".join(random.Random(seed).choices(words, k=3000))
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path / "train", tmp_path / "eval"
+
+
+@pytest.fixture
+def task(tmp_path: Path, texts: tuple[Path, Path]) -> Task:
+    write_tokenizer(tmp_path / "tokenizer", texts[0], vocab=300)
+    shape = {"layers": 4, "width": 16, "heads": 2, "vocab": 300, "context": 16}
+    small = replace(gpt2(tmp_path / "tokenizer"), model=shape, layers=4, width=16, tokens=16)
+    return replace(small, sequences=16, epochs=2, held_out=4, parameters=20_000)
+
+
+@pytest.mark.parametrize(("layout", "method"), CASES)
+def test_every_method_is_a_valid_run(
+    layout: Any, method: str, task: Task, texts: tuple[Path, Path]
+) -> None:
+    file = losses.run_file(task, layout, method, texts=texts, seed=1, lr=1e-3)
+    config = RunConfig.model_validate(file)
+    assert config.world_size == (4 if layout != "both" else 2 * 2)
+    assert config.train.lr == 1e-3
+
+
+def test_what_is_recorded_is_what_slept_stages_send(
+    task: Task, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = losses.run_file(task, "pipeline", BASELINE, texts=texts, seed=0, lr=1e-2)
+    record(RunConfig.model_validate(file), tmp_path / "visits.pt")
+    visits = torch.load(tmp_path / "visits.pt")
+    assert len(visits) == task.epochs
+    forward, backward = visits[0]
+    assert len(forward) == len(backward) == 3
+    assert forward[0].shape == (task.microbatches, 2, task.tokens, task.width)
+    assert not torch.equal(forward[1], visits[1][0][1])
+    shape = PaperShape(16, 16, 4, 0.0, 0.0, samples=2, recorded=tmp_path / "visits.pt")
+    stage = shape.module(1, 4, torch.float32)
+    sent = []
+    for ids_S in (torch.arange(8), torch.arange(8), torch.arange(8, 16)):
+        stage.begin_step(ids_S)
+        sent.append([stage.next_output() for _ in range(4)])
+    assert torch.equal(torch.stack(sent[0]), forward[1])
+    assert torch.equal(torch.stack(sent[1]), visits[1][0][1])
+    assert torch.equal(torch.stack(sent[2]), forward[1])
+    stage.begin_step(torch.arange(8))
+    assert torch.equal(stage.next_gradient(), backward[0][0])  # before the last visit again
+
+
+def test_hours_are_the_sum_over_steps_and_gaps_are_to_the_baseline_of_a_seed() -> None:
+    def trained(method: str, seed: int, final: float, lr: float = 1e-3) -> dict[str, Any]:
+        sent = dict.fromkeys(("cut_bytes", "sync_bytes", "shard_bytes"), [1, 2])
+        about = {"task": "t", "layout": "pipeline", "method": method, "seed": seed, "lr": lr}
+        return {**about, "steps": 30, "epochs": 3, "final": final, **sent}
+
+    def timed(method: str, rate: float | None, first_s: float, later_s: float) -> dict[str, Any]:
+        about = {"task": "t", "layout": "pipeline", "gpu": "g", "delay_ms": 0.0}
+        return {**about, "method": method, "rate_bps": rate, "first_s": first_s, "later_s": later_s}
+
+    known = [trained("fp32", 0, 3.0), trained("fp32", 1, 3.2)]
+    known += [trained("x", 0, 3.005), trained("x", 1, 3.207), trained("x", 0, 4.0, 1e-2)]
+    seconds_of = [timed("x", 1e8, 72.0, 36.0), timed("fp32", 1e8, 360.0, 360.0)]
+    rows = compose(known, [*seconds_of, timed("fp32", None, 36.0, 36.0)])
+    found = {(row.method, row.link): row for row in rows}
+    assert found["x", 1e8].hours == pytest.approx((10 * 72 + 20 * 36) / 3600)
+    assert found["x", 1e8].hours_uncompressed_free == pytest.approx(0.3)
+    assert found["x", 1e8].final_gap == pytest.approx(0.006)
+    assert found["x", 1e8].worst_gap == pytest.approx(0.007)
+    assert found["x", 1e8].bytes == 9
+    assert "**0.4**" in table(rows, "t", "pipeline", "g")
+
+
+def test_methods_too_slow_to_wait_for_are_told_apart() -> None:
+    divided = seconds._divided(["fp32", "DiLoCo", "DeMo"], {"fp32": 10_000_000}, 1e6, 1.0)
+    assert divided == (["DeMo"], ["DiLoCo"], ["fp32"])
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_a_run_and_are_measured_once(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["--train", str(texts[0]), "--eval", str(texts[1]), "--json", str(out)]
+    words += ["--quick", "--layouts", "pipeline", "--methods", "bf16", "--share", "0.01"]
+    main([*words, "--parts", "losses"])
+    before = out.read_text(encoding="utf-8")
+    assert before.count("\n") == 2
+    main([*words, "--parts", "losses", "hours"])
+    assert out.read_text(encoding="utf-8") == before
