@@ -85,9 +85,10 @@ class SleptStage(nn.Module):
 
     def __init__(self, shape: "PaperShape", stage: int, stages: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.shape, self._known, self._seen = shape, shape.visits(stage, stages, dtype), Counter()
+        self.shape, self._seen = shape, Counter[int]()
+        self._known = shape.visits(stage, stages, dtype)
         self.weight = nn.Parameter(torch.zeros(1))
-        self.begin_step(torch.zeros(1, dtype=torch.int64))
+        self._outputs, self._gradients = map(cycle, self._known[0])
 
     def begin_step(self, ids_S: Tensor) -> None:
         """Of these samples, which are always together."""
@@ -149,7 +150,8 @@ class PaperShape:
         """By visit, outputs and gradients of a stage's microbatches, to be sent in turn."""
         is_last, ends = stage == stages - 1, [torch.randn(1, 1)]
         if self.recorded is None:
-            made = zip(_made_up(self.boundary, FORWARD), _made_up(self.boundary, BACKWARD))
+            ways = (_made_up(self.boundary, way) for way in (FORWARD, BACKWARD))
+            made = zip(*ways, strict=True)
             found = [(ends if is_last else [output], [gradient]) for output, gradient in made]
         else:
             known = torch.load(self.recorded, mmap=True)

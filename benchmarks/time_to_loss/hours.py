@@ -1,4 +1,4 @@
-"""Hours of a whole run on a link: the sum over its steps of the seconds measured for such a step."""
+"""Hours of a run on a link: the sum over its steps of the seconds measured for such a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

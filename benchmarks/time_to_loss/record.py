@@ -61,7 +61,9 @@ def _visit(config: RunConfig, stages: Sequence[nn.Module], parts: Sequence[Batch
         loss, hidden = _forward(config, stages, part)
         torch.autograd.backward(loss / part.targets.numel())
         found.append(([h.detach() for h in hidden], [h.grad for h in hidden]))
-    forward, backward = ([torch.stack(cut) for cut in zip(*way)] for way in zip(*found))
+    forward, backward = (
+        [torch.stack(cut) for cut in zip(*way, strict=True)] for way in zip(*found, strict=True)
+    )
     return forward, backward
 
 

@@ -7,9 +7,7 @@ part of a step that they would take on as many times more cores.
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,7 +37,7 @@ _FORWARD_SHARE = 1 / 3  # of a step's compute
 _RARE = ("diloco", "sparse_loco")
 _STEPS, _RARE_STEPS = 3, 60
 _LONGEST_S = 30.0
-"""Steps between replicas that would take longer are not measured: their bytes at the link's rate."""
+"""Steps of replicas that would take longer are not measured: their bytes at the link's rate."""
 TORCH = {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf16": "bf16"}
 """Pipelines of torch itself, and the method of ours whose losses they have."""
 

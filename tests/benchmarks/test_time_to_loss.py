@@ -73,7 +73,7 @@ def test_what_is_recorded_is_what_slept_stages_send(
 
 def test_hours_are_the_sum_over_steps_and_gaps_are_to_the_baseline_of_a_seed() -> None:
     def trained(method: str, seed: int, final: float, lr: float = 1e-3) -> dict[str, Any]:
-        sent = dict.fromkeys(("cut_bytes", "sync_bytes", "shard_bytes"), [1, 2])
+        sent = {kind: [1, 2] for kind in ("cut_bytes", "sync_bytes", "shard_bytes")}
         about = {"task": "t", "layout": "pipeline", "method": method, "seed": seed, "lr": lr}
         return {**about, "steps": 30, "epochs": 3, "final": final, **sent}
 
