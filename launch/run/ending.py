@@ -56,6 +56,7 @@ def end_failed(
     if isinstance(error, PeerError):
         if str(error):
             print_error(f"{rank}: {error}")
+            _retell(error, config, resume)
     elif isinstance(error, clear):
         code = _refuse(error)
     elif (words := _in_words(error)) is not None:
@@ -75,6 +76,14 @@ def end_failed(
         asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
         print_error(f"{'stopped: ' * asked}{saved_so_far(config.run.path, resume)}")
     end_now(code)
+
+
+def _retell(error: PeerError, config: RunConfig | None, resume: str) -> None:
+    """Have the run's page say what failed first: it ended before that was known."""
+    if speaks() and config is not None:
+        from thinpipe.launch.view.report.journal import retell
+
+        retell(config.run.path, f"{error}; {saved_so_far(config.run.path, resume)}")
 
 
 def _refuse(error: Exception) -> int:

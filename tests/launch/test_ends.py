@@ -16,6 +16,7 @@ from tests.launch.test_train import ranks_of, run_file, start, thinpipe, wait_un
 from tests.processes import lives
 from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.checkpoint import files
+from thinpipe.launch.view.report.journal import Told
 
 __all__ = ["run_file"]
 
@@ -70,6 +71,7 @@ def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
     for rank in (0, 2):
         *_, last = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
         assert cause in last, output
+    assert cause in str(Told(run_file.parent / "run").ended), "the page says it too"
     assert not ranks_of(long_run.pid)
 
 

@@ -128,9 +128,12 @@ def _head(story: Story) -> Json:
     info, records = story.info, story.records
     done, over = records[-1].step, _is_over(story)
     left_s = 0.0 if over else _usual_s(story) * (info.total_steps - done)
+    epochs = story.summary["epochs"]
     return {
         "name": info.name,
-        "about": " \N{MIDDLE DOT} ".join((*info.shape, f"{story.summary['epochs']} epochs")),
+        "about": " \N{MIDDLE DOT} ".join(
+            (*info.shape, f"{epochs} epochs" if over else f"epoch {epochs}")
+        ),
         "done": done,
         "total": info.total_steps,
         "left": format_duration(left_s) if left_s else "",

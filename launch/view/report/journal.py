@@ -28,6 +28,7 @@ GONE_S = 10.0
 """So long no step has come, before the lock of a folder says that nobody trains there."""
 _GONE = "its process is gone, and did not say why"
 _MOST_WORDS = 200
+_MOST_NAMED = 6
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
 
@@ -82,15 +83,8 @@ class Journal:
         With `ended` it is the last one: why the run ended, "" where nothing is known.
         """
         with self._writes:
-            self._write(self.state(ended))
+            _replace(self._info.folder, self.state(ended))
         return bool(self._known)
-
-    def _write(self, state: Mapping[str, Any]) -> None:
-        path = self._info.folder / STATE
-        partial = path.with_name(f".{STATE}.partial")
-        with suppress(OSError):
-            partial.write_text(json.dumps(state), encoding="utf-8")
-            disk.replace(partial, path)
 
     def state(self, ended: str | None = None) -> dict[str, Any]:
         """What is written."""
@@ -149,6 +143,19 @@ def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
     return False
 
 
+def is_starting(folder: Path) -> bool:
+    """Whether a process has begun a run in a folder, and written nothing yet."""
+    return not (folder / STATE).exists() and disk.is_locked(folder / disk.RUN_LOCK) is True
+
+
+def retell(folder: Path, why: str) -> None:
+    """A run that has ended did so for another reason, which was learnt afterwards."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        if state["ended"] is not None:
+            _replace(folder, {**state, "ended": _line(why)})
+
+
 class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
 
@@ -172,10 +179,7 @@ class Told:
                 self.ended = _GONE
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:
-            raise ValueError(
-                f"{folder}: holds no {STATE}; name the folder of a run, and if an earlier version "
-                f"trained it, run `thinpipe report {folder}` once (of a copy, if it is read-only)"
-            ) from None
+            raise ValueError(f"{folder}: {_no_run(folder)}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{folder / STATE}: not the state of a run ({error}); `thinpipe report {folder}` "
@@ -233,7 +237,32 @@ def _reason(error: BaseException | None) -> str:
         return ""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return str(error).partition("\n")[0][:_MOST_WORDS] or type(error).__name__
+    return _line(str(error)) or type(error).__name__
+
+
+def _line(text: str) -> str:
+    return text.partition("\n")[0][:_MOST_WORDS]
+
+
+def _replace(folder: Path, state: Mapping[str, Any]) -> None:
+    partial = folder / f".{STATE}.partial"
+    with suppress(OSError):
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        disk.replace(partial, folder / STATE)
+
+
+def _no_run(folder: Path) -> str:
+    """What a folder without a state is."""
+    if not folder.exists():
+        return "no such folder; name that of a run (run.folder in its file, or runs/NAME)"
+    if runs := sorted(file.parent.name for file in folder.glob(f"*/{STATE}")):
+        return f"is no run, but has those of {', '.join(runs[:_MOST_NAMED])}; name one or several"
+    if (folder / METRICS).exists():
+        return (
+            f"holds no {STATE}: an earlier version trained it; run `thinpipe report {folder}` once "
+            "(of a copy, if it is read-only)"
+        )
+    return f"holds no {STATE}, so it is no run's folder, or its run has not begun"
 
 
 def _all_with(kind: Any, items: Sequence[Any]) -> list[Any]:

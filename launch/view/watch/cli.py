@@ -1,10 +1,11 @@
 """`thinpipe watch`: its options, and the link that it prints."""
 
+import errno
 import os
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -34,12 +35,16 @@ def watch(
     ] = LOOPBACK,
     export: Annotated[
         Path | None,
-        typer.Option("--export", metavar="FILE", help="Write the page as one file instead."),
+        typer.Option(
+            "--export", metavar="FILE", help="Write the page as one file, and serve nothing."
+        ),
     ] = None,
     share: Annotated[
         Path | None,
         typer.Option(
-            "--share", metavar="FILE", help="Draw a picture of 1200 x 630 pixels instead."
+            "--share",
+            metavar="FILE",
+            help="Draw a picture of 1200 x 630 pixels, and serve nothing.",
         ),
     ] = None,
     terminal: Annotated[
@@ -52,11 +57,12 @@ def watch(
     """Show runs, live: on a page, in a terminal, as a file or a picture."""
     try:
         if terminal:
+            _refuse_others(listen, export, share)
             from thinpipe.launch.view.watch.terminal import show
 
             show(runs)
             return
-        followed = [Followed(Path(run)) for run in runs]
+        followed = [Followed(_folder(run)) for run in runs]
         if export is not None:
             _export(followed, export)
         if share is not None:
@@ -70,9 +76,22 @@ def watch(
                 give_way()
             _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
-        _refuse(error)
+        typer.echo(f"{'warning' if with_parent else 'error'}: {explain(error)}", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _refuse_others(listen: str, export: Path | None, share: Path | None) -> None:
+    given = {"--listen": listen != LOOPBACK, "--export": export, "--share": share}
+    if also := [option for option, value in given.items() if value]:
+        raise ValueError(f"--terminal shows the numbers here alone; remove {', '.join(also)}")
+
+
+def _folder(run: str) -> Path:
+    if run.startswith(("http://", "https://")):
+        raise ValueError(f"{run}: open the link in a browser, or add --terminal")
+    return Path(run)
 
 
 def _stories(runs: list[Followed]) -> list[Story]:
@@ -106,6 +125,9 @@ def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
         problem = os.strerror(error.errno or 0)  # its own text names the address again
         why = f"--listen = {listen}: {problem}; give another port, as in --listen "
         why += format_endpoint(host, port + 1)
+        if error.errno == errno.EADDRNOTAVAIL:
+            why = f"--listen = {listen}: this machine has no such address; it has "
+            why += ", ".join(_names("0.0.0.0"))
         if of_run:
             why = f"watch.port = {port}: {problem}; the run goes on without its page"
         raise ValueError(why) from None
@@ -139,8 +161,3 @@ def _say(links: list[str], token: str | None) -> None:
 
             segno.make(links[0]).terminal(compact=True)
     sys.stdout.flush()
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.echo(f"error: {explain(error)}", err=True)
-    sys.exit(2)

@@ -18,6 +18,7 @@ from thinpipe.launch.view.report.journal import (
     Note,
     Told,
     is_gone,
+    is_starting,
     read_notes,
     silent_s,
 )
@@ -78,7 +79,8 @@ class Followed:
         self._series = 0
         self._seen: list[Any] = []
         self._failed: list[Any] = []
-        Told(folder)
+        if not is_starting(folder):
+            Told(folder)
         self.refresh(strict=True)
 
     def _restart(self) -> None:

@@ -12,10 +12,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from functools import cached_property, partial
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,9 +26,11 @@ from thinpipe.launch.view.watch.follow import Followed, Moment, compared
 _Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
+_T = TypeVar("_T")
+
 PERIOD_S = 1.0
 _SHARE = 0.02
-"""Of the time, that reading may take: less often for a run with many steps."""
+"""Of a core, that reading may take: less often for a run with many steps."""
 _LONGEST_S = 30.0
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
@@ -66,6 +68,7 @@ class Site:
         self._streams = 0
         self._news, self._version = asyncio.Condition(), 0
         self._reader: asyncio.Task[None] | None = None
+        self._fresh = asyncio.Event()
         self._compared: str | None = _NOT_YET
         self._ending, self._is_over = asyncio.Event(), False
 
@@ -118,9 +121,11 @@ class Site:
         left = asyncio.create_task(_left(receive))
         self._streams += 1
         if self._reader is None or self._reader.done():
+            self._fresh.clear()  # what was read before is as old as the last reader's leaving
             self._reader = asyncio.create_task(self._read())
         try:
             await send(_start(200, "text/event-stream"))
+            await _until(self._fresh.wait(), left)
             shown: list[Moment | None] = [None] * len(self._runs)
             told: str | None = None
             problem, alive = "", list[str]()
@@ -161,15 +166,13 @@ class Site:
         ] or ["{}"]
 
     async def _next(self, version: int, left: "asyncio.Task[None]") -> None:
-        """Wait for something new, the client's end, or for long enough to show signs of life."""
+        """Wait for something new."""
 
         async def news() -> None:
             async with self._news:
                 await self._news.wait_for(lambda: self._version != version)
 
-        waiting = asyncio.create_task(news())
-        await asyncio.wait({waiting, left}, timeout=_ALIVE_S, return_when="FIRST_COMPLETED")
-        waiting.cancel()
+        await _until(news(), left)
 
     async def _read(self) -> None:
         """Read the folders while anybody looks."""
@@ -177,17 +180,20 @@ class Site:
         looks = 0
         while self._streams and not self._is_over:
             began_s, looks = loop.time(), looks + self._ending.is_set()
-            found = [await asyncio.to_thread(run.refresh) for run in self._runs]
+            reads = [await asyncio.to_thread(_timed, run.refresh) for run in self._runs]
             if looks:  # a process that is killed may lose its pipe before its lock
                 self._is_over = looks > _LOOKS or all(run.is_over for run in self._runs)
-            if any(found) or self._compared == _NOT_YET or self._is_over:
-                message = await asyncio.to_thread(compared, self._runs)
+            if any(news for news, _ in reads) or self._compared == _NOT_YET or self._is_over:
+                message, took_s = await asyncio.to_thread(_timed, partial(compared, self._runs))
+                reads.append((True, took_s))
                 self._compared = json.dumps(message) if message else None
                 async with self._news:
                     self._version += 1
                     self._news.notify_all()
-            took_s = loop.time() - began_s
-            await self._pause(min(_LONGEST_S, max(PERIOD_S, took_s / _SHARE)))
+            self._fresh.set()
+            # on a busy machine most of the time is waiting for a core, which takes nobody's
+            least_s = max(PERIOD_S, loop.time() - began_s)
+            await self._pause(min(_LONGEST_S, max(least_s, sum(s for _, s in reads) / _SHARE)))
 
     async def _pause(self, seconds: float) -> None:
         if self._ending.is_set():
@@ -289,6 +295,19 @@ def serve(
     if with_input:
         threading.Thread(target=server.follow_input, daemon=True).start()
     server.run(sockets=[sock])
+
+
+def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
+    """What it returns, and seconds of processor time."""
+    began_s = time.thread_time()
+    return call(), time.thread_time() - began_s
+
+
+async def _until(event: Coroutine[Any, Any, Any], left: "asyncio.Task[None]") -> None:
+    """Wait for an event, the client's end, or for long enough to show signs of life."""
+    waiting = asyncio.create_task(event)
+    await asyncio.wait({waiting, left}, timeout=_ALIVE_S, return_when="FIRST_COMPLETED")
+    waiting.cancel()
 
 
 async def _left(receive: _Receive) -> None:

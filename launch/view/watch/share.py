@@ -37,6 +37,8 @@ def draw(runs: Sequence[Story], file: Path) -> None:
     story = runs[0]
     figure.text(0.03, 0.92, _plain(story.info.name, 48), size=24, weight="bold", color=_INK)
     about = " · ".join(story.info.shape)
+    if len(runs) > 1:
+        about = f"numbers of this run, losses also of {len(runs) - 1} more · {about}"
     figure.text(0.03, 0.865, _plain(about, 110), size=12, color=_MUTED)
     for x, (value, name) in zip(_FACTS, _facts(story), strict=False):
         figure.text(x, 0.79, value, size=18, weight="bold", color=_COLORS[0])
@@ -89,12 +91,12 @@ def _losses(axes: Axes, runs: Sequence[Story]) -> None:
 def _machines(axes: Axes, story: Story) -> None:
     """Machines on a circle, a line for each two that are connected, as thick as it carries."""
     axes.set_axis_off()
-    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_aspect("equal", adjustable="box", anchor="N")
     edges = story.summary["edges"]
     hosts = list(dict.fromkeys([p["host"] for p in story.places] + _ends(edges)))
     title = "Machines, and what each connection carried" if edges else "Machines"
     axes.set_title(title, loc="left", size=12, color=_INK)
-    axes.set_ylim(-1.55, 1.45)
+    axes.set(xlim=(-1.7, 1.7), ylim=(-1.55, 1.45))
     turn = 2 * math.pi / max(1, len(hosts))
     places = {
         host: (math.sin(turn * n), math.cos(turn * n)) if len(hosts) > 1 else (0.0, 0.0)
@@ -115,7 +117,7 @@ def _machines(axes: Axes, story: Story) -> None:
         stages = sorted({s for p in story.places if p["host"] == host for s in p["stages"]})
         axes.plot([x], [y], "o", ms=15, color=_INK)
         words = _plain(host, _MOST_NAME) + (f"\nstage {', '.join(map(str, stages))}" * bool(stages))
-        away = (32 * x, 18 * y if abs(y) > 0.5 else 0)
+        away = (32 * x, 18 * y if abs(y) > 0.5 else 0) if len(hosts) > 1 else (0, -28)
         axes.annotate(words, (x * 1.08, y * 1.08), away, textcoords="offset points", size=9.5,
                       color=_INK, ha="center", va="center")  # fmt: skip
 

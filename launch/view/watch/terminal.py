@@ -157,7 +157,8 @@ def _of_link(link: str) -> Iterator[dict[str, Any]]:
             words = f"it leads to {place}; name the page's own link, as only it gets the token"
         raise ValueError(_printable(f"{address}: {error.code}, {words}")) from None
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{address}: {error}; is the run's page still served there?") from None
+        why = getattr(error, "reason", error)
+        raise ValueError(f"{address}: {why}; is the run's page still served there?") from None
     raise ValueError(
         f"{address}: its server has ended, with its run or without; look where it was started"
     )

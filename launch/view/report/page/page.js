@@ -142,8 +142,10 @@ function tell(words) {
 async function follow() {
   const token = location.hash.slice(1), wait = seconds => new Promise(done => setTimeout(done, 1000 * seconds));
   for (;;) {
+    let problem = "No connection to the run's machine; trying again.";
     try {
       const answer = await fetch("events", { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
+      if (answer.status === 503) problem = "No more can follow this page at a time; trying again.";
       if (answer.status === 401) return tell("This page needs the whole link that was printed where it was started, with its token.");
       if (answer.ok) {
         live.over = false; tell("Live.");
@@ -151,7 +153,7 @@ async function follow() {
       }
     } catch { /* the server is gone, or the network: tried again */ }
     if (live.over && runs.length && runs.every(run => !run.parts.head.state)) return;
-    if (!live.over) tell("No connection to the run's machine; trying again.");
+    if (!live.over) tell(problem);
     await wait(live.over ? 10 : 2);  // a run that failed may be started again
   }
 }

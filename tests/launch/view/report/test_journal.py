@@ -9,7 +9,14 @@ from tests.records import run_info, step_record
 from tests.waiting import until
 from thinpipe.launch.view.report import journal
 from thinpipe.launch.view.report.content import Story, content
-from thinpipe.launch.view.report.journal import Journal, Place, Told, add_note, read_notes
+from thinpipe.launch.view.report.journal import (
+    Journal,
+    Place,
+    Told,
+    add_note,
+    read_notes,
+    retell,
+)
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import summarize
 
@@ -71,6 +78,17 @@ def test_the_end_of_a_run_is_told_and_why(tmp_path: Path) -> None:
         assert state() == (True, "", f"Ended after step 3 of 40: {why}.")
 
 
+def test_why_a_run_ended_may_be_learnt_afterwards(tmp_path: Path) -> None:
+    run = Journal(run_info((), folder=tmp_path), [PLACE])
+    run.write()
+    retell(tmp_path, "too early")
+    assert Told(tmp_path).ended is None
+    run.write(ended="a connection broke")
+    retell(tmp_path, "rank 1: killed\nby signal 9")
+    assert Told(tmp_path).ended == "rank 1: killed"
+    retell(tmp_path / "none", "there is nothing to tell it to")
+
+
 @pytest.mark.parametrize(
     ("link", "state"),
     [
@@ -106,8 +124,10 @@ def test_the_state_of_a_connection_is_shown_while_it_is_new(
 
 
 def test_damaged_files_are_named_or_left_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no state.json; name the folder of a run"):
+    with pytest.raises(ValueError, match=r"holds no state.json, so it is no run's folder"):
         Told(tmp_path)
+    with pytest.raises(ValueError, match="no such folder; name that of a run"):
+        Told(tmp_path / "none")
     (tmp_path / "state.json").write_text('{"info": 3}')
     with pytest.raises(ValueError, match=r"state.json: not the state of a run"):
         Told(tmp_path)

@@ -20,6 +20,7 @@ from tests.pages import messages_of
 from tests.records import step_record
 from tests.runs import EVIL, HOSTS, records, served, write_run
 from thinpipe.launch.cli import app
+from thinpipe.launch.host import disk
 from thinpipe.launch.view.report.journal import Journal, Told
 from thinpipe.launch.view.watch import terminal
 from thinpipe.launch.view.watch.follow import Followed
@@ -70,13 +71,16 @@ def test_a_picture_has_the_size_of_previews(tmp_path: Path) -> None:
     assert "name a file that ends in .png" in refused(folders[0], "--share", tmp_path / "a.doc")
 
 
-def test_a_run_on_one_machine_with_one_stage_has_a_picture_too(tmp_path: Path) -> None:
+def test_a_run_on_one_machine_with_one_stage_has_a_picture_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_run(tmp_path / "run", [])
     assert "no step was recorded" in refused(tmp_path / "run", "--share", tmp_path / "a.png")
     story = Followed(write_run(tmp_path / "one", [step_record(1)], cuts=())).story
     assert story is not None
     draw([replace(story, places=[], summary={**story.summary, "edges": []})], tmp_path / "a.png")
     assert imread(tmp_path / "a.png").shape == (630, 1200, 4)
+    assert not caplog.records, "matplotlib had to leave something out"
 
 
 def test_a_terminal_shows_the_numbers_of_the_page(tmp_path: Path) -> None:
@@ -180,7 +184,32 @@ def test_a_terminal_obeys_no_text_of_others(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     for options in ([], ["--terminal"], ["--export", "x.html"]):
-        assert f"{tmp_path}: holds no state.json" in refused(tmp_path, *options)
+        problem = f"{tmp_path}: holds no state.json, so it is no run's folder"
+        assert problem in refused(tmp_path, *options)
+    for name in ("b", "a"):
+        write_run(tmp_path / name, records(2))
+    assert f"{tmp_path}: is no run, but has those of a, b; name one" in refused(tmp_path)
+    assert "no such folder; name that of a run" in refused(tmp_path / "c")
+    (tmp_path / "a/state.json").unlink()
+    assert "an earlier version trained it; run `thinpipe report" in refused(tmp_path / "a")
+
+
+def test_a_run_that_has_just_been_started_is_waited_for(tmp_path: Path) -> None:
+    with (tmp_path / disk.RUN_LOCK).open("w") as lock:
+        disk.lock(lock)
+        run = Followed(tmp_path)
+        assert run.moment is None
+        write_run(tmp_path, records(3))
+        assert run.refresh()
+    assert run.moment is not None
+
+
+def test_what_an_option_cannot_do_is_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(2))
+    words = refused(folder, "--terminal", "--listen", "0.0.0.0:9", "--share", "a.png")
+    assert "--terminal shows the numbers here alone; remove --listen, --share" in words
+    assert "open the link in a browser, or add --terminal" in refused("http://localhost:1/")
+    assert "this machine has no such address; it has" in refused(folder, "--listen", "192.0.2.1:9")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 39, 40])

@@ -136,7 +136,7 @@ def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -
     assert len(messages) <= 3, "the step, and signs of life that nobody waited for"
 
 
-def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
+def test_a_long_run_delays_news_by_no_more_than_half_a_minute_of_its_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slept: list[float] = []
@@ -147,11 +147,51 @@ def test_a_slow_disk_delays_news_by_no_more_than_half_a_minute(
 
     class Slow(Still):
         def refresh(self) -> bool:
-            time.sleep(0.02)
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
             return False
 
-    monkeypatch.setattr(server, "_SHARE", 1e-4)
+    class Waits(Still):
+        def refresh(self) -> bool:
+            time.sleep(0.2)
+            return False
+
+    monkeypatch.setattr(server, "_SHARE", 1e-3)
     monkeypatch.setattr(Site, "_pause", counted)
-    asyncio.run(told(site_of(Slow()), lambda _: bool(slept), 5.0))
-    assert slept
+    asyncio.run(told(site_of(Waits()), lambda _: bool(slept), 5.0))
+    assert max(slept) < 15, "time in which it had no core, or waited for a disk, is nobody's"
+    monkeypatch.setattr(server, "_SHARE", 1e-4)
+    asyncio.run(told(site_of(Slow()), lambda _: max(slept, default=0) >= 30, 5.0))
     assert max(slept) == 30
+
+
+class Counted(Still):
+    """Its moment is that of the last time it was read."""
+
+    def refresh(self) -> bool:
+        self._looks += 1
+        return True
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self._looks, (0, 1), {"step": [float(self._looks)]}, {})
+
+
+def test_who_comes_after_a_time_without_readers_is_told_nothing_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "PERIOD_S", 0.001)
+
+    async def first_words() -> list[float]:
+        run = Counted()
+        site, found = site_of(run), []
+        for _ in range(2):
+            (first, *_) = await told(site, lambda messages: bool(messages))
+            found.append(first["columns"]["step"][0])
+            await asyncio.sleep(0.1)  # its reader finds that nobody is left
+            run._looks += 100
+        return found
+
+    before, after = asyncio.run(first_words())
+    assert after > before + 100
