@@ -50,19 +50,19 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(**result) for result in read_results(path)]
 
 
-def epoch_losses(rows: Sequence[Row], method: str, kind: str = "loss") -> list[list[float]]:
-    """Losses of a kind by epoch, of every seed."""
+def _epoch_losses(rows: Sequence[Row], method: str) -> list[list[float]]:
+    """By epoch, of every seed."""
     found = [row.detail["epochs"] for row in rows if row.method == method]
-    return [[epoch[kind] for epoch in epochs] for epochs in zip(*found, strict=True)]
+    return [[epoch["loss"] for epoch in epochs] for epochs in zip(*found, strict=True)]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Training loss by epoch, and its difference to fp32: median and range over the seeds."""
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     absolute, relative = figure.subplots(1, 2)
-    base = epoch_losses(rows, BASELINE)
+    base = _epoch_losses(rows, BASELINE)
     for method in dict.fromkeys(row.method for row in rows):
-        losses = epoch_losses(rows, method)
+        losses = _epoch_losses(rows, method)
         _draw_lines(absolute, losses, method)
         if method != BASELINE:
             pairs = zip(losses, base, strict=True)

@@ -29,7 +29,7 @@ _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _T = TypeVar("_T")
 
 PERIOD_S = 1.0
-_SHARE = 0.02
+_SHARE = 0.01
 """Of a core, that reading may take: less often for a run with many steps."""
 _LONGEST_S = 30.0
 _ALIVE_S = 10.0
