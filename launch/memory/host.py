@@ -39,9 +39,9 @@ _LIBRARY_NBYTES = 45 * 2**20
 """What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
 _REPORTING_NBYTES = 45 * 2**20
 """Bytes of the first rank for metrics, display and report."""
-_UNUSED_SHARE = 0.2
-"""What malloc cannot use again between tensors of many sizes, of what it has given out; measured by
-`memory_count_cpu_202611.md`, 0.1 to 0.25 at 2 GB per rank, and up to 0.5 at 0.5 GB.
+_GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.4, 0.2
+"""What an allocator cannot use again between tensors that come and go: of activations, of the few
+large tensors of a loss, of all that is on a GPU. `memory_count_cpu_202611.md` has measured it.
 """
 
 
@@ -50,7 +50,7 @@ class HostNeeds:
     """Bytes of RAM that some ranks need on one host.
 
     `copies` is what a save copies before it writes in the background; `parts` are the bytes that
-    each rank saves.
+    each rank saves. `unused` is what malloc keeps between tensors.
     """
 
     model: ModelMemory
@@ -58,16 +58,12 @@ class HostNeeds:
     memories: HostBytes
     processes: int
     parts: tuple[int, ...]
+    unused: int
 
     @property
     def total(self) -> int:
         held = self.model.total + self.copies
         return held + self.unused + self.memories.ram + self.processes
-
-    @property
-    def unused(self) -> int:
-        """Bytes that malloc keeps between tensors."""
-        return int(_UNUSED_SHARE * (self.model.total + self.copies))
 
     def compared(self, available: int) -> str:
         """All of it in words, and how much is free."""
@@ -166,9 +162,9 @@ def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: Mod
     found = _counted(config, ends, [(position, model)], reports=position == 0)
     if device_type(config.pipeline.device) == "cpu":
         return found.total
-    # as on a CPU, though torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
+    # torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
     held = model.total - _offloaded(config, model).total
-    return held + int(_UNUSED_SHARE * held) + found.memories.device
+    return held + int(_GAPS_ON_GPU * held) + found.memories.device
 
 
 def _offloaded(config: RunConfig, model: ModelMemory) -> ModelMemory:
@@ -196,7 +192,19 @@ def _counted(
     libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
     each = _PROCESS_NBYTES + _LIBRARY_NBYTES * libraries
     processes = each * len(ranks) + _REPORTING_NBYTES * reports
-    return HostNeeds(model, copies, needs(config, ends, positions), processes, parts)
+    unused = _unused(config, model, copies)
+    return HostNeeds(model, copies, needs(config, ends, positions), processes, parts, unused)
+
+
+def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
+    """What malloc keeps between tensors; a save's copies take the place of freed activations.
+
+    Ranks with shards return all that they free, those with quantized weights large tensors.
+    """
+    if config.pipeline.shards > 1:
+        return 0
+    between = max(0.0, _GAPS * max(0, model.activations - model.loss) - copies)
+    return int(between + (0 if config.model.quantizes else _GAPS_OF_LOSS * model.loss))
 
 
 def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:

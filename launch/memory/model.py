@@ -47,7 +47,7 @@ class ModelMemory:
     while the model that all stand for is evaluated. `transient` is the most that is held for a
     moment: checkpointed activations of a block while it is computed again, gradients of logits,
     moments that an optimizer works on; with `pipeline.offload` what a GPU holds of a block's
-    activations or moments.
+    activations or moments. `loss` is what of both a microbatch's logits and their loss take.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
     cannot be computed from shapes alone.
@@ -63,6 +63,7 @@ class ModelMemory:
     exchange: int = 0
     exchanged: int = 0
     transient: int = 0
+    loss: int = 0
     trained: int = 0
     reads_frozen: bool = False
     uncounted: tuple[int, ...] = ()
@@ -80,7 +81,7 @@ class ModelMemory:
     @property
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
-        return sum(getattr(self, part) for part in _PARTS if part != "trained")
+        return sum(getattr(self, part) for part in _PARTS if part not in ("trained", "loss"))
 
     @property
     def saved(self) -> int:
@@ -100,6 +101,7 @@ class ModelMemory:
             self,
             activations=round(share * self.activations),
             transient=round(share * self.transient),
+            loss=round(share * self.loss),
         )
 
 
@@ -224,7 +226,8 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         moments=_moments(config, trainable(module)),
     )
     try:
-        each, once, of_loss = _activations(config, first, module)
+        each, once, loss = _activations(config, first, module)
+        of_loss = 2 * _WORD * loss.numel  # gradients of logits and of log-softmax, in fp32
         transient = max(of_loss, _of_optimizer(config, module))
         if config.model.recomputes(first):
             model = config.model.model_copy(update={"activation_checkpointing": False})
@@ -236,7 +239,13 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     except (RuntimeError, NotImplementedError):
         # it looks at values, or uses kernels that know no fake tensors (mixtral's in fp32)
         return replace(counted, uncounted=(first,))
-    return replace(counted, activations=each, casts=once, transient=transient)
+    return replace(
+        counted,
+        activations=each,
+        casts=once,
+        transient=transient,
+        loss=of_loss + loss.nbytes + _WORD * loss.numel,
+    )
 
 
 def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
@@ -257,9 +266,16 @@ def _of_optimizer(config: RunConfig, module: Any) -> int:
     return 3 * _WORD * max((parameter.numel() for parameter in trainable(module)), default=0)
 
 
-def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int, int]:
+class _Logits(NamedTuple):
+    """Of a microbatch, where a stage ends with them."""
+
+    numel: int = 0
+    nbytes: int = 0
+
+
+def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int, _Logits]:
     """Bytes of distinct storages that a microbatch keeps for its backward, with its input; of those
-    that all microbatches share; and of the gradients of its logits and log-softmax, in fp32.
+    that all microbatches share; and its logits.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(module)
@@ -268,17 +284,17 @@ def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int, 
         with _FusedAttention(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             one, alive, logits = _kept(config, first, module, own)
             if not bf16:
-                return sum(one.values()), 0, 2 * _WORD * logits
+                return sum(one.values()), 0, logits
             each, also_alive, _ = _kept(config, first, module, own | one.keys())
     del alive, also_alive  # until now, or another storage would get the same address
-    return sum(each.values()), sum(one.values()) - sum(each.values()), 2 * _WORD * logits
+    return sum(each.values()), sum(one.values()) - sum(each.values()), logits
 
 
 def _kept(
     config: RunConfig, first: int, module: Any, known: Container[int]
-) -> tuple[dict[int, int], list[Any], int]:
-    """Bytes of a microbatch by storage, without those that are `known`; what holds them; and how
-    many logits there are.
+) -> tuple[dict[int, int], list[Any], _Logits]:
+    """Bytes of a microbatch by storage, without those that are `known`; what holds them; and its
+    logits, which torch's stages hold until its backward has ended.
     """
     shape = microbatch_shape(config)
     x, targets, samples = config.model.made_up(first, shape, device=torch.device("cpu"))
@@ -294,9 +310,11 @@ def _kept(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         wants = getattr(module, "wants_samples", False)
-        output, logits = module(x, samples) if wants else module(x), 0
+        output, logits = module(x, samples) if wants else module(x), _Logits()
         if first == config.model.layers - 1:
-            logits = output.numel() if isinstance(output, Tensor) else 0
+            if isinstance(output, Tensor):
+                logits = _Logits(output.numel(), output.nbytes)
+                keep(output)
             output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output], logits
 
