@@ -4,6 +4,7 @@ Codecs, messages, threads and gloo over kernel TCP are those of a training run; 
 the end-to-end form, whose stages are those of `benchmarks.links.workloads`.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from thinpipe.pipeline.wire.thread import Worker
 _TIMEOUT_S = 300.0
 _MARGIN_S = 0.1
 _PING_NBYTES = 64
+_MATRIX = (256, 250)
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ class _Runner:
 
     def __init__(self, method: Method, plan: Plan, transport: GlooTransport) -> None:
         generator = torch.Generator().manual_seed(transport.mesh.rank)
-        self._weight = nn.Parameter(torch.zeros(plan.parameters))
-        self._update_N = 1e-3 * torch.randn(plan.parameters, generator=generator)
+        self._weights = [nn.Parameter(torch.zeros(shape)) for shape in _shapes(plan.parameters)]
+        self._updates = [
+            1e-3 * torch.randn(weight.shape, generator=generator) for weight in self._weights
+        ]
         options = parse_options(method.name, method.options)
         peers = transport.peers("copies")
-        self.sync = load_method(method.name).build(options, [self._weight], peers)
-        self._plan, self._number = plan, 0
+        self.sync = load_method(method.name).build(options, self._weights, peers)
+        self._plan, self.number = plan, 0
         self._pipeline = None
         if plan.shape is not None:
             assert method.cuts is not None
@@ -92,20 +96,22 @@ class _Runner:
 
     def step(self) -> None:
         """Compute, exchange, optimize."""
-        self.sync.begin_step(self._number, 0)
+        self.sync.begin_step(self.number, 0)
         if self._pipeline is None:
             time.sleep(self._plan.compute_s)
         else:
             assert self._plan.shape is not None
             ids_B = torch.arange(self._plan.shape.microbatches)
-            self._pipeline.step(self._number, ids_B)
-        self._weight.grad = self._update_N.clone()
+            self._pipeline.step(self.number, ids_B)
+        for weight, update in zip(self._weights, self._updates, strict=True):
+            weight.grad = update.clone()
         self.sync.before_step()
         with torch.no_grad():
-            self._weight.sub_(self._weight.grad, alpha=0.1)
-        self._weight.grad = None
+            for weight in self._weights:
+                weight.sub_(weight.grad, alpha=0.1)
+                weight.grad = None
         self.sync.after_step()
-        self._number += 1
+        self.number += 1
 
     def take_sent(self) -> tuple[int, int]:
         """Bytes to replicas since the start, bytes over the cut since the last call."""
@@ -158,11 +164,17 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
 
 def _timed(runner: _Runner, transport: GlooTransport) -> float:
     """Seconds of a step; steps follow each other at once, as they do in training."""
-    begin_s = time.perf_counter()
+    begin_s, number = time.perf_counter(), runner.number
     runner.step()
-    # replicas wait for each other inside the exchange; ranks of a method without one do here
-    transport.share(torch.zeros(1), "world")
+    if runner.sync.due(number):  # as in training, where ranks share losses then
+        transport.share(torch.zeros(1), "world")
     return time.perf_counter() - begin_s
+
+
+def _shapes(parameters: int) -> list[tuple[int, ...]]:
+    """Matrices, as of a transformer, and a vector of what is left."""
+    matrices, left = divmod(parameters, math.prod(_MATRIX))
+    return [_MATRIX] * matrices + [(left,)] * (left > 0)
 
 
 def _together(transport: GlooTransport) -> None:

@@ -1,7 +1,8 @@
 """Hours of a run on a link: the sum over its steps of the seconds measured for such a step."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,9 +19,10 @@ GOAL = 0.01
 class Hours:
     """A method over a link; `link` is bit/s of every up- and downlink, None for no limit.
 
-    `hours_uncompressed_free` is of fp32 without a limit or delay. `steps` and `bytes` are those of
-    the run, of all ranks; `final_gap` is its held-out loss above fp32's at the end, each at its
-    best learning rate, the median over seeds; `worst_gap` is of the worst seed.
+    `hours_uncompressed_free` is of fp32 without a limit or delay, if that was timed. `steps` and
+    `bytes` are those of the run, of all ranks; `final_gap` is its held-out loss above fp32's at the
+    end, each at the best of the learning rates that were tried, the median over seeds; `worst_gap`
+    is of the worst seed.
     """
 
     task: str
@@ -33,7 +35,7 @@ class Hours:
     stages: int
     shards: int
     hours: float
-    hours_uncompressed_free: float
+    hours_uncompressed_free: float | None
     steps: int
     bytes: int
     final_gap: float
@@ -47,7 +49,7 @@ class Hours:
 def compose(
     losses: Sequence[Mapping[str, Any]], seconds: Iterable[Mapping[str, Any]]
 ) -> list[Hours]:
-    """Rows of all that was trained and timed."""
+    """Rows of all that was trained and timed; losses are those of one number of steps per task."""
     gaps = _gaps(losses)
     found, free = [], dict[tuple[str, ...], float]()
     for timed in sorted(seconds, key=_unthrottled_first):
@@ -70,7 +72,7 @@ def compose(
                 stages=layout.stages,
                 shards=layout.shards,
                 hours=hours,
-                hours_uncompressed_free=free[place],
+                hours_uncompressed_free=free.get(place),
                 steps=run["steps"],
                 bytes=sum(sum(run[kind]) for kind in ("cut_bytes", "sync_bytes", "shard_bytes")),
                 final_gap=gaps[key][1],
@@ -93,7 +95,10 @@ def _gaps(
         by_rate = groups.setdefault((row["task"], row["layout"], row["method"]), {})
         by_rate.setdefault(row["lr"], {})[row["seed"]] = row
     best = {
-        key: min(by_rate.values(), key=lambda runs: median(r["final"] for r in runs.values()))
+        key: min(
+            by_rate.values(),
+            key=partial(_typical, seeds=set.intersection(*map(set, by_rate.values()))),
+        )
         for key, by_rate in groups.items()
     }
     found = {}
@@ -103,6 +108,11 @@ def _gaps(
         if above:
             found[task, layout, method] = next(iter(runs.values())), median(above), max(above)
     return found
+
+
+def _typical(runs: Mapping[int, Mapping[str, Any]], seeds: Collection[int]) -> float:
+    """A rate is judged by seeds that all rates were tried with."""
+    return median(row["final"] for seed, row in runs.items() if seed in seeds or not seeds)
 
 
 def table(rows: Sequence[Hours], task: str, layout: LayoutName, gpu: str) -> str:
@@ -135,8 +145,3 @@ def _cell(row: Hours | None, best: float) -> str:
         return "-"
     hours = f"{row.hours:.3g}"
     return f"**{hours}**" if row.arrives and row.hours <= best else hours
-
-
-def as_row(row: Hours) -> dict[str, Any]:
-    """For a file of JSON lines."""
-    return asdict(row)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -16,8 +15,6 @@ import tomlkit
 from benchmarks.harness import environment
 from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
-
-_MiB = 2**20
 
 
 def run_file(
@@ -58,8 +55,8 @@ def measure(
     }
 
 
-def train(settings: dict[str, Any], folder: Path, *wrapper: str) -> list[StepRecord]:
-    """Run a file and read what it measured; `wrapper` is put before the command.
+def train(settings: dict[str, Any], folder: Path) -> list[StepRecord]:
+    """Run a file and read what it measured.
 
     Raises:
         RuntimeError: the run failed, or skipped a step.
@@ -67,7 +64,7 @@ def train(settings: dict[str, Any], folder: Path, *wrapper: str) -> list[StepRec
     place = {**settings["run"], "folder": str(folder / "run")}
     file = folder / "run.toml"
     file.write_text(tomlkit.dumps({**settings, "run": place}), encoding="utf-8")
-    command = [*wrapper, sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file)]
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file)]
     done = subprocess.run([*command, "--show", "-1"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -80,13 +77,10 @@ def train(settings: dict[str, Any], folder: Path, *wrapper: str) -> list[StepRec
 
 def _numbers(records: Sequence[StepRecord]) -> dict[str, Any]:
     held_out = [(record.step, record.eval["loss"]) for record in records if record.eval is not None]
-    last = [record.loss for record in records if record.epoch == records[-1].epoch]
     return {
         "losses": [round(record.loss, 5) for record in records],
         "held_out": held_out,
         "final": held_out[-1][1],
-        "last_quarter": fmean([r.loss for r in records[-(len(records) // 4) :]]),
-        "last_epoch": fmean(last),
         "cut_bytes": [sum(total.nbytes for total in record.wire) for record in records],
         "sync_bytes": [record.sync_bytes for record in records],
         "shard_bytes": [record.weight_bytes + record.gradient_bytes for record in records],

@@ -23,7 +23,7 @@ Visit = tuple[list[Tensor], list[Tensor]]
 
 
 def record(config: RunConfig, path: Path) -> None:
-    """Train in one process, and save one batch's `Visit` before each epoch as a list.
+    """Train in one process, and save one batch's `Visit` in the middle of each epoch as a list.
 
     Cuts and microbatches are those of `config`.
     """
@@ -41,25 +41,26 @@ def record(config: RunConfig, path: Path) -> None:
     )
     watched = samples.batch(torch.arange(size)).split(config.pipeline.microbatches)
     visits = []
+    middle = sampler.steps_per_epoch // 2
     for epoch in range(config.train.epochs):
-        visits.append(_visit(config, stages, watched))
-        optimizer.zero_grad()
-        if epoch == config.train.epochs - 1:
-            break
-        for step in range(sampler.steps_per_epoch):
+        last = epoch == config.train.epochs - 1
+        for step in range(middle if last else sampler.steps_per_epoch):
+            if step == middle:
+                visits.append(_visit(config, stages, watched))
+                optimizer.zero_grad()
             batch = samples.batch(sampler.ids(epoch * sampler.steps_per_epoch + step))
             torch.autograd.backward(_forward(config, stages, batch)[0] / batch.targets.numel())
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    torch.save(visits, path)
+    torch.save([*visits, _visit(config, stages, watched)], path)
 
 
 def _visit(config: RunConfig, stages: Sequence[nn.Module], parts: Sequence[Batch]) -> Visit:
-    found = []
+    found, count = [], sum(part.targets.numel() for part in parts)
     for part in parts:
         loss, hidden = _forward(config, stages, part)
-        torch.autograd.backward(loss / part.targets.numel())
+        torch.autograd.backward(loss / count)
         found.append(([h.detach() for h in hidden], [h.grad for h in hidden]))
     forward, backward = (
         [torch.stack(cut) for cut in zip(*way, strict=True)] for way in zip(*found, strict=True)

@@ -13,9 +13,12 @@ Without `--smollm2` the task is a GPT-2 shape from scratch.
 """
 
 import argparse
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +26,10 @@ from typing import Any
 from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.harness import command_line, parse_options
 from benchmarks.time_to_loss import losses, seconds
-from benchmarks.time_to_loss.hours import as_row, compose, table
+from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.tasks import BASELINE, GPUS, LAYOUTS, METHODS, Task, gpt2, smollm2
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.host.links import parse_rate
+from thinpipe.launch.host.links import parse_rate, parse_time
 
 _PARTS = ("losses", "seconds", "hours")
 _VOCABULARY = 5000
@@ -51,40 +54,59 @@ class _Rows:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self._rows[-1]) + "\n")
 
+    def replace(self, part: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Have no others of a part."""
+        self._rows = [row for row in self._rows if row["part"] != part]
+        self._rows += [{"part": part, **row} for row in rows]
+        text = "".join(json.dumps(row) + "\n" for row in self._rows)
+        self._path.write_text(text, encoding="utf-8")
+
 
 def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
-    for layout in options.layouts:
-        for seed in range(options.seeds):
-            for lr in options.lr or [task.lr]:
-                for method in _wanted(options, METHODS[layout]):
-                    about = {"task": task.name, "layout": layout, "method": method}
-                    about |= {"seed": seed, "lr": lr, "steps": task.steps}
-                    if not rows.has("losses", **about):
-                        texts = (options.train, options.eval)
-                        row = losses.measure(task, layout, method, texts=texts, seed=seed, lr=lr)
-                        rows.add("losses", {**row, "epochs": task.epochs})
-                        print(f"{about}: held out {row['final']:.4f}", flush=True)
+    texts = (options.train, options.eval)
+    digest = hashlib.sha256(b"".join(text.read_bytes() for text in texts)).hexdigest()[:16]
+    cases = product(options.layouts, range(options.seeds), options.lr or [task.lr])
+    for layout, seed, lr in cases:
+        for method in _wanted(options, METHODS[layout]):
+            about = {"task": task.name, "layout": layout, "method": method, "seed": seed}
+            about |= {"lr": lr, "steps": task.steps, "texts": digest}
+            if rows.has("losses", **about):
+                continue
+            try:
+                found = losses.measure(task, layout, method, texts=texts, seed=seed, lr=lr)
+            except RuntimeError as error:  # at this rate
+                print(f"{about}: failed\n{error}", flush=True)
+                continue
+            rows.add("losses", {**found, **about, "epochs": task.epochs})
+            print(f"{about}: held out {found['final']:.4f}", flush=True)
 
 
-def _time(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
+def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) -> None:
     rates = [parse_rate(rate) for rate in options.rates]
     texts = (options.train, options.eval)
     file = partial(losses.run_file, task, texts=texts, seed=0, lr=task.lr)
     for gpu in options.gpus:
-        common = {"gpu": gpu, "rates": rates, "delays": options.delays}
+        under = seconds.Conditions(gpu, rates, options.delays)
         for layout, kind in (("pipeline", seconds.pipelines), ("replicas", seconds.replicas)):
             names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
             about = {"task": task.name, "layout": layout, "gpu": gpu}
+            links = [
+                {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
+                for rate, delay in product(rates, options.delays)
+            ]
             missing = [
                 name
                 for name in _wanted(options, names)
-                if not rows.has("seconds", **about, method=name)
+                if not all(rows.has("seconds", **about, method=name, **link) for link in links)
             ]
             if layout not in options.layouts or not missing:
                 continue
             config = RunConfig.model_validate(file("pipeline", BASELINE))
-            also = {"config": config} if layout == "pipeline" else {}
-            for row in kind(task, missing, **common, **also):
+            also: dict[str, Any] = {}
+            if layout == "pipeline":
+                recorded = options.recorded or folder / "visits.pt"
+                also = {"config": config, "recorded": recorded, "dilation": options.dilation}
+            for row in kind(task, missing, under, **also):
                 rows.add("seconds", row)
 
 
@@ -101,13 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "losses" in options.parts:
             _train(options, task, rows)
         if "seconds" in options.parts:
-            _time(options, task, rows)
+            _time(options, task, rows, Path(folder))
     if "hours" in options.parts:
-        found = compose(rows.of("losses"), rows.of("seconds"))
-        for row in found:
-            about = as_row(row)
-            if not rows.has("hours", **about):
-                rows.add("hours", about)
+        trained = [row for row in rows.of("losses") if row["steps"] == task.steps]
+        found = [row for row in compose(trained, rows.of("seconds")) if row.task == task.name]
+        rows.replace("hours", [asdict(row) for row in found])
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
             print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
 
@@ -136,6 +156,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     rates = ["none", "10mbit", "100mbit", "500mbit", "1gbit"]
     command.add_argument("--rates", nargs="+", default=rates, help="of every up- and downlink")
     command.add_argument("--delays", nargs="+", default=["0ms", "25ms", "50ms"], help="one way")
+    slower = "how much slower than their GPU, and their links, stages are (8)"
+    command.add_argument("--dilation", type=float, default=8.0, help=slower)
+    command.add_argument("--recorded", type=Path, help="what stages send; made if it is new")
     quick = {"seeds": 1, "share": 0.1, "delays": ["0ms"], "rates": ["none", "100mbit"]}
     options = parse_options(command, arguments, "quick", quick)
     if options.json is None:

@@ -1,13 +1,17 @@
 """Seconds of a step on emulated links: real messages, codecs, schedules and TCP; compute is slept.
 
-A stage sleeps as long as a stated GPU computes. Between replicas the model is `_SCALE` parameters
-and links are as much slower as it is smaller: so the codecs, which here share two cores, take the
-part of a step that they would take on as many times more cores.
+A stage sleeps as long as a stated GPU computes. All hosts share this machine's cores, and so do
+their codecs. So stages of a pipeline can be `dilation` times slower, and links with them: codecs
+then take as much of a step as on that many times more cores. Replicas have a smaller model, of
+`_MODEL_PARAMETERS`, and links and buckets smaller by the same factor (42 for SmolLM2).
 """
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,6 +27,7 @@ from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas import rank as replica_ranks
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
+from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.allocator import keep_freed_memory
@@ -32,9 +37,10 @@ from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 
 _LIMIT_S = 3600.0
-_SCALE = 3_200_000
+_MODEL_PARAMETERS = 3_200_000
+_BUCKET_MB = 25.0  # the default of all methods that have buckets
 _FORWARD_SHARE = 1 / 3  # of a step's compute
-_RARE = ("diloco", "sparse_loco")
+_EXCHANGE_RARELY, _INTERVAL = ("diloco", "sparse_loco"), 30
 _STEPS, _RARE_STEPS = 3, 60
 _LONGEST_S = 30.0
 """Steps of replicas that would take longer are not measured: their bytes at the link's rate."""
@@ -42,108 +48,110 @@ TORCH = {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf1
 """Pipelines of torch itself, and the method of ours whose losses they have."""
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """The GPU that is slept for, and links: bit/s (None: no limit) and one-way delays."""
+
+    gpu: str
+    rates: Sequence[float | None]
+    delays: Sequence[str]
+
+
 def pipelines(
     task: Task,
     methods: Sequence[str],
+    under: Conditions,
     *,
     config: RunConfig,
-    gpu: str,
-    rates: Sequence[float | None],
-    delays: Sequence[str],
+    recorded: Path,
+    dilation: float,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of four stages: first visits, and later ones."""
+    """Rows of four stages: first visits, and later ones. `recorded` is made if it is new."""
+    if not recorded.exists():
+        record(config, recorded)
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     keep_freed_memory()
+    stages = LAYOUTS["pipeline"].stages
+    each_s = dilation * task.compute_s(under.gpu) / stages / task.microbatches
+    shape = PaperShape(
+        tokens=task.tokens,
+        width=task.width,
+        microbatches=task.microbatches,
+        samples=task.batch // task.microbatches,
+        forward_s=_FORWARD_SHARE * each_s,
+        backward_s=(1 - _FORWARD_SHARE) * each_s,
+        recorded=recorded,
+    )
     chosen = [_cut_method(name) for name in methods]
-    stages, compute_s = LAYOUTS["pipeline"].stages, task.compute_s(gpu)
-    each_s = compute_s / LAYOUTS["pipeline"].stages / task.microbatches
-    with tempfile.TemporaryDirectory() as folder:
-        recorded, key = Path(folder) / "visits.pt", Path(folder) / "run.key"
-        record(config, recorded)
+    rate_of = {rate and rate / dilation: rate for rate in under.rates}
+    for delay in under.delays:
+        delay_s = dilation * parse_time(delay)
+        for ranks in _sent(cut_ranks.Plan(shape, chosen, [*rate_of], _STEPS, delay_s), stages):
+            steps_s = [max(times) for times in zip(*(r.steps_s for r in ranks), strict=True)]
+            firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
+            about = (ranks[0].method, under.gpu, rate_of[ranks[0].rate_bps], delay)
+            yield {
+                **_about(task, "pipeline", *about),
+                "first_s": max(firsts, default=median(steps_s)) / dilation,
+                "later_s": median(steps_s) / dilation,
+                "dilation": dilation,
+                "bytes": sum(rank.nbytes for rank in ranks),
+            }
+
+
+def _sent(plan: cut_ranks.Plan, stages: int) -> Iterator[tuple[cut_ranks.RankResult, ...]]:
+    """What all ranks measured, by rate and method."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ShapedNetwork(NetworkSpec.of(stages, delay=f"{plan.delay_s}s")) as network,
+    ):
+        key = Path(folder) / "run.key"
         keys.new(key)
-        shape = PaperShape(
-            tokens=task.tokens,
-            width=task.width,
-            microbatches=task.microbatches,
-            samples=task.batch // task.microbatches,
-            forward_s=_FORWARD_SHARE * each_s,
-            backward_s=(1 - _FORWARD_SHARE) * each_s,
-            recorded=recorded,
-        )
-        for delay in delays:
-            plan = cut_ranks.Plan(
-                shape, chosen, rates, _STEPS, parse_time(delay), key=key, keep_window=True
-            )
-            with ShapedNetwork(NetworkSpec.of(stages, delay=delay)) as network:
-                limit = partial(cut_ranks.set_rate, network)
-                job = partial(cut_ranks.run_host, plan=plan, set_rate=limit)
-                found = network.run(job, timeout_s=_LIMIT_S)
-            for ranks in zip(*found, strict=True):
-                steps_s = [max(times) for times in zip(*(r.steps_s for r in ranks), strict=True)]
-                firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
-                yield {
-                    **_about(task, "pipeline", ranks[0].method, gpu, ranks[0].rate_bps, delay),
-                    "first_s": max(firsts, default=median(steps_s)),
-                    "later_s": median(steps_s),
-                    "bytes": sum(rank.nbytes for rank in ranks),
-                }
+        whole = replace(plan, key=key, keep_window=True)
+        limit = partial(cut_ranks.set_rate, network)
+        job = partial(cut_ranks.run_host, plan=whole, set_rate=limit)
+        yield from zip(*network.run(job, timeout_s=_LIMIT_S), strict=True)
 
 
-def replicas(
-    task: Task,
-    methods: Sequence[str],
-    *,
-    gpu: str,
-    rates: Sequence[float | None],
-    delays: Sequence[str],
-) -> Iterator[dict[str, Any]]:
+def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[dict[str, Any]]:
     """Rows of four replicas; what happens rarely is averaged over its interval."""
-    count, scale = LAYOUTS["replicas"].replicas, _SCALE / task.parameters
-    compute_s = task.compute_s(gpu) / count
+    count, scale = LAYOUTS["replicas"].replicas, _MODEL_PARAMETERS / task.parameters
+    compute_s = task.compute_s(under.gpu) / count
+    buckets = math.ceil(4 * task.parameters / (1e6 * _BUCKET_MB))
     known: dict[str, int] = {}
-    for delay in delays:
-        for rate_bps in [None, *filter(None, rates)]:
-            often, rare, slow = _divided(methods, known, rate_bps, scale)
-            for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
-                if not chosen:
-                    continue
-                limit = rate_bps and rate_bps * scale
-                plan = replica_ranks.Plan(
-                    [_exchange_method(name) for name in chosen],
-                    [limit],
-                    steps,
-                    _SCALE,
-                    compute_s,
-                    replicas=count,
-                )
-                for name, step_s, nbytes in _exchanged(plan, delay):
-                    known.setdefault(name, nbytes)
-                    yield {
-                        **_about(task, "replicas", name, gpu, rate_bps, delay),
-                        **_steps(step_s, nbytes / scale),
-                    }
-            for name in slow:
-                assert rate_bps is not None
-                step_s = compute_s + 8 * known[name] / (rate_bps * scale)
-                yield {
-                    **_about(task, "replicas", name, gpu, rate_bps, delay),
-                    **_steps(step_s, known[name] / scale),
-                    "computed": True,
-                }
+    for delay, rate_bps in product(under.delays, [None, *filter(None, under.rates)]):
+        often, rare, slow = _divided(methods, known, rate_bps, scale)
+        limit = rate_bps and rate_bps * scale
+        for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
+            how = [_scaled(_exchange_method(name), scale) for name in chosen]
+            plan = replica_ranks.Plan(
+                how, [limit], steps, _MODEL_PARAMETERS, compute_s, replicas=count
+            )
+            for name, step_s, nbytes in _exchanged(plan, delay) if chosen else ():
+                known.setdefault(name, nbytes)
+                about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
+                yield {**about, **_steps(step_s, nbytes / scale)}
+        for name in slow:
+            assert limit is not None
+            around_s = 2 * (count - 1) * buckets * parse_time(delay)  # of a ring
+            step_s = compute_s + 8 * known[name] / limit + around_s
+            about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
+            yield {**about, **_steps(step_s, known[name] / scale), "computed": True}
 
 
 def _divided(
     methods: Sequence[str], known: Mapping[str, int], rate_bps: float | None, scale: float
 ) -> tuple[list[str], list[str], list[str]]:
     """Methods that exchange in every step, rarely, and too much to wait for here."""
+    rare = [name for name in methods if _exchange_method(name).name in _EXCHANGE_RARELY]
     slow = [
         name
         for name in methods
-        if rate_bps and 8 * known.get(name, 0) / (rate_bps * scale) > _LONGEST_S
+        for at_once in [known.get(name, 0) * (_INTERVAL if name in rare else 1)]
+        if rate_bps and 8 * at_once / (rate_bps * scale) > _LONGEST_S
     ]
-    others = [name for name in methods if name not in slow]
-    rare = [name for name in others if _exchange_method(name).name in _RARE]
-    return [name for name in others if name not in rare], rare, slow
+    left = [name for name in methods if name not in slow]
+    return [n for n in left if n not in rare], [n for n in left if n in rare], slow
 
 
 def _exchanged(plan: replica_ranks.Plan, delay: str) -> Iterator[tuple[str, float, int]]:
@@ -187,6 +195,14 @@ def _cut_method(name: str) -> Method:
         TypeAdapter[Any](ForwardConfig).validate_python(both["forward"]),
         TypeAdapter[Any](BackwardConfig).validate_python(both["backward"]),
     )
+
+
+def _scaled(method: replica_ranks.Method, scale: float) -> replica_ranks.Method:
+    """With buckets that are as much smaller as the model is."""
+    if "bucket_mb" not in load_method(method.name).Config.model_fields:
+        return method
+    mb = method.options.get("bucket_mb", _BUCKET_MB)
+    return replace(method, options={**method.options, "bucket_mb": mb * scale})
 
 
 def _exchange_method(name: str) -> replica_ranks.Method:

@@ -25,8 +25,8 @@ GPUS = tuple(_TOKENS_PER_S)
 class Task:
     """A model that is trained on a text: `sequences` of `tokens`, `batch` per step.
 
-    `parameters` are exchanged; hidden states have `width` channels. `lr` is the rate of methods
-    that have none of their own.
+    `parameters` are exchanged; hidden states have `width` channels. `lr` is tried if no other
+    learning rates are given.
     """
 
     name: str
@@ -92,7 +92,7 @@ def smollm2(model: Path, *, share: float = 1.0) -> Task:
 
 
 def gpt2(tokenizer: Path, *, share: float = 1.0) -> Task:
-    """A GPT-2 shape of 12.7M parameters from scratch, one epoch."""
+    """A GPT-2 shape of 13.1M parameters from scratch, one epoch."""
     shape = {"layers": 8, "width": 320, "heads": 5, "vocab": 5000, "context": 128}
     return Task(
         "gpt2",

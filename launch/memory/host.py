@@ -39,9 +39,9 @@ _LIBRARY_NBYTES = 45 * 2**20
 """What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
 _REPORTING_NBYTES = 45 * 2**20
 """Bytes of the first rank for metrics, display and report."""
-_GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.4, 0.2
-"""What an allocator cannot use again between tensors that come and go: of activations, of the few
-large tensors of a loss, of all that is on a GPU. `memory_count_cpu_202611.md` has measured it.
+_GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.2, 0.2
+"""What an allocator cannot use again between tensors that come and go: of activations, and of the
+few large tensors of a loss (`memory_count_cpu_202611.md` has measured both); of all on a GPU.
 """
 
 
@@ -192,7 +192,8 @@ def _counted(
     libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
     each = _PROCESS_NBYTES + _LIBRARY_NBYTES * libraries
     processes = each * len(ranks) + _REPORTING_NBYTES * reports
-    unused = _unused(config, model, copies)
+    saves = config.memory.tier != "disk"
+    unused = sum(_unused(config, own, own.saved if saves else 0) for own in in_ram)
     return HostNeeds(model, copies, needs(config, ends, positions), processes, parts, unused)
 
 
@@ -203,7 +204,8 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
     """
     if config.pipeline.shards > 1:
         return 0
-    between = max(0.0, _GAPS * max(0, model.activations - model.loss) - copies)
+    in_both = model.loss // 2
+    between = max(0.0, _GAPS * max(0, model.activations - in_both) - copies)
     return int(between + (0 if config.model.quantizes else _GAPS_OF_LOSS * model.loss))
 
 

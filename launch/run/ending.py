@@ -80,7 +80,7 @@ def end_failed(
 
 def _retell(error: PeerError, config: RunConfig | None, resume: str) -> None:
     """Have the run's page say what failed first: it ended before that was known."""
-    if speaks() and config is not None:
+    if os.environ.get("RANK") == "0" and config is not None:
         from thinpipe.launch.view.report.journal import retell
 
         retell(config.run.path, f"{error}; {saved_so_far(config.run.path, resume)}")

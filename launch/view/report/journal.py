@@ -256,7 +256,8 @@ def _no_run(folder: Path) -> str:
     if not folder.exists():
         return "no such folder; name that of a run (run.folder in its file, or runs/NAME)"
     if runs := sorted(file.parent.name for file in folder.glob(f"*/{STATE}")):
-        return f"is no run, but has those of {', '.join(runs[:_MOST_NAMED])}; name one or several"
+        named = ", ".join(runs[:_MOST_NAMED]) + ", ..." * (len(runs) > _MOST_NAMED)
+        return f"is not a run's folder; it contains the runs {named}: name one or more"
     if (folder / METRICS).exists():
         return (
             f"holds no {STATE}: an earlier version trained it; run `thinpipe report {folder}` once "

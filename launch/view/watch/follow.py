@@ -28,6 +28,7 @@ from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME as TIMELINE
 from thinpipe.launch.view.report.timeline import read_timeline
 
+_GONE_EARLY = "the run's process is gone, before its first step"
 _FILES = (METRICS, STATE, NOTES, TIMELINE, "summary.json")
 
 
@@ -100,7 +101,8 @@ class Followed:
     def refresh(self, *, strict: bool = False) -> bool:
         """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
-        if seen == self._seen and (self.is_over or not is_gone(self.folder, self.patience_s)):
+        waits = self.is_over or not is_gone(self.folder, self.patience_s)
+        if seen == self._seen and waits and any(seen):
             return False
         try:
             self._read(seen[0], strict=strict)
@@ -119,6 +121,8 @@ class Followed:
         """Of steps only those that were added, unless a resume has cut some off."""
         path = self.folder / METRICS
         if metrics is None:
+            if not strict and not is_starting(self.folder) and not (self.folder / STATE).exists():
+                raise ValueError(f"{self.folder}: {_GONE_EARLY}")
             return
         before = self._seen[0] if self._seen else None
         if metrics[1] < self._offset or (before is not None and before[0] != metrics[0]):
@@ -141,7 +145,7 @@ class Followed:
         if self._records:
             self._tell()
         elif not strict and is_gone(self.folder, self.patience_s):
-            raise ValueError(f"{self.folder}: the run's process is gone, before its first step")
+            raise ValueError(f"{self.folder}: {_GONE_EARLY}")
 
     def _tell(self) -> None:
         told = Told(self.folder, patience_s=self.patience_s)

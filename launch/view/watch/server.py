@@ -120,9 +120,10 @@ class Site:
         """Tell a client all, then what changes, until it leaves or takes no more."""
         left = asyncio.create_task(_left(receive))
         self._streams += 1
-        if self._reader is None or self._reader.done():
+        if not self._is_over and (self._reader is None or self._reader.done()):
             self._fresh.clear()  # what was read before is as old as the last reader's leaving
             self._reader = asyncio.create_task(self._read())
+            self._reader.add_done_callback(lambda _: self._fresh.set())
         try:
             await send(_start(200, "text/event-stream"))
             await _until(self._fresh.wait(), left)

@@ -145,7 +145,7 @@ async function follow() {
     let problem = "No connection to the run's machine; trying again.";
     try {
       const answer = await fetch("events", { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
-      if (answer.status === 503) problem = "No more can follow this page at a time; trying again.";
+      if (answer.status === 503) problem = "Too many people are watching this page; trying again.";
       if (answer.status === 401) return tell("This page needs the whole link that was printed where it was started, with its token.");
       if (answer.ok) {
         live.over = false; tell("Live.");

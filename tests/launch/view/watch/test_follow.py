@@ -125,7 +125,7 @@ def test_damage_is_refused_at_first_and_named_later(tmp_path: Path) -> None:
     assert "1 damaged line" in run.story.notes[-1]["text"]
     with pytest.raises(ValueError, match=r"metrics.jsonl:5: not a step record"):
         Followed(folder)
-    with pytest.raises(ValueError, match="is no run, but has those of run"):
+    with pytest.raises(ValueError, match="it contains the runs run: name one"):
         Followed(tmp_path)
 
 

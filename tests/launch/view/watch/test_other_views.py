@@ -188,7 +188,9 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
         assert problem in refused(tmp_path, *options)
     for name in ("b", "a"):
         write_run(tmp_path / name, records(2))
-    assert f"{tmp_path}: is no run, but has those of a, b; name one" in refused(tmp_path)
+    assert f"{tmp_path}: is not a run's folder; it contains the runs a, b: name one" in refused(
+        tmp_path
+    )
     assert "no such folder; name that of a run" in refused(tmp_path / "c")
     (tmp_path / "a/state.json").unlink()
     assert "an earlier version trained it; run `thinpipe report" in refused(tmp_path / "a")
