@@ -19,7 +19,8 @@ from benchmarks.links.ranks import SetRate, default_group, when_all_arrived
 from benchmarks.links.runners import Method as Cuts
 from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
-from thinpipe.gradcomp.registry import load_method, parse_options
+from benchmarks.replicas.training import Adam
+from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import CLOCK
@@ -88,6 +89,9 @@ class _Runner:
         options = parse_options(method.name, method.options)
         peers = transport.peers("copies")
         self.sync = load_method(method.name).build(options, self._weights, peers)
+        build_optimizer(
+            method.name, options, self._weights, Adam(lr=1e-3), self.sync
+        )  # some follow
         self._plan, self.number = plan, 0
         self._pipeline = None
         if plan.shape is not None:
