@@ -20,7 +20,8 @@ from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.cuts.auto_cuts import decide_cuts, find_cuts, smooth_noise
 from thinpipe.launch.cuts.profile import BlockCost
-from thinpipe.launch.memory.host import device_nbytes
+from thinpipe.launch.memory.host import added_nbytes, device_nbytes
+from thinpipe.launch.memory.model import block_memory
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -99,8 +100,12 @@ def test_stages_fit_what_their_machines_have() -> None:
     run = config(model={"layers": 12}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
     blocks, cuts = [[block(1.0)] * 12] * 3, run.with_cuts((2, 10))
     needed = device_nbytes(cuts, 64)
+    added, without = added_nbytes(run, 64, block_memory(run), None)
+    summed = [without[0] + sum(added[0][:2]), without[2] + sum(added[2][10:])]
+    for whole, of_blocks in zip((needed[0], needed[2]), summed, strict=True):
+        assert whole <= of_blocks < 1.02 * whole, "gaps between tensors are not quite sums"
     assert find_cuts(run, blocks, 64, spare_cores=[True] * 3) == (4, 8)
-    limits = [needed[0], 10**12, needed[2]]
+    limits = [summed[0], 10**12, summed[1]]
     assert find_cuts(run, blocks, 64, memory_limit=limits, spare_cores=[True] * 3) == (2, 10)
     limits[0] -= 10**6
     with pytest.raises(ValueError, match="do not fit 3 stages"):
