@@ -159,7 +159,10 @@ class PaperShape:
                 (ends if is_last else outputs[stage], gradients[max(0, stage - 1)])
                 for outputs, gradients in known
             ]
-        return [tuple([x.to(dtype) for x in way] for way in visit) for visit in found]
+        return [
+            ([x.to(dtype) for x in forward], [x.to(dtype) for x in backward])
+            for forward, backward in found
+        ]
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)

@@ -112,6 +112,7 @@ class _Runner:
         self.sync.before_step()
         with torch.no_grad():
             for weight in self._weights:
+                assert weight.grad is not None
                 weight.sub_(weight.grad, alpha=0.1)
                 weight.grad = None
         self.sync.after_step()

@@ -101,7 +101,7 @@ def _gaps(
         )
         for key, by_rate in groups.items()
     }
-    found = {}
+    found: dict[tuple[str, ...], tuple[Mapping[str, Any], float, float]] = {}
     for (task, layout, method), runs in best.items():
         base = best.get((task, layout, BASELINE), {})
         above = [row["final"] - base[seed]["final"] for seed, row in runs.items() if seed in base]
@@ -112,7 +112,7 @@ def _gaps(
 
 def _typical(runs: Mapping[int, Mapping[str, Any]], seeds: Collection[int]) -> float:
     """A rate is judged by seeds that all rates were tried with."""
-    return median(row["final"] for seed, row in runs.items() if seed in seeds or not seeds)
+    return float(median(row["final"] for seed, row in runs.items() if seed in seeds or not seeds))
 
 
 def table(rows: Sequence[Hours], task: str, layout: LayoutName, gpu: str) -> str:

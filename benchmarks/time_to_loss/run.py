@@ -15,9 +15,8 @@ Without `--smollm2` the task is a GPT-2 shape from scratch.
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +26,16 @@ from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.harness import command_line, parse_options
 from benchmarks.time_to_loss import losses, seconds
 from benchmarks.time_to_loss.hours import compose, table
-from benchmarks.time_to_loss.tasks import BASELINE, GPUS, LAYOUTS, METHODS, Task, gpt2, smollm2
+from benchmarks.time_to_loss.tasks import (
+    BASELINE,
+    GPUS,
+    LAYOUTS,
+    METHODS,
+    LayoutName,
+    Task,
+    gpt2,
+    smollm2,
+)
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.links import parse_rate, parse_time
 
@@ -82,35 +90,47 @@ def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
 
 
 def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) -> None:
-    rates = [parse_rate(rate) for rate in options.rates]
     texts = (options.train, options.eval)
-    file = partial(losses.run_file, task, texts=texts, seed=0, lr=task.lr)
+    file = losses.run_file(task, "pipeline", BASELINE, texts=texts, seed=0, lr=task.lr)
+    config, recorded = RunConfig.model_validate(file), options.recorded or folder / "visits.pt"
+    rates = [parse_rate(rate) for rate in options.rates]
     for gpu in options.gpus:
         under = seconds.Conditions(gpu, rates, options.delays)
-        for layout, kind in (("pipeline", seconds.pipelines), ("replicas", seconds.replicas)):
-            names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
-            about = {"task": task.name, "layout": layout, "gpu": gpu}
-            links = [
-                {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
-                for rate, delay in product(rates, options.delays)
-            ]
-            missing = [
-                name
-                for name in _wanted(options, names)
-                if not all(rows.has("seconds", **about, method=name, **link) for link in links)
-            ]
-            if layout not in options.layouts or not missing:
-                continue
-            config = RunConfig.model_validate(file("pipeline", BASELINE))
-            also: dict[str, Any] = {}
-            if layout == "pipeline":
-                recorded = options.recorded or folder / "visits.pt"
-                also = {"config": config, "recorded": recorded, "dilation": options.dilation}
-            for row in kind(task, missing, under, **also):
+        missing = _untimed(options, task, "pipeline", under, rows)
+        if missing:
+            more = {"config": config, "recorded": recorded, "dilation": options.dilation}
+            for row in seconds.pipelines(task, missing, under, **more):
+                rows.add("seconds", row)
+        missing = _untimed(options, task, "replicas", under, rows)
+        if missing:
+            for row in seconds.replicas(task, missing, under):
                 rows.add("seconds", row)
 
 
-def _wanted(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+def _untimed(
+    options: argparse.Namespace,
+    task: Task,
+    layout: LayoutName,
+    under: seconds.Conditions,
+    rows: _Rows,
+) -> list[str]:
+    """Methods of a layout, if it is wanted, that lack a link."""
+    if layout not in options.layouts:
+        return []
+    names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
+    about = {"task": task.name, "layout": layout, "gpu": under.gpu}
+    links = [
+        {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
+        for rate, delay in product(under.rates, under.delays)
+    ]
+    return [
+        name
+        for name in _wanted(options, names)
+        if not all(rows.has("seconds", **about, method=name, **link) for link in links)
+    ]
+
+
+def _wanted(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [name for name in names if not options.methods or name in (*options.methods, BASELINE)]
 
 
