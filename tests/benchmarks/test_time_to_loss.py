@@ -24,7 +24,7 @@ CASES = [(layout, method) for layout in LAYOUTS for method in METHODS[layout]]
 def texts(tmp_path: Path) -> tuple[Path, Path]:
     words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
     for name, seed in (("train", 1), ("eval", 2)):
-        text = "".join(random.Random(seed).choices(words, k=3000))
+        text = "".join(random.Random(seed).choices(words, k=15_000))
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path / "train", tmp_path / "eval"
 
