@@ -41,6 +41,7 @@ from thinpipe.launch.host.links import parse_rate, parse_time
 
 _PARTS = ("losses", "seconds", "hours")
 _VOCABULARY = 5000
+_TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
 
 class _Rows:
@@ -67,7 +68,9 @@ class _Rows:
         self._rows = [row for row in self._rows if row["part"] != part]
         self._rows += [{"part": part, **row} for row in rows]
         text = "".join(json.dumps(row) + "\n" for row in self._rows)
-        self._path.write_text(text, encoding="utf-8")
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self._path)  # hours of work are in it
 
 
 def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
@@ -99,12 +102,17 @@ def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) ->
         missing = _untimed(options, task, "pipeline", under, rows)
         if missing:
             more = {"config": config, "recorded": recorded, "dilation": options.dilation}
-            for row in seconds.pipelines(task, missing, under, **more):
-                rows.add("seconds", row)
+            _add_new(rows, seconds.pipelines(task, missing, under, **more))
         missing = _untimed(options, task, "replicas", under, rows)
         if missing:
-            for row in seconds.replicas(task, missing, under):
-                rows.add("seconds", row)
+            _add_new(rows, seconds.replicas(task, missing, under))
+
+
+def _add_new(rows: _Rows, found: Iterable[Mapping[str, Any]]) -> None:
+    """Links are measured together, also those that a method has already."""
+    for row in found:
+        if not rows.has("seconds", **{name: row[name] for name in _TIMED if name in row}):
+            rows.add("seconds", row)
 
 
 def _untimed(
@@ -119,6 +127,7 @@ def _untimed(
         return []
     names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
     about = {"task": task.name, "layout": layout, "gpu": under.gpu}
+    about |= {"dilation": options.dilation} if layout == "pipeline" else {}
     links = [
         {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
         for rate, delay in product(under.rates, under.delays)
@@ -146,7 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _time(options, task, rows, Path(folder))
     if "hours" in options.parts:
         trained = [row for row in rows.of("losses") if row["steps"] == task.steps]
-        found = [row for row in compose(trained, rows.of("seconds")) if row.task == task.name]
+        timed = [
+            row
+            for row in rows.of("seconds")
+            if row.get("dilation", options.dilation) == options.dilation
+        ]
+        found = [row for row in compose(trained, timed) if row.task == task.name]
         rows.replace("hours", [asdict(row) for row in found])
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
             print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)

@@ -186,15 +186,14 @@ def _counted(
     on_cpu = device_type(config.pipeline.device) == "cpu"
     in_ram = held if on_cpu else [_offloaded(config, each) for each in held]
     model = functools.reduce(ModelMemory.plus, in_ram, ModelMemory())
-    copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
+    saved = [0 if config.memory.tier == "disk" else own.saved for own in held]
     rows = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
     libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
     each = _PROCESS_NBYTES + _LIBRARY_NBYTES * libraries
     processes = each * len(ranks) + _REPORTING_NBYTES * reports
-    saves = config.memory.tier != "disk"
-    unused = sum(_unused(config, own, own.saved if saves else 0) for own in in_ram)
-    return HostNeeds(model, copies, needs(config, ends, positions), processes, parts, unused)
+    unused = sum(_unused(config, *one) for one in zip(in_ram, saved, strict=True))
+    return HostNeeds(model, sum(saved), needs(config, ends, positions), processes, parts, unused)
 
 
 def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
@@ -204,8 +203,8 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
     """
     if config.pipeline.shards > 1:
         return 0
-    in_both = model.loss // 2
-    between = max(0.0, _GAPS * max(0, model.activations - in_both) - copies)
+    counted = model.loss // 2  # without gradients, and in activations too
+    between = max(0.0, _GAPS * max(0, model.activations - counted) - copies)
     return int(between + (0 if config.model.quantizes else _GAPS_OF_LOSS * model.loss))
 
 

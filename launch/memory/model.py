@@ -47,8 +47,8 @@ class ModelMemory:
     while the model that all stand for is evaluated. `transient` is the most that is held for a
     moment: checkpointed activations of a block while it is computed again, gradients of logits,
     moments that an optimizer works on; with `pipeline.offload` what a GPU holds of a block's
-    activations or moments. `loss` is what the logits of a
-    microbatch, their log-softmax and gradients of both take, the first two also in `activations`.
+    activations or moments. `loss` is what a microbatch's logits, their log-softmax and gradients of
+    both take; the first two are in `activations` too, the gradients in `transient`.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
     cannot be computed from shapes alone.

@@ -101,8 +101,8 @@ class Followed:
     def refresh(self, *, strict: bool = False) -> bool:
         """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
-        waits = self.is_over or not is_gone(self.folder, self.patience_s)
-        if seen == self._seen and waits and any(seen):
+        known = seen == self._seen and any(seen)  # nothing at all: a run that is just starting
+        if known and (self.is_over or not is_gone(self.folder, self.patience_s)):
             return False
         try:
             self._read(seen[0], strict=strict)

@@ -206,6 +206,16 @@ def test_a_run_that_has_just_been_started_is_waited_for(tmp_path: Path) -> None:
     assert run.moment is not None
 
 
+def test_a_run_that_ends_before_it_has_written_anything_is_a_problem(tmp_path: Path) -> None:
+    with (tmp_path / disk.RUN_LOCK).open("w") as lock:
+        disk.lock(lock)
+        run = Followed(tmp_path)
+        assert not run.refresh()
+    run.refresh()
+    run.refresh()
+    assert "the run's process is gone, before its first step" in run.problem
+
+
 def test_what_an_option_cannot_do_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(2))
     words = refused(folder, "--terminal", "--listen", "0.0.0.0:9", "--share", "a.png")
