@@ -71,6 +71,8 @@ def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
         for signum in ending:
             signal.signal(signum, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        os.waitid(os.P_PID, inside, os.WEXITED | os.WNOWAIT)  # until it is reaped, `forward` may
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
     except KeyboardInterrupt:  # it came before `body` had its own way to take it

@@ -55,6 +55,23 @@ def test_a_signal_while_a_host_is_forked_ends_its_command_alone(
     assert "cannot enter" not in capfd.readouterr().err
 
 
+def test_a_signal_after_a_command_has_ended_changes_nothing(
+    net: ShapedNetwork, monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    """Its process id may be another's by then."""
+    waitpid, test = os.waitpid, os.getpid()
+
+    def signalled(pid: int, options: int) -> tuple[int, int]:
+        ended = waitpid(pid, options)
+        if os.getpid() != test:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return ended
+
+    monkeypatch.setattr(os, "waitpid", signalled)
+    assert run_command(net, ["sh", "-c", "exit 3"]) == 3
+    assert "cannot enter" not in capfd.readouterr().err
+
+
 def test_a_missing_command_is_named(net: ShapedNetwork, capfd: Capture) -> None:
     assert run_command(net, ["no-such-program"]) == 127
     assert "| no-such-program: No such file" in capfd.readouterr().err
