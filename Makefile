@@ -1,6 +1,7 @@
 # `make train` and `make test` need Python >= 3.11 and nothing else; each makes .venv when missing.
 # `make install` does no more than that.
 # JOBS is how many tests run at a time.
+# Modules are compiled when they are first imported: to compile all that is installed takes longer.
 # PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
 
 PYTHON ?= python3
@@ -61,13 +62,13 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; run make PYTHON=python3.12, for example"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e .
 	touch $@
 
 .venv/dev.stamp: .venv/run.stamp
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
 .venv/docs.stamp: .venv/run.stamp
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	touch $@

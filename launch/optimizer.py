@@ -1,4 +1,4 @@
-"""The optimizer of a rank's parameters: AdamW, also in 8 bits, Muon, or one of the user's own."""
+"""The optimizer of a rank's parameters: AdamW, also for small numbers, Muon, or a user's own."""
 
 import importlib.util
 import inspect
@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
+from thinpipe.launch.config.model import trains_in_bf16
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.packages import EXTRAS
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -48,14 +50,14 @@ def make_optimizer(
         return brought
     if own is not None:
         return own(parameters)
+    if train.optimizer == "adamw" and trains_in_bf16(config.model):
+        return _compensated_adamw(parameters, train)
     if train.optimizer == "adamw":
-        return torch.optim.AdamW(
-            parameters.values(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
-        )
+        return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
     if train.optimizer == "adamw8bit":
         return _adamw_8bit(parameters, train)
     if train.optimizer == "muon":
-        return MuonAndAdamW(parameters, train.lr, train.betas, train.weight_decay)
+        return muon_and_adamw(parameters, **_of_adamw(train))
     return _own(train.optimizer, parameters, train.lr)
 
 
@@ -67,11 +69,13 @@ def check_optimizer(config: RunConfig) -> None:
     """
     name, method = config.train.optimizer, config.method
     if name == "adamw":
+        if trains_in_bf16(config.model):
+            _check_package("optimi", 'model.weights = "bf16"', "leave it out")
         return
     if brings_optimizer(method):
         raise ValueError(_two_optimizers(name, method))
     if name == "adamw8bit":
-        _check_8bit()
+        _check_package("bitsandbytes", 'train.optimizer = "adamw8bit"', 'use "adamw"')
     if name in ("adamw8bit", "muon"):
         return
     if ":" not in name:
@@ -103,12 +107,45 @@ def _adamw_8bit(parameters: Named, train: TrainConfig) -> torch.optim.Optimizer:
     return found
 
 
-def _check_8bit() -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            'train.optimizer = "adamw8bit": needs bitsandbytes: pip install "thinpipe[quantized]"; '
-            'or use "adamw"'
-        )
+def _compensated_adamw(parameters: Named, train: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW that keeps what rounding to bf16 took from a weight, and adds it to the next step
+    (Kahan's sum; Zamirai et al. 2020, arXiv 2010.06192). Moments of such weights are in bf16 too.
+    """
+    from optimi import AdamW
+
+    narrow = [p for p in parameters.values() if p.dtype == torch.bfloat16]
+    wide = [p for p in parameters.values() if p.dtype != torch.bfloat16]
+    options = _of_adamw(train)
+    return _Parts(
+        [AdamW(narrow, **options, eps=1e-8, kahan_sum=True)] if narrow else [],
+        [torch.optim.AdamW(wide, **options)] if wide else [],
+    )
+
+
+def muon_and_adamw(
+    parameters: Named, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
+    """Muon (Jordan et al. 2024) for matrices of hidden layers, AdamW for all else, at one rate.
+
+    Muon's steps are scaled to AdamW's size (Liu et al. 2025, section 2.2).
+    """
+    hidden = [p for name, p in parameters.items() if _is_hidden_matrix(name, p)]
+    rest = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
+    options = {"lr": lr, "weight_decay": weight_decay}
+    return _Parts(
+        [torch.optim.Muon(hidden, **options, adjust_lr_fn="match_rms_adamw")] if hidden else [],
+        [torch.optim.AdamW(rest, betas=betas, **options)] if rest else [],
+    )
+
+
+def _of_adamw(train: TrainConfig) -> dict[str, Any]:
+    return {"lr": train.lr, "betas": train.betas, "weight_decay": train.weight_decay}
+
+
+def _check_package(name: str, what: str, else_: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        extra = f"thinpipe[{EXTRAS[name]}]"
+        raise ValueError(f'{what}: needs {name}: pip install "{extra}"; or {else_}')
 
 
 def _two_optimizers(name: str, method: str) -> str:
@@ -296,27 +333,11 @@ def rebind(
     return optimizer
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) for matrices of hidden layers, AdamW for all else, at one rate.
+class _Parts(torch.optim.Optimizer):
+    """Optimizers of several parameters as one."""
 
-    Muon's steps are scaled to AdamW's size (Liu et al. 2025, section 2.2).
-    """
-
-    def __init__(
-        self, parameters: Named, lr: float, betas: tuple[float, float], weight_decay: float
-    ) -> None:
-        hidden = [p for name, p in parameters.items() if _is_hidden_matrix(name, p)]
-        rest = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
-        self._parts: list[torch.optim.Optimizer] = []
-        if hidden:
-            self._parts.append(
-                torch.optim.Muon(
-                    hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-                )
-            )
-        if rest:
-            adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay)
-            self._parts.append(adamw)
+    def __init__(self, *parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = [optimizer for some in parts for optimizer in some]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
@@ -330,7 +351,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Both work on the groups and the state that this object has."""
+        """They work on the groups and the state that this object has."""
         groups: Iterable[dict[str, Any]] = iter(self.param_groups)
         for part in self._parts:
             part.param_groups = [next(groups) for _ in part.param_groups]  # type: ignore[call-overload]

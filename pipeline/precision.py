@@ -4,5 +4,5 @@ from typing import Literal
 
 Precision = Literal["fp32", "bf16"]
 WeightFormat = Literal["fp32", "bf16", "nf4", "int8"]
-"""In what frozen weights are held."""
+"""In what matrices are held; the last two are for frozen ones."""
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -24,7 +24,7 @@ from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_optio
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.memory.exchange import held_nbytes
-from thinpipe.launch.optimizer import MuonAndAdamW, Named, named_parameters
+from thinpipe.launch.optimizer import Named, muon_and_adamw, named_parameters
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -218,7 +218,7 @@ def _optimizer(
     if own is not None:
         return own
     if method.muon:
-        return MuonAndAdamW(parameters, **asdict(adam))
+        return muon_and_adamw(parameters, **asdict(adam))
     return torch.optim.AdamW(parameters.values(), **asdict(adam))
 
 

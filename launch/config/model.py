@@ -5,10 +5,17 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 
+from thinpipe.gradcomp.registry import brings_optimizer, load_method, method_names
+from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.transformer import TransformerConfig
+
+_LARGEST_BETA2 = 0.99
+"""Rounding to bf16 hides changes of less than 1/512 to 1/256; a moment without new gradients must
+fall by more: by 1 - beta2.
+"""
 
 
 def model_kind(value: Any) -> str:
@@ -40,8 +47,13 @@ def with_weights(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tree, "model": model.model_copy(update={"weights": "bf16"})}  # type: ignore[union-attr]
 
 
+def trains_in_bf16(model: ModelSection) -> bool:
+    """Whether matrices are trained in bf16."""
+    return isinstance(model, HuggingFaceConfig) and model.weights == "bf16" and model.lora is None
+
+
 def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
-    """Check that a stage can compute with its frozen weights.
+    """Check that a stage can compute with its weights.
 
     Raises:
         ValueError: it cannot; names the setting to change.
@@ -57,6 +69,39 @@ def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
             f'model.weights = "{weights}" with pipeline.precision = "{pipeline.precision}": such '
             'weights are multiplied in bf16; set pipeline.precision = "bf16", or leave out weights'
         )
+
+
+def check_trained_weights(model: ModelSection, train: TrainConfig, exchange: str | None) -> None:
+    """Check that no small step of weights in bf16 is lost; `exchange` is the replicas' method.
+
+    Raises:
+        ValueError: one would be; names the setting to change.
+    """
+    if not trains_in_bf16(model):
+        return
+    remedy = 'or leave out model.weights = "bf16", so that trained weights are in fp32'
+    if train.optimizer != "adamw":
+        raise ValueError(
+            f'train.optimizer = "{train.optimizer}": would lose steps of less than 1/256 of a '
+            f'weight in bf16; use "adamw", which keeps them, {remedy}'
+        )
+    if train.betas[1] > _LARGEST_BETA2:
+        raise ValueError(
+            f"train.betas = {list(train.betas)}: beta2 = {train.betas[1]} changes a moment in bf16 "
+            f"by less than its rounding, so it never falls; use [{train.betas[0]}, "
+            f"{_LARGEST_BETA2}] or less, {remedy}"
+        )
+    if exchange is not None and not _exchanges_gradients(exchange):
+        able = filter(_exchanges_gradients, method_names())
+        raise ValueError(
+            f'gradcomp.method = "{exchange}": moves weights in a way of its own, which loses small '
+            f"steps in bf16; use {', '.join(able)}, {remedy}"
+        )
+
+
+def _exchanges_gradients(method: str) -> bool:
+    """Whether all else is left to the optimizer."""
+    return load_method(method).REPLICAS_EQUAL and not brings_optimizer(method)
 
 
 def _get(section: Any, key: str) -> Any:

@@ -35,7 +35,13 @@ from thinpipe.launch.config.checks import (
 )
 from thinpipe.launch.config.devices import check_devices, check_offload
 from thinpipe.launch.config.errors import explain
-from thinpipe.launch.config.model import ModelSection, check_weights, model_kind, with_weights
+from thinpipe.launch.config.model import (
+    ModelSection,
+    check_trained_weights,
+    check_weights,
+    model_kind,
+    with_weights,
+)
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.removed import without_removed
@@ -271,6 +277,8 @@ class RunConfig(BaseModel):
         _check_task(self)
         check_gradcomp(self.gradcomp)
         check_offload(self.pipeline, self.method)
+        exchange = self.method if self.pipeline.replicas > 1 else None
+        check_trained_weights(self.model, self.train, exchange)
         _check_elastic(self)
         _check_tie(self)
         return self

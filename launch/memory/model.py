@@ -226,6 +226,8 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         sum(parameter.numel() for parameter in trainable(module)),
         moments=_moments(config, trainable(module)),
     )
+    gradients = sum(parameter.nbytes for parameter in trainable(module))
+    counted = replace(counted, gradients=gradients)
     try:
         each, once, loss = _activations(config, first, module)
         of_loss = 2 * _WORD * loss.numel  # gradients of logits and of log-softmax, in fp32
@@ -251,11 +253,13 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
 
 def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of Adam's two moments: bitsandbytes' have 8 bits and a scale per 256, but for small
-    parameters.
+    parameters. Those in bf16 have what rounding took from them, too.
     """
     small = 4096 if config.train.optimizer == "adamw8bit" else math.inf
     return sum(
-        2 * (p.numel() + _WORD * math.ceil(p.numel() / 256) if p.numel() >= small else p.nbytes)
+        2 * (p.numel() + _WORD * math.ceil(p.numel() / 256))
+        if p.numel() >= small
+        else p.nbytes * (3 if p.dtype == torch.bfloat16 else 2)
         for p in parameters
     )
 

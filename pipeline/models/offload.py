@@ -5,6 +5,7 @@ by torch's hooks and on the stream of the compute. The optimizer steps over some
 time, whose state comes for that and goes again.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,7 +61,8 @@ def _is_weight(tensor: Tensor) -> bool:
 class StateInRam:
     """An optimizer whose state lies in RAM between its steps; it must treat each parameter alone.
 
-    What it keeps elsewhere than its parameter, as AdamW the number of steps, stays there.
+    What it keeps elsewhere than its parameter, as AdamW the number of steps, stays there. What it
+    counts by group counts once for all parts of the group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -73,18 +75,19 @@ class StateInRam:
     def step(self) -> None:
         """Step over all parameters, a few at a time."""
         groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
+        whole, before = [group["params"] for group in groups], [_settings(each) for each in groups]
+        after = list(before)
         try:
-            for group, parameters in zip(groups, whole, strict=True):
+            for number, parameters in enumerate(whole):
                 for few in _in_parts(parameters):
-                    group["params"] = few
+                    for group, settings in zip(groups, before, strict=True):
+                        _put(group, [], settings)
+                    groups[number]["params"] = few
                     self._step_over(few)
-                group["params"] = []
+                    after[number] = _settings(groups[number])
         finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+            for group, parameters, settings in zip(groups, whole, after, strict=True):
+                _put(group, parameters, settings)
         if self._device.type == "cuda":  # what is saved or compared next is read on the host
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -124,6 +127,16 @@ class StateInRam:
                 kept = self._to_ram(parameter, name, value) if moves else value
                 optimizer.state[parameter][name] = kept
         self._loaded = {}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a group, and what it counts there."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _put(group: dict[str, Any], parameters: list[nn.Parameter], settings: dict[str, Any]) -> None:
+    group.clear()
+    group |= {"params": parameters, **copy.deepcopy(settings)}
 
 
 def _in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

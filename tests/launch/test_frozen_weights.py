@@ -24,6 +24,7 @@ from tests.launch.checkpoint.test_base import (
     step,
     trained_and_saved,
 )
+from tests.often import mostly_slow
 from tests.training import weights
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.config.run import RunConfig, load_run
@@ -33,8 +34,8 @@ from thinpipe.launch.trained.export_peft import export_adapter
 from thinpipe.launch.trained.model import load, start_from_run
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf import quantized
-from thinpipe.pipeline.models.hf.frozen import _check_range
 from thinpipe.pipeline.models.hf.quantized import QuantizedLinear
+from thinpipe.pipeline.models.hf.weight_formats import _check_range
 
 FORMATS = ["bf16", "nf4", "int8"]
 
@@ -64,7 +65,12 @@ def losses_of(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
         return losses, {n: t for n, t in weights(built).items() if ".lora_" in n}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["llama", "llama-tied", "gpt2", "bert", "gemma3"], {"llama-tied", "gemma3"}.__contains__
+    ),
+)
 def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path: Path) -> None:
     save_in_bf16(name, tmp_path / "source")
     narrow = bf16_run(tmp_path, [2, 4], name)
@@ -196,7 +202,10 @@ def test_adapters_may_go_on_over_the_same_base_in_another_dtype(form: str, tmp_p
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
-@pytest.mark.parametrize("name", ["bert", "opt", "phi", "mixtral", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["bert", "opt", "phi", "mixtral", "qwen3-next"], {"bert", "mixtral"}.__contains__),
+)
 def test_families_train_from_codes(form: str, name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path / "source")
     lora = {"rank": 2, **({"targets": ["out_proj"]} if name == "qwen3-next" else {})}
@@ -225,7 +234,13 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run.model.check_files()
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3", "mpt", "mixtral", "qwen3-next", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        ["opt", "gemma3", "mpt", "mixtral", "qwen3-next", "deepseek-v3"],
+        {"gemma3", "mixtral"}.__contains__,
+    ),
+)
 def test_families_train_from_bf16(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path / "source")
     targets = {"mpt": ["Wqkv"], "qwen3-next": ["out_proj"], "deepseek-v3": ["o_proj"]}.get(name)

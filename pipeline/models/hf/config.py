@@ -53,10 +53,11 @@ class HuggingFaceConfig(TokenModel):
     labels or numbers, by `problem_type` (of one output "regression", else
     "single_label_classification"). `dropout` replaces every dropout rate of the folder's config.
     With `tie_embeddings = "exact"` a tied head stays equal to the embedding when a cut separates
-    them; "untied" lets the copies diverge. `weights` is in what LoRA's frozen matrices are held, by
-    default "bf16" with `pipeline.precision = "bf16"` and one shard, else "fp32". With `self_check`
-    one step of the cut model is compared with that of the whole one before training, and packed
-    examples with single ones. `from_run` is the folder of a run whose weights this one starts from.
+    them; "untied" lets the copies diverge. `weights` is in what matrices are held: LoRA's frozen
+    ones by default in "bf16" with `pipeline.precision = "bf16"` and one shard, all else in "fp32";
+    "bf16" without LoRA trains linear layers in bf16. With `self_check` one step of the cut model is
+    compared with that of the whole one before training, and packed examples with single ones.
+    `from_run` is the folder of a run whose weights this one starts from.
     """
 
     tag: ClassVar = "folder"
@@ -117,11 +118,10 @@ class HuggingFaceConfig(TokenModel):
                 f'weights = "{self.weights}": quantizes what files hold, and model.config gives '
                 'random weights; name a folder with weights in pretrained, or use "bf16"'
             )
-        if self.weights not in (None, "fp32") and self.lora is None:
+        if self.weights in ("nf4", "int8") and self.lora is None:
             raise ValueError(
                 f'weights = "{self.weights}": is for frozen weights, and without lora all are '
-                "trained: in fp32, as small steps would be lost; add lora = { rank = 8 }, or leave "
-                "it out"
+                'trained; add lora = { rank = 8 }, or use "bf16"'
             )
 
     def _check_problem(self) -> None:
@@ -264,7 +264,7 @@ class HuggingFaceConfig(TokenModel):
         return build_stage(self, first, stop, seed=seed, device=device)
 
     def held_nbytes(self, stage: nn.Module) -> int:
-        from thinpipe.pipeline.models.hf.frozen import held_nbytes
+        from thinpipe.pipeline.models.hf.weight_formats import held_nbytes
 
         return held_nbytes(stage, self)
 

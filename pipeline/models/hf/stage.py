@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
-from thinpipe.pipeline.models.hf.frozen import Frozen, check_quantizable
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
 from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
+from thinpipe.pipeline.models.hf.weight_formats import SmallWeights, check_quantizable
 from thinpipe.pipeline.models.hf.weights import Sources
 
 
@@ -119,12 +119,12 @@ def build_stage(
     tied_to = _embedding(model) if config.ties_embeddings else []
     read: Set[str] = set()
     _cut(model, family, first, stop)
-    frozen = Frozen(model, config, _path_of_blocks(model, family))
+    small = SmallWeights(model, config, _path_of_blocks(model, family))
     if torch.device(device).type != "meta":
-        frozen.to_empty()
+        small.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        unset = initialise(model, seed=seed, tied_to=tied_to) - frozen.read_later
+        unset = initialise(model, seed=seed, tied_to=tied_to) - small.read_later
         if unset:
             unset = fill_from_constructors(
                 model,
@@ -133,7 +133,7 @@ def build_stage(
                 seed=seed,
                 config=copy.deepcopy(config.transformers_config),
             )
-        read = sources.load(model, frozen.put) if sources is not None else set()
+        read = sources.load(model, small.put) if sources is not None else set()
         _check_set(config, unset - read)
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
@@ -143,7 +143,7 @@ def build_stage(
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
         base = {
-            f"model.{name}": frozen.digests[plain_name(name)]
+            f"model.{name}": small.digests[plain_name(name)]
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad and plain_name(name) in read
         }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch.data.tokens.test_store import TEXT, _tokenizer
+from tests.often import mostly_slow
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.reading import digests
@@ -88,7 +89,7 @@ def _moments(config: DataConfig, owner: Any, name: str) -> Iterator[int]:
         count += 1 if count < 6 else 17
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "text".__eq__))
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_next_start_after_a_kill_has_the_same_tokens(
     tmp_path: Path, moment: str, kind: str, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.huggingface import LAYERS, MODELS, TRIED, VOCAB, saved_model, section, settings
+from tests.often import mostly_slow
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
@@ -67,7 +68,7 @@ def summed_gradients(stages: list[HuggingFaceStage]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [*MODELS, *TRIED])
+@pytest.mark.parametrize("name", mostly_slow([*MODELS, *TRIED], MODELS.__contains__))
 def test_stages_from_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
     check_against_the_whole_model(name, tmp_path)
 

@@ -1,9 +1,10 @@
-"""Frozen weights of LoRA in less than fp32, from the moment that a stage gets memory.
+"""Weights in less than fp32, from the moment that a stage gets memory.
 
 Matrices are held in bf16: linear layers multiply in bf16 anyway under autocast, so their products
-are the same bits. Embeddings give fp32, as they do in fp32, so that the sums of blocks stay in it.
-Vectors (norms, biases) and whatever is trained stay in fp32. Linear layers of blocks may be codes
-(`quantized.py`).
+are the same bits. Frozen embeddings give fp32, as they do in fp32, so that the sums of blocks stay
+in it. Vectors (norms, biases) stay in fp32. With LoRA so does whatever is trained, and frozen
+linear layers of blocks may be codes (`quantized.py`). Without it embeddings stay in fp32, and the
+heads that share their weight: the gradient of a frequent token is a sum of thousands.
 """
 
 from collections.abc import Set
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 
 
-class Frozen:
-    """The frozen weights of a cut model that lies on the meta device still."""
+class SmallWeights:
+    """Those of a cut model that lies on the meta device still."""
 
     def __init__(self, model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
         """Change their dtypes; `blocks` is the path of the blocks.
@@ -43,9 +44,9 @@ class Frozen:
         if config.weights in (None, "fp32"):
             return
         heads = trained_heads(model)
-        scaled = {id(m.weight) for m in model.modules() if _scales(m)}
+        wide = _stay_wide(model, config)
         for name, parameter in model.named_parameters():
-            if id(parameter) in scaled:
+            if id(parameter) in wide:
                 continue
             if parameter.dim() > 1 and name.partition(".")[0] not in heads:
                 parameter.data = parameter.data.bfloat16()
@@ -125,6 +126,17 @@ def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
             if not weight.requires_grad:  # else an adapter's
                 codes = quantized_nbytes(weight.numel(), len(weight), config.weights)
                 found += codes - weight.nbytes
+    return found
+
+
+def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
+    """Ids of matrices that stay in fp32."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if config.lora is not None:
+        return {id(module.weight) for module in embeddings if _scales(module)}
+    found = {id(module.weight) for module in embeddings}
+    if config.ties_embeddings:  # where a cut took the head out, it has no weight
+        found.add(id(getattr(model.get_output_embeddings(), "weight", None)))
     return found
 
 
