@@ -25,7 +25,7 @@ def run_file(
     return {
         **common,
         "run": {"seed": seed},
-        "pipeline": {**how.settings(task), "precision": "bf16", "device": "auto"},
+        "pipeline": {**how.settings(task), "device": "auto"},
         "train": {**common["train"], "lr": lr},
         "checkpoint": {"every_epochs": task.epochs + 1, "keep": 1},
         **METHODS[layout][method],
