@@ -54,7 +54,7 @@ def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
     config = ready.config
     name = config.network.own_name()
     results = [*_capacity(ready, name, shares), _devices(name)]
-    notices = host_notices(config.pipeline.device)
+    notices = host_notices(config.pipeline.device, config.pipeline.precision)
     return [*results, *(warning(name, note.removeprefix("note: "), "") for note in notices)]
 
 

@@ -227,7 +227,8 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
     }
     check_space(config.run.path, found.parts, found.memories.disk if len(places) == 1 else 0)
     space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
-    return [*filter(None, [space]), *host_notices(config.pipeline.device)]
+    own = host_notices(config.pipeline.device, config.pipeline.precision)
+    return [*filter(None, [space]), *own]
 
 
 def gpu_nbytes(
@@ -280,7 +281,8 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
         f"{format_bytes(shutil.disk_usage(folder).free)} free"
     )
     space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
-    for notice in (*filter(None, [space]), *host_notices(config.pipeline.device)):
+    own = host_notices(config.pipeline.device, config.pipeline.precision)
+    for notice in (*filter(None, [space]), *own):
         console.print(notice, soft_wrap=True)
     if device_type(config.pipeline.device) == "cuda":
         most = gpu_nbytes(config, sequences, ranks, models)

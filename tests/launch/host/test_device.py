@@ -31,9 +31,25 @@ def test_gpus_that_a_variable_names_and_torch_does_not_find_are_told(
     shown: str, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    told = [f"note: CUDA_VISIBLE_DEVICES = {shown}, " in note for note in host_notices("auto")]
+    told = [
+        f"note: CUDA_VISIBLE_DEVICES = {shown}, " in note for note in host_notices("auto", "fp32")
+    ]
     assert any(told) == said
-    assert not any("CUDA" in note for note in host_notices("cpu"))
+    assert not any("CUDA" in note for note in host_notices("cpu", "fp32"))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_processor_that_is_slow_in_bf16_is_told(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "multiplies_bf16", lambda: fast)
+    told = ["slower than in fp32" in note for note in host_notices("cpu", "bf16")]
+    assert any(told) != fast
+    assert not any("bf16" in note for note in host_notices("cpu", "fp32"))
+    monkeypatch.undo()
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    if "avx512bw" in flags or " avx2" in flags:
+        assert device.multiplies_bf16() == ("avx512bw" in flags)
 
 
 def test_gpus_are_assigned_to_ranks_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
