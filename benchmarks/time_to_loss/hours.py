@@ -50,14 +50,14 @@ def compose(
     losses: Sequence[Mapping[str, Any]], seconds: Iterable[Mapping[str, Any]]
 ) -> list[Hours]:
     """Rows of all that was trained and timed; losses are those of one number of steps per task."""
-    gaps = _gaps(losses)
+    known = gaps(losses)
     found, free = [], dict[tuple[str, ...], float]()
     for timed in sorted(seconds, key=_unthrottled_first):
         trained = TORCH.get(timed["method"], timed["method"])
         key = (timed["task"], timed["layout"], trained)
-        if key not in gaps:
+        if key not in known:
             continue
-        run, each_s = gaps[key][0], (timed["first_s"], timed["later_s"])
+        run, each_s = known[key][0], (timed["first_s"], timed["later_s"])
         first = run["steps"] // run["epochs"]
         hours = (first * each_s[0] + (run["steps"] - first) * each_s[1]) / 3600
         place = (timed["task"], timed["layout"], timed["gpu"])
@@ -75,8 +75,8 @@ def compose(
                 hours_uncompressed_free=free.get(place),
                 steps=run["steps"],
                 bytes=sum(sum(run[kind]) for kind in ("cut_bytes", "sync_bytes", "shard_bytes")),
-                final_gap=gaps[key][1],
-                worst_gap=gaps[key][2],
+                final_gap=known[key][1],
+                worst_gap=known[key][2],
             )
         )
     return found
@@ -86,7 +86,7 @@ def _unthrottled_first(timed: Mapping[str, Any]) -> tuple[bool, float, bool]:
     return (timed["rate_bps"] is not None, timed["delay_ms"], timed["method"] != BASELINE)
 
 
-def _gaps(
+def gaps(
     losses: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[str, ...], tuple[Mapping[str, Any], float, float]]:
     """By task, layout and method: a run at its best rate, its median gap and its worst."""

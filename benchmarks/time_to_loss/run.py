@@ -6,7 +6,8 @@
 Three parts, each of which adds rows to FILE; rows that it has are not measured again, so it may
 take several sittings. `losses`: real runs of every method, all ranks on this machine. `seconds`:
 steps over emulated links with real messages and a slept GPU (as root: it makes networks). `hours`:
-their sum for a whole run, and a table by link. A method has arrived if its held-out loss ends at
+their sum for a whole run, and a table by link. `plan`: what `thinpipe plan` knows of losses, a file
+in its folder. A method has arrived if its held-out loss ends at
 most .01 nats above that of fp32.
 
 Without `--smollm2` the task is a GPT-2 shape from scratch.
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.harness import command_line, parse_options
-from benchmarks.time_to_loss import losses, seconds
+from benchmarks.time_to_loss import losses, plan, seconds
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.tasks import (
     BASELINE,
@@ -39,7 +40,7 @@ from benchmarks.time_to_loss.tasks import (
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.links import parse_rate, parse_time
 
-_PARTS = ("losses", "seconds", "hours")
+_PARTS = ("losses", "seconds", "hours", "plan")
 _VOCABULARY = 5000
 _TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
@@ -164,6 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.replace("hours", [asdict(row) for row in found])
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
             print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
+    if "plan" in options.parts:
+        plan.write(rows.of("losses"), plan.PARITY, plan.FILE)
 
 
 def _task(options: argparse.Namespace, folder: Path) -> Task:
@@ -180,7 +183,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--train", type=Path, required=True, help="text to train on")
     command.add_argument("--eval", type=Path, required=True, help="held-out text")
     command.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M")
-    command.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    command.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS[:-1])
     command.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     command.add_argument("--methods", nargs="+", metavar="NAME", help="fp32 and these (all)")
     command.add_argument("--seeds", type=int, default=3)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.gradcomp.options import ReplicaCountError
-from thinpipe.gradcomp.registry import method_names
+from thinpipe.gradcomp.registry import method_names, parse_options
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network, seconds
@@ -21,14 +21,19 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, rank_memory
+from thinpipe.launch.plan.losses import GOAL, Measured, measured
 from thinpipe.launch.plan.predict import Prediction
 
 
 @dataclass(frozen=True)
 class ReplicaStep:
-    """A step of replicas that hold the whole model; `memory` is that of one, in bytes."""
+    """A step of replicas that hold the whole model; `memory` is that of one, in bytes.
+
+    `loss` is how far such a run ended above all-reduce, if that was measured.
+    """
 
     cost: ExchangeCost
+    loss: float | None
     sent_nbytes: float
     exchange_s: float
     step_s: float
@@ -38,7 +43,10 @@ class ReplicaStep:
 def replica_steps(
     config: RunConfig, blocks: Blocks, network: Network, memory: Sequence[BlockRun]
 ) -> list[ReplicaStep]:
-    """A step of all methods with the machines of one pipeline as replicas, shortest first.
+    """A step of all methods with the machines of one pipeline as replicas.
+
+    Those whose loss is known to be all-reduce's come first, the shortest step before others. Each
+    has the options with which its loss was measured, the run's own method has the run's.
 
     `memory` is that of all blocks. Machines divide the samples of the pipeline's step. An exchange
     takes as long as its bytes on the slowest link, and two latencies; where it does not overlap,
@@ -61,20 +69,42 @@ def replica_steps(
     rates = [links.rate_bps[i][j] for i in hosts for j in hosts if i != j]
     slowest = min((rate for rate in rates if rate is not None), default=None)
     found = []
-    for method in method_names():
-        if method == "none":
-            continue
-        options = config.method_options.model_dump() if method == config.method else {}
+    for tried in _methods(config):
         try:
-            cost = measure_exchange(method, options, replicas)
+            cost = measure_exchange(tried.method, dict(tried.options), replicas)
+            cost = replace(cost, method=tried.label)
         except ReplicaCountError:
-            cost = replace(measure_exchange(method, {}, replicas), method=f"{method} (defaults)")
+            cost = measure_exchange(tried.method, {}, replicas)
+            cost = replace(cost, method=f"{tried.method} (defaults)")
         sent = cost.nbytes * trained
         exchange_s = seconds(round(sent), slowest) + 2 * network.highest_latency_s
         step_s = max(compute_s, exchange_s) if cost.overlaps else compute_s + exchange_s
         (needed,) = device_nbytes(whole, 0, rank_memory(whole, memory, cost))
-        found.append(ReplicaStep(cost, sent, exchange_s, step_s, needed))
-    return sorted(found, key=lambda step: step.step_s)
+        loss = tried.fine_tuning if config.pretrained else tried.from_scratch
+        found.append(ReplicaStep(cost, loss, sent, exchange_s, step_s, needed))
+    return sorted(found, key=lambda step: (step.loss is None or step.loss > GOAL, step.step_s))
+
+
+def _methods(config: RunConfig) -> list[Measured]:
+    """The run's own, all that were measured, and the others with their defaults."""
+    own = config.method_options.model_dump(exclude_unset=True)
+    known = measured()
+    listed = {config.method, *(tried.method for tried in known)}
+    same = [
+        tried
+        for tried in known
+        if tried.method == config.method
+        and parse_options(tried.method, tried.options) == config.method_options
+    ]
+    others = [
+        *(tried for tried in known if tried not in same),
+        *(Measured(name, {}) for name in method_names() if name not in listed),
+    ]
+    return [
+        tried
+        for tried in [*(same or [Measured(config.method, own)]), *others]
+        if tried.method != "none"
+    ]
 
 
 def show_replicas(
@@ -92,11 +122,12 @@ def show_replicas(
         "whole model",
         title_justify="left",
     )
-    for head in ("method", "sent", "exchange", "step", "speed-up"):
+    for head in ("method", "loss", "sent", "exchange", "step", "speed-up"):
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for step in steps:
         table.add_row(
             step.cost.method,
+            "-" if step.loss is None else f"{step.loss:+.3f}",
             format_bytes(round(step.sent_nbytes)),
             format_duration(step.exchange_s) + ("*" if step.cost.overlaps else " "),
             format_duration(step.step_s),
@@ -105,8 +136,9 @@ def show_replicas(
     console.print(table)
     most = max(step.memory for step in steps)
     console.print(
-        "note: sent by a replica in a step; * overlaps forward and backward; speed-up over the "
-        f"predicted pipeline. They need up to {format_bytes(most)} on every machine. What "
-        "methods cost in loss is in docs/data_parallel.md",
+        "note: loss at the end above all-reduce, of 4 replicas of a small model "
+        f"{'that were fine-tuned' if config.pretrained else 'from scratch'} "
+        "(docs/choosing.md); sent by a replica in a step; * overlaps forward and backward; "
+        f"speed-up over the predicted pipeline. They need up to {format_bytes(most)} each",
         soft_wrap=True,
     )

@@ -1,5 +1,6 @@
 """Hours to a loss: what is run, what slept stages send, and how hours are summed up."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.links.workloads import PaperShape
-from benchmarks.time_to_loss import losses, seconds
+from benchmarks.time_to_loss import losses, plan, seconds
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.run import main
@@ -111,3 +112,39 @@ def test_losses_are_those_of_a_run_and_are_measured_once(
     assert before.count("\n") == 2
     main([*words, "--parts", "losses", "hours"])
     assert out.read_text(encoding="utf-8") == before
+
+
+def test_plan_is_told_the_gaps_that_are_known(tmp_path: Path) -> None:
+    losses = [
+        {
+            "task": "gpt2",
+            "layout": "replicas",
+            "method": method,
+            "lr": 1e-3,
+            "seed": 0,
+            "final": end,
+        }
+        for method, end in (("fp32", 5.0), ("DeMo", 5.03), ("ef_gradients .03", 4.98))
+    ]
+    for method, end in (("fp32", 2.0), ("ef_gradients .03", 2.005)):
+        losses.append({**losses[0], "task": "smollm2", "method": method, "final": end})
+    parity = tmp_path / "parity.jsonl"
+    kinds = (("demo", {"kept": 24}, -0.02), ("ef_gradients", {"fraction": 0.03}, -0.03))
+    with parity.open("w", encoding="utf-8") as file:
+        for name, options, gap in kinds:
+            method = {"name": name, "options": options, "rate": 1.0}
+            config = {"method": method, "setting": {"name": "gpt2"}}
+            result = {"replicas": 4, "lr": 3e-4, "held_out_gap": gap}
+            file.write(json.dumps({"config": config, "result": result}) + "\n")
+    plan.write(losses, parity, tmp_path / "losses.json")
+    found = json.loads((tmp_path / "losses.json").read_text(encoding="utf-8"))
+    assert found == [
+        {"method": "allreduce", "options": {}, "fine_tuning": 0.0, "from_scratch": 0.0},
+        {
+            "method": "ef_gradients",
+            "options": {"fraction": 0.03},
+            "fine_tuning": 0.005,
+            "from_scratch": -0.02,
+        },
+        {"method": "demo", "options": {"kept": 24}, "fine_tuning": -0.02, "from_scratch": 0.03},
+    ]

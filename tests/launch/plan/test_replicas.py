@@ -8,12 +8,14 @@ from rich.console import Console
 
 from tests.training import TORCH_2_13, config
 from thinpipe.gradcomp.registry import method_names
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.memory.model import BlockRun, ModelMemory
 from thinpipe.launch.plan import replicas
+from thinpipe.launch.plan.losses import Measured
 from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.replicas import replica_steps, show_replicas
 
@@ -25,9 +27,16 @@ BLOCKS = [[BLOCK] * 4] * 3
 SLOW = Network.uniform(3, MBIT, 0.1)
 
 
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The run's own method, and these."""
+    monkeypatch.setattr(replicas, "measured", list)
+    monkeypatch.setattr(replicas, "method_names", lambda: names)
+
+
 def test_a_step_is_compute_and_what_the_exchange_adds() -> None:
     """Four microbatches among three machines are two each; 1 M trained parameters, 1 Mbit/s."""
-    steps = {step.cost.method: step for step in replica_steps(RUN, BLOCKS, SLOW, MEMORY)}
+    found = replica_steps(RUN, BLOCKS, SLOW, MEMORY)
+    steps = {step.cost.method: step for step in found}
     compute_s = 2 * 4 * 0.3 + 4 * 0.05
     for step in steps.values():
         wire_s = 8 * step.cost.nbytes * 1e6 / 1e6 + 2 * 0.1
@@ -40,21 +49,52 @@ def test_a_step_is_compute_and_what_the_exchange_adds() -> None:
     # diloco keeps a global copy of what is trained, and a momentum
     kept = steps["diloco"].memory - steps["allreduce"].memory
     assert kept == pytest.approx(2 * 8 * 4 * 250_000, rel=0.01)  # and in checkpoints
-    assert list(steps) == sorted(steps, key=lambda method: steps[method].step_s)
-    assert set(steps) == set(method_names()) - {"none"}
+    assert {label.partition(" ")[0] for label in steps} == set(method_names()) - {"none"}
+    assert len(steps) == len(found)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_who_ends_as_well_as_all_reduce_comes_first(
+    tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [
+        Measured("topk", {"bits": 4}, fine_tuning=0.2, from_scratch=0.0),
+        Measured("allreduce", {}, 0.0, 0.0),
+        Measured("sparse_loco", {}, fine_tuning=0.009),
+        Measured("powersgd", {}, from_scratch=0.02),
+    ]
+    monkeypatch.setattr(replicas, "measured", lambda: known)
+    monkeypatch.setattr(RunConfig, "pretrained", tuned)
+    found = replica_steps(RUN, BLOCKS, SLOW, MEMORY)
+    first, second, *others = found
+    labels = ["sparse_loco", "allreduce"] if tuned else ["topk bits=4", "allreduce"]
+    assert [first.cost.method, second.cost.method] == labels
+    assert all(step.loss is None or step.loss > 0.01 for step in others)
+    assert [step.step_s for step in others] == sorted(step.step_s for step in others)
+
+
+def test_the_runs_own_options_are_counted() -> None:
+    run = RUN.updated(gradcomp={"method": "topk", "topk": {"fraction": 0.5}})
+    (own,) = (
+        step
+        for step in replica_steps(run, BLOCKS, SLOW, MEMORY)
+        if step.cost.method.startswith("topk fraction=0.5")
+    )
+    assert own.loss is None
 
 
 def test_the_slowest_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "method_names", lambda: ["ef_updates"])
+    only(monkeypatch)
     half = [[replace(BLOCK, forward_s=0.2, backward_s=0.4)] * 4, *BLOCKS[1:]]
-    even, uneven = (replica_steps(RUN, blocks, SLOW, MEMORY)[0] for blocks in (BLOCKS, half))
+    run = RUN.updated(gradcomp={"method": "ef_updates"})
+    even, uneven = (replica_steps(run, blocks, SLOW, MEMORY)[0] for blocks in (BLOCKS, half))
     assert uneven.step_s > 1.5 * even.step_s
 
 
 @TORCH_2_13
 def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes half of a stage: six machines do the work of two pipelines of three."""
-    monkeypatch.setattr(replicas, "method_names", lambda: ["allreduce"])
+    only(monkeypatch)
     pipeline = {"schedule": "GPipe", "microbatches": 6, "cuts": [1, 3], "shards": 2}
     run = config(pipeline=pipeline, train={"batch_size": 12})
     (step,) = replica_steps(run, BLOCKS, SLOW, MEMORY)
@@ -63,13 +103,13 @@ def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_is_shown_beside_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "method_names", lambda: ["low_precision_decentralized", "topk"])
+    only(monkeypatch, "low_precision_decentralized", "topk")
     keys = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
     given = predict(RUN, BLOCKS, dict.fromkeys(keys, Message(100_000)), SLOW)  # type: ignore[arg-type]
     console = Console(file=StringIO(), width=80)
     show_replicas(console, RUN, BLOCKS, given, SLOW, MEMORY)
     output = console.file.getvalue()  # type: ignore[attr-defined]
-    best = replica_steps(RUN, BLOCKS, SLOW, MEMORY)[0]
+    best = min(replica_steps(RUN, BLOCKS, SLOW, MEMORY), key=lambda step: step.step_s)
     assert "the same machines as 3 replicas of the whole model" in output
     (line,) = (line for line in output.splitlines() if "low_precision_decentralized" in line)
     assert "*" in line
@@ -81,7 +121,7 @@ def test_options_that_do_not_fit_as_many_replicas_are_not_used_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pairs of three machines; `decentralized` meets them on a ring instead."""
-    monkeypatch.setattr(replicas, "method_names", lambda: ["decentralized"])
+    only(monkeypatch)
     exchange = {"method": "decentralized", "decentralized": {"peers": "pairs"}}
     run = config(pipeline=RUN.pipeline.model_dump(exclude_unset=True), gradcomp=exchange)
     (step,) = replica_steps(run, BLOCKS, SLOW, MEMORY)
