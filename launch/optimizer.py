@@ -131,7 +131,7 @@ def muon_and_adamw(
     """
     hidden = [p for name, p in parameters.items() if _is_hidden_matrix(name, p)]
     rest = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
-    options = {"lr": lr, "weight_decay": weight_decay}
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     return _Parts(
         [torch.optim.Muon(hidden, **options, adjust_lr_fn="match_rms_adamw")] if hidden else [],
         [torch.optim.AdamW(rest, betas=betas, **options)] if rest else [],
