@@ -139,7 +139,7 @@ def _run(folder: str, layers: int, stages: int, settings: Mapping[str, Any]) -> 
                 "offload": settings.get("offload", False),
             },
             "boundary": [{"forward": raw, "backward": raw}],
-            "train": {"batch_size": 4, "betas": [0.9, 0.99]},
+            "train": {"batch_size": 4, "betas": [0.9, 0.99], "weight_decay": 0},
         }
     )
 

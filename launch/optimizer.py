@@ -116,8 +116,9 @@ def _compensated_adamw(parameters: Named, train: TrainConfig) -> torch.optim.Opt
     narrow = [p for p in parameters.values() if p.dtype == torch.bfloat16]
     wide = [p for p in parameters.values() if p.dtype != torch.bfloat16]
     options = _of_adamw(train)
+    kernel = {"foreach": False, "triton": False}  # else chosen once, and kept on another device
     return _Parts(
-        [AdamW(narrow, **options, eps=1e-8, kahan_sum=True)] if narrow else [],
+        [AdamW(narrow, **options, **kernel, eps=1e-8, kahan_sum=True)] if narrow else [],
         [torch.optim.AdamW(wide, **options)] if wide else [],
     )
 

@@ -21,7 +21,8 @@ _REPLICAS, _LR = 4, 3e-4
 
 def write(losses: Sequence[Mapping[str, Any]], parity: Path, file: Path) -> None:
     """Write all methods of replicas of which something is known."""
-    known = gaps(losses)
+    longest = {row["task"]: row["steps"] for row in sorted(losses, key=lambda row: row["steps"])}
+    known = gaps([row for row in losses if row["steps"] == longest[row["task"]]])
     tuned = _tuned(json.loads(line) for line in parity.read_text(encoding="utf-8").splitlines())
     rows = []
     for label, sections in METHODS["replicas"].items():
@@ -41,8 +42,8 @@ def write(losses: Sequence[Mapping[str, Any]], parity: Path, file: Path) -> None
 
 
 def _tuned(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Median gaps by method and options."""
-    found: dict[str, list[float]] = {}
+    """Median gaps by method and options; of rows of one seed the newest counts."""
+    found: dict[str, dict[int, float]] = {}
     for row in rows:
         if "method" not in row["config"]:
             continue  # of another part
@@ -50,8 +51,8 @@ def _tuned(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         plain = method["rate"] == 1 and not method.get("muon") and setting["name"] == "gpt2"
         if plain and (result["replicas"], result["lr"]) == (_REPLICAS, _LR):
             key = _key(method["name"], method["options"])
-            found.setdefault(key, []).append(result["held_out_gap"])
-    return {key: median(values) for key, values in found.items()}
+            found.setdefault(key, {})[result["seed"]] = result["held_out_gap"]
+    return {key: median(values.values()) for key, values in found.items()}
 
 
 def _key(method: str, options: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
     for layout, seed, lr in cases:
         for method in _wanted(options, METHODS[layout]):
             about = {"task": task.name, "layout": layout, "method": method, "seed": seed}
-            about |= {"lr": lr, "steps": task.steps, "texts": digest}
+            about |= {"lr": lr, "steps": task.steps, "texts": digest, "precision": "fp32"}
             if rows.has("losses", **about):
                 continue
             try:

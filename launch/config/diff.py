@@ -36,8 +36,9 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
     saved, now = (_with_weights(without_removed(config)) for config in (saved, now))
     may_change = _may_change(saved)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
-        # it divides them; and shards hold frozen weights in fp32
-        may_change += ("shards.ranks_per_site", "model.weights")
+        may_change += ("shards.ranks_per_site",)  # it divides them
+        if saved["model"].get("lora"):  # shards hold frozen weights in fp32
+            may_change += ("model.weights",)
     tables = ({**config, "boundary": {}} for config in (saved, now))
     found = [change for change in _changes("", *tables) if not change.name.startswith(may_change)]
     for cut in sorted(set(saved["pipeline"]["cuts"]) & set(now["pipeline"]["cuts"])):

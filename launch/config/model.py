@@ -12,9 +12,9 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.transformer import TransformerConfig
 
-_LARGEST_BETA2 = 0.99
+_LARGEST_BETA = 0.99
 """Rounding to bf16 hides changes of less than 1/512 to 1/256; a moment without new gradients must
-fall by more: by 1 - beta2.
+fall by more: by 1 - beta.
 """
 
 
@@ -71,8 +71,10 @@ def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
         )
 
 
-def check_trained_weights(model: ModelSection, train: TrainConfig, exchange: str | None) -> None:
-    """Check that no small step of weights in bf16 is lost; `exchange` is the replicas' method.
+def check_trained_weights(
+    model: ModelSection, train: TrainConfig, method: str, replicas: int
+) -> None:
+    """Check that no small step of weights in bf16 is lost; `method` is that of the exchange.
 
     Raises:
         ValueError: one would be; names the setting to change.
@@ -85,23 +87,27 @@ def check_trained_weights(model: ModelSection, train: TrainConfig, exchange: str
             f'train.optimizer = "{train.optimizer}": would lose steps of less than 1/256 of a '
             f'weight in bf16; use "adamw", which keeps them, {remedy}'
         )
-    if train.betas[1] > _LARGEST_BETA2:
+    if max(train.betas) > _LARGEST_BETA:
         raise ValueError(
-            f"train.betas = {list(train.betas)}: beta2 = {train.betas[1]} changes a moment in bf16 "
-            f"by less than its rounding, so it never falls; use [{train.betas[0]}, "
-            f"{_LARGEST_BETA2}] or less, {remedy}"
+            f"train.betas = {list(train.betas)}: above {_LARGEST_BETA} a step changes a moment in "
+            f"bf16 by less than its rounding; use [0.9, {_LARGEST_BETA}], {remedy}"
         )
-    if exchange is not None and not _exchanges_gradients(exchange):
-        able = filter(_exchanges_gradients, method_names())
+    if train.weight_decay:
         raise ValueError(
-            f'gradcomp.method = "{exchange}": moves weights in a way of its own, which loses small '
+            f"train.weight_decay = {train.weight_decay}: times the learning rate, it changes a "
+            f"weight in bf16 by less than its rounding; set it to 0, {remedy}"
+        )
+    equal = replicas == 1 or method == "none" or load_method(method).REPLICAS_EQUAL
+    if not equal or brings_optimizer(method):
+        able = [
+            name
+            for name in method_names()
+            if load_method(name).REPLICAS_EQUAL and not brings_optimizer(name)
+        ]
+        raise ValueError(
+            f'gradcomp.method = "{method}": moves weights in a way of its own, which loses small '
             f"steps in bf16; use {', '.join(able)}, {remedy}"
         )
-
-
-def _exchanges_gradients(method: str) -> bool:
-    """Whether all else is left to the optimizer."""
-    return load_method(method).REPLICAS_EQUAL and not brings_optimizer(method)
 
 
 def _get(section: Any, key: str) -> Any:

@@ -277,8 +277,7 @@ class RunConfig(BaseModel):
         _check_task(self)
         check_gradcomp(self.gradcomp)
         check_offload(self.pipeline, self.method)
-        exchange = self.method if self.pipeline.replicas > 1 else None
-        check_trained_weights(self.model, self.train, exchange)
+        check_trained_weights(self.model, self.train, self.method, self.pipeline.replicas)
         _check_elastic(self)
         _check_tie(self)
         return self

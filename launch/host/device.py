@@ -67,7 +67,9 @@ def _slow_bf16(name: DeviceName, precision: Precision) -> str | None:
 
 def multiplies_bf16() -> bool:
     """Whether this processor has what torch's library needs to multiply bf16 at speed."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def _hidden_gpus(name: DeviceName) -> str | None:

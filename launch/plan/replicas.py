@@ -74,6 +74,7 @@ def replica_steps(
             cost = measure_exchange(tried.method, dict(tried.options), replicas)
             cost = replace(cost, method=tried.label)
         except ReplicaCountError:
+            tried = Measured(tried.method, {})
             cost = measure_exchange(tried.method, {}, replicas)
             cost = replace(cost, method=f"{tried.method} (defaults)")
         sent = cost.nbytes * trained
@@ -123,7 +124,8 @@ def show_replicas(
         title_justify="left",
     )
     for head in ("method", "loss", "sent", "exchange", "step", "speed-up"):
-        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        wraps = head == "method"
+        table.add_column(head, justify="left" if wraps else "right", no_wrap=not wraps)
     for step in steps:
         table.add_row(
             step.cost.method,
@@ -138,7 +140,8 @@ def show_replicas(
     console.print(
         "note: loss at the end above all-reduce, of 4 replicas of a small model "
         f"{'that were fine-tuned' if config.pretrained else 'from scratch'} "
-        "(docs/choosing.md); sent by a replica in a step; * overlaps forward and backward; "
+        "(docs/choosing.md), where it is known; who ends as well comes first; sent by a replica "
+        "in a step; * overlaps forward and backward; "
         f"speed-up over the predicted pipeline. They need up to {format_bytes(most)} each",
         soft_wrap=True,
     )

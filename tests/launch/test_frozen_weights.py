@@ -256,7 +256,7 @@ def test_families_train_from_bf16(name: str, tmp_path: Path) -> None:
     ("model", "precision", "message"),
     [
         ({"weights": "bf16"}, "fp32", 'model.weights = "bf16" with pipeline.precision = "fp32"'),
-        ({"weights": "bf16", "lora": None}, "bf16", "without lora all are trained"),
+        ({"weights": "nf4", "lora": None}, "bf16", "without lora all are trained"),
         ({"weights": "nf4"}, "fp32", 'model.weights = "nf4" with pipeline.precision = "fp32"'),
         ({"weights": "int8", "config": "SAME"}, "bf16", "quantizes what files hold"),
         ({"weights": "fp16"}, "bf16", "Input should be 'fp32', 'bf16', 'nf4' or 'int8'"),

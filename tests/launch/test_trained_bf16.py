@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from thinpipe.launch.optimizer import check_optimizer, make_optimizer
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.model import load
 
+KEEPS_STEPS = {"betas": [0.9, 0.99], "weight_decay": 0}
+
 
 def narrow_run(
     folder: Path, cuts: list[int], name: str = "llama", form: str = "bf16", **sections: Any
@@ -33,7 +36,13 @@ def narrow_run(
         "model": section(name, folder / "source", weights=form, **more),
         "data": {"sequence_length": TOKENS},
         "pipeline": {**base["pipeline"], "cuts": cuts, "microbatches": 2, "precision": "bf16"},
-        "train": {**base["train"], "batch_size": 4, "lr": 0.01, "betas": [0.9, 0.99]},
+        "train": {
+            **base["train"],
+            "batch_size": 4,
+            "lr": 0.01,
+            "betas": [0.9, 0.99],
+            "weight_decay": 0,
+        },
     }
     for name, section_ in sections.items():
         whole[name] = {**whole.get(name, {}), **section_}
@@ -51,7 +60,8 @@ def test_it_learns_as_fp32_does_with_less_memory(name: str, tmp_path: Path) -> N
     narrow, wide = (narrow_run(tmp_path, [2, 4], name, form) for form in ("bf16", "fp32"))
     losses, expected = losses_of(narrow, 12), losses_of(wide, 12)
     assert losses != expected
-    assert losses == pytest.approx(expected, abs=0.06)
+    assert losses[0] == pytest.approx(expected[0], abs=0.01)
+    assert fmean(losses[6:]) == pytest.approx(fmean(expected[6:]), abs=0.05)  # experts may change
     assert expected[-1] < expected[0] - 0.5
     for less, more in zip(rank_memory(narrow), rank_memory(wide), strict=True):
         for part in ("weights", "gradients", "optimizer"):
@@ -146,7 +156,10 @@ def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"train": {"betas": [0.9, 0.999]}}, "train.betas = [0.9, 0.999]: beta2 = 0.999 changes"),
+        ({"train": {"betas": [0.9, 0.999]}}, "train.betas = [0.9, 0.999]: above 0.99"),
+        ({"train": {"betas": [0.999, 0.9]}}, "train.betas = [0.999, 0.9]: above 0.99"),
+        ({"train": {"weight_decay": 0.1}}, "train.weight_decay = 0.1: times the learning rate"),
+        ({"gradcomp": {"method": "demo"}}, 'gradcomp.method = "demo": moves weights in a way'),
         ({"train": {"optimizer": "muon"}}, 'train.optimizer = "muon": would lose steps'),
         ({"train": {"optimizer": "torch.optim:AdamW"}}, "would lose steps of less than 1/256 of"),
         (

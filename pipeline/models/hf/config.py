@@ -279,7 +279,7 @@ class HuggingFaceConfig(TokenModel):
 
         check_folder(self)
         if self.self_check:
-            check_step(self, seed=0)
+            check_step(self._in_fp32(), seed=0)
 
     def check_masks(self, tokens: int) -> None:
         from thinpipe.pipeline.models.hf.masks import check_masks
@@ -290,7 +290,11 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.self_check import check_packed
 
         if self.self_check:
-            check_packed(self, seed=0)
+            check_packed(self._in_fp32(), seed=0)
+
+    def _in_fp32(self) -> "HuggingFaceConfig":
+        """What a check computes with."""
+        return self.model_copy(update={"weights": None})
 
     def facts(self) -> dict[str, str]:
         return {"folder": self.digest()}

@@ -31,7 +31,7 @@ def initialise(
     Returns the names of those that the family's `_init_weights` leaves unset: they hold NaN.
     """
     _erase(model)
-    head = _head_of(model) if tied_to else None
+    head = head_of(model) if tied_to else None
     # Modules before those that hold them, which may fill them in a way of their own.
     for name, module in reversed(list(model.named_modules())):
         if next(_tensors(module), None) is None or (
@@ -82,7 +82,7 @@ def _new_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _head_of(model: Any) -> Any:
+def head_of(model: Any) -> Any:
     """The head, if this part of the model has it."""
     try:
         return model.get_output_embeddings()

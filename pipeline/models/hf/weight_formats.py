@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thinpipe.pipeline.models.hf.init import head_of
 from thinpipe.pipeline.models.hf.lora import trained_heads
 from thinpipe.pipeline.models.hf.quantized import (
     Quantization,
@@ -136,7 +137,7 @@ def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
         return {id(module.weight) for module in embeddings if _scales(module)}
     found = {id(module.weight) for module in embeddings}
     if config.ties_embeddings:  # where a cut took the head out, it has no weight
-        found.add(id(getattr(model.get_output_embeddings(), "weight", None)))
+        found.add(id(getattr(head_of(model), "weight", None)))
     return found
 
 

@@ -176,4 +176,5 @@ def test_emulated_networks(run_file: Path) -> None:
 def test_extras_are_those_of_the_package() -> None:
     found = [re.match(r"([\w-]+).*extra == \W(\w+)", line) for line in requires("thinpipe") or []]
     extras = {match[1]: match[2] for match in found if match and match[2] not in ("dev", "docs")}
+    extras["optimi"] = extras.pop("torch-optimi")  # its module
     assert extras == {name: extra for name, extra in EXTRAS.items() if name != "tokenizers"}
