@@ -67,9 +67,8 @@ def _slow_bf16(name: DeviceName, precision: Precision) -> str | None:
 
 def multiplies_bf16() -> bool:
     """Whether this processor has what torch's library needs to multiply bf16 at speed."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    built_in = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built_in and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _hidden_gpus(name: DeviceName) -> str | None:

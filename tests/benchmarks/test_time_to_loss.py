@@ -115,17 +115,12 @@ def test_losses_are_those_of_a_run_and_are_measured_once(
 
 
 def test_plan_is_told_the_gaps_that_are_known(tmp_path: Path) -> None:
-    losses = [
-        {
-            "task": "gpt2",
-            "layout": "replicas",
-            "method": method,
-            "lr": 1e-3,
-            "seed": 0,
-            "final": end,
-        }
-        for method, end in (("fp32", 5.0), ("DeMo", 5.03), ("ef_gradients .03", 4.98))
+    about = {"task": "gpt2", "layout": "replicas", "lr": 1e-3, "seed": 0, "steps": 9}
+    ends = (("fp32", 5.0), ("DeMo", 5.03), ("ef_gradients .03", 4.98))
+    losses: list[dict[str, Any]] = [
+        {**about, "method": method, "final": end} for method, end in ends
     ]
+    losses.append({**losses[1], "steps": 2, "final": 7.0})  # of a short run
     for method, end in (("fp32", 2.0), ("ef_gradients .03", 2.005)):
         losses.append({**losses[0], "task": "smollm2", "method": method, "final": end})
     parity = tmp_path / "parity.jsonl"
@@ -134,7 +129,7 @@ def test_plan_is_told_the_gaps_that_are_known(tmp_path: Path) -> None:
         for name, options, gap in kinds:
             method = {"name": name, "options": options, "rate": 1.0}
             config = {"method": method, "setting": {"name": "gpt2"}}
-            result = {"replicas": 4, "lr": 3e-4, "held_out_gap": gap}
+            result = {"replicas": 4, "lr": 3e-4, "seed": 0, "held_out_gap": gap}
             file.write(json.dumps({"config": config, "result": result}) + "\n")
     plan.write(losses, parity, tmp_path / "losses.json")
     found = json.loads((tmp_path / "losses.json").read_text(encoding="utf-8"))
