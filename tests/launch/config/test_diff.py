@@ -70,9 +70,10 @@ def test_long_lists_of_changes_end_with_a_count() -> None:
 
 
 def test_frozen_weights_were_fp32_before_there_was_a_setting_and_are_with_shards() -> None:
-    def saved(weights: str | None, shards: int = 1) -> dict[str, Any]:
+    def saved(weights: str | None, shards: int = 1, *, lora: bool = True) -> dict[str, Any]:
         shared = RunConfig.model_validate({"model": {"layers": 6}}).shared()
         shared["model"] |= {"pretrained": "folder"} | ({"weights": weights} if weights else {})
+        shared["model"] |= {"lora": {"rank": 2}} if lora else {}
         shared["pipeline"]["shards"] = shards
         return shared
 
@@ -80,3 +81,5 @@ def test_frozen_weights_were_fp32_before_there_was_a_setting_and_are_with_shards
     (change,) = changed_settings(saved(None), saved("bf16"))
     assert (change.name, change.before, change.now) == ("model.weights", "fp32", "bf16")
     assert not changed_settings(saved("bf16"), saved(None, shards=2))
+    trained = changed_settings(saved("bf16", lora=False), saved(None, shards=2, lora=False))
+    assert [change.name for change in trained] == ["model.weights"]
