@@ -52,8 +52,9 @@ def test_it_learns_as_adamw_does_with_a_third_of_its_state(tmp_path: Path) -> No
         assert sum(own.optimizer for own in counted) == held - steps * (name == "adamw")
 
 
-def test_it_resumes_bit_for_bit_also_with_other_cuts(tmp_path: Path) -> None:
-    run = run_config(tmp_path, [1, 3])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "torch.optim:Adafactor"])
+def test_it_resumes_bit_for_bit_also_with_other_cuts(optimizer: str, tmp_path: Path) -> None:
+    run = run_config(tmp_path, [1, 3], optimizer=optimizer)
     with in_process(run, total_steps=9) as built:
         for number in (0, 1):
             step(built, number)
@@ -61,7 +62,7 @@ def test_it_resumes_bit_for_bit_also_with_other_cuts(tmp_path: Path) -> None:
         losses = [step(built, number) for number in (2, 3)]
         after = weights(built)
     for cuts in ([1, 3], [2], []):
-        with resumed(run_config(tmp_path, cuts)) as built:
+        with resumed(run_config(tmp_path, cuts, optimizer=optimizer)) as built:
             assert [step(built, number) for number in (2, 3)] == losses, cuts
             for name, tensor in weights(built).items():
                 assert torch.equal(tensor, after[name]), name
