@@ -123,9 +123,9 @@ def show_replicas(
         "whole model",
         title_justify="left",
     )
-    for head in ("method", "loss", "sent", "exchange", "step", "speed-up"):
-        wraps = head == "method"
-        table.add_column(head, justify="left" if wraps else "right", no_wrap=not wraps)
+    table.add_column("method", overflow="fold")
+    for head in ("loss", "sent", "exchange", "step", "speed-up"):
+        table.add_column(head, justify="right", no_wrap=True)
     for step in steps:
         table.add_row(
             step.cost.method,
