@@ -1,8 +1,8 @@
 # `make train` and `make test` need Python >= 3.11 and nothing else; each makes .venv when missing.
 # `make install` does no more than that.
 # JOBS is how many tests run at a time.
-# Modules are compiled when they are first imported: to compile all that is installed takes longer.
 # PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
+# With --no-compile modules are compiled when they are first imported, which all are not.
 
 PYTHON ?= python3
 PIP_ARGS ?=

@@ -59,7 +59,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: collections, a tenth of the time, need not look at it."""
+    """What is imported stays; collections, 7 % of the time, need not look at it."""
     gc.collect()
     gc.freeze()
 

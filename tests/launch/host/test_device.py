@@ -46,10 +46,12 @@ def test_a_processor_that_is_slow_in_bf16_is_told(
     told = ["slower than in fp32" in note for note in host_notices("cpu", "bf16")]
     assert any(told) != fast
     assert not any("bf16" in note for note in host_notices("cpu", "fp32"))
-    monkeypatch.undo()
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    if "avx512bw" in flags or " avx2" in flags:
-        assert device.multiplies_bf16() == ("avx512bw" in flags)
+
+
+def test_every_build_of_torch_can_be_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.multiplies_bf16() in (False, True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not device.multiplies_bf16()
 
 
 def test_gpus_are_assigned_to_ranks_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
