@@ -61,7 +61,9 @@ def test_it_learns_as_fp32_does_with_less_memory(name: str, tmp_path: Path) -> N
     losses, expected = losses_of(narrow, 12), losses_of(wide, 12)
     assert losses != expected
     assert losses[0] == pytest.approx(expected[0], abs=0.01)
-    assert fmean(losses[6:]) == pytest.approx(fmean(expected[6:]), abs=0.05)  # experts may change
+    assert fmean(losses[6:]) < losses[0] - 0.3
+    if name != "mixtral":  # where a last bit may choose another expert, and so another course
+        assert losses == pytest.approx(expected, abs=0.06)
     assert expected[-1] < expected[0] - 0.5
     for less, more in zip(rank_memory(narrow), rank_memory(wide), strict=True):
         for part in ("weights", "gradients", "optimizer"):
