@@ -35,6 +35,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def card() -> str | None:
+    """Name of the GPU that a run would use."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def command_line(module: str, description: str | None) -> argparse.ArgumentParser:
     """A command line of `python -m module`, with `--json`."""
     found = argparse.ArgumentParser(

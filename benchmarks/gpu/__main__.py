@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Row, Shape, apart
-from benchmarks.harness import Records, command_line, environment, format_table, read_results
+from benchmarks.harness import Records, card, command_line, environment, format_table, read_results
 from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.host.words import format_bytes
 
@@ -231,17 +231,16 @@ def measure(options: argparse.Namespace) -> list[str]:
 
 def _head() -> str:
     here = environment()
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: a rehearsal"
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     hardware = f"{here['hardware']['cores']} cores, {here['hardware']['memory_gib']} GiB"
+    name = card() or "no GPU: a rehearsal"
     made = f"Made at {here['revision']}, {datetime.now(UTC):%d %B %Y}, by `make gpu`."
-    return f"# What a GPU showed: {card}\n\n{made} {versions}; {hardware}."
+    return f"# What a GPU showed: {name}\n\n{made} {versions}; {hardware}."
 
 
 def page_path() -> Path:
     """`benchmarks/results/gpu_<card>_<yyyymm>.md`."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    short = "_".join(card.lower().replace("nvidia", "").split())
+    short = "_".join((card() or "none").lower().replace("nvidia", "").split())
     return _ROOT / "benchmarks" / "results" / f"gpu_{short}_{datetime.now(UTC):%Y%m}.md"
 
 

@@ -26,6 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
         "pipeline": {"precision": "bf16"},
         "model": {"activation_checkpointing": True},
     },
+    "fp32, offload": {"pipeline": {"offload": True}},
+    "bf16, checkpointing, offload": {
+        "pipeline": {"precision": "bf16", "offload": True},
+        "model": {"activation_checkpointing": True},
+    },
 }
 
 
@@ -68,7 +73,8 @@ def measure(case: str, config: RunConfig) -> Row:
         peak = torch.cuda.max_memory_allocated() - before
         held, reserved = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_reserved()
     (counted,) = rank_memory(config)
-    return Row(case, counted.total, peak, held, reserved)
+    in_ram = counted.activations + counted.optimizer if config.pipeline.offload else 0
+    return Row(case, counted.total - in_ram, peak, held, reserved)
 
 
 def main() -> None:

@@ -103,7 +103,8 @@ def gaps(
     }
     found: dict[tuple[str, ...], tuple[Mapping[str, Any], float, float]] = {}
     for (task, layout, method), runs in best.items():
-        base = best.get((task, layout, BASELINE), {})
+        one = best.get((task, "one", BASELINE), {})  # sums alike, in another order
+        base = best.get((task, layout, BASELINE), one)
         above = [row["final"] - base[seed]["final"] for seed, row in runs.items() if seed in base]
         if above:
             found[task, layout, method] = next(iter(runs.values())), median(above), max(above)

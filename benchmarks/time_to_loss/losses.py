@@ -12,7 +12,7 @@ from typing import Any
 
 import tomlkit
 
-from benchmarks.harness import environment
+from benchmarks.harness import card, environment
 from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
@@ -51,6 +51,7 @@ def measure(
         "lr": lr,
         "steps": len(records),
         **_numbers(records),
+        "card": card(),
         "environment": environment(),
     }
 

@@ -17,10 +17,12 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 from benchmarks.fidelity.sentences import write_tokenizer
@@ -49,7 +51,7 @@ class _Rows:
     """A file of rows, each with its `part`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._lock = path, Lock()
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self._rows = [json.loads(line) for line in lines]
 
@@ -60,9 +62,10 @@ class _Rows:
         return any(about.items() <= row.items() for row in self.of(part))
 
     def add(self, part: str, row: Mapping[str, Any]) -> None:
-        self._rows.append({"part": part, **row})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self._rows[-1]) + "\n")
+        with self._lock:
+            self._rows.append({"part": part, **row})
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self._rows[-1]) + "\n")
 
     def replace(self, part: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Have no others of a part."""
@@ -77,20 +80,29 @@ class _Rows:
 def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
     texts = (options.train, options.eval)
     digest = hashlib.sha256(b"".join(text.read_bytes() for text in texts)).hexdigest()[:16]
-    cases = product(options.layouts, range(options.seeds), options.lr or [task.lr])
-    for layout, seed, lr in cases:
-        for method in _wanted(options, METHODS[layout]):
-            about = {"task": task.name, "layout": layout, "method": method, "seed": seed}
-            about |= {"lr": lr, "steps": task.steps, "texts": digest, "precision": "fp32"}
-            if rows.has("losses", **about):
-                continue
-            try:
-                found = losses.measure(task, layout, method, texts=texts, seed=seed, lr=lr)
-            except RuntimeError as error:  # at this rate
-                print(f"{about}: failed\n{error}", flush=True)
-                continue
-            rows.add("losses", {**found, **about, "epochs": task.epochs})
-            print(f"{about}: held out {found['final']:.4f}", flush=True)
+
+    def run(layout: LayoutName, method: str, seed: int, lr: float) -> None:
+        about = {"task": task.name, "layout": layout, "method": method, "seed": seed}
+        about |= {"lr": lr, "steps": task.steps, "texts": digest, "precision": "fp32"}
+        if rows.has("losses", **about):
+            return
+        try:
+            found = losses.measure(task, layout, method, texts=texts, seed=seed, lr=lr)
+        except RuntimeError as error:  # at this rate
+            print(f"{about}: failed\n{error}", flush=True)
+            return
+        rows.add("losses", {**found, **about, "epochs": task.epochs})
+        print(f"{about}: held out {found['final']:.4f}", flush=True)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = [
+            pool.submit(run, layout, method, seed, lr)
+            for layout in options.layouts
+            for seed, lr in product(range(options.seeds), options.lr or [task.lr])
+            for method in _wanted(options, METHODS[layout])
+        ]
+        for one in runs:
+            one.result()
 
 
 def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) -> None:
@@ -188,6 +200,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--methods", nargs="+", metavar="NAME", help="fp32 and these (all)")
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--lr", type=float, nargs="+", help="learning rates; the best counts")
+    command.add_argument("--at-once", type=int, default=1, help="runs of losses that share a GPU")
     command.add_argument("--share", type=float, default=1.0, help="of the steps (1)")
     command.add_argument("--gpus", nargs="+", choices=GPUS, default=[GPUS[0]])
     rates = ["none", "10mbit", "100mbit", "500mbit", "1gbit"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 Settings = Mapping[str, Any]
 """Sections of a run file."""
 
-LayoutName = Literal["pipeline", "replicas", "both", "shards"]
+LayoutName = Literal["one", "pipeline", "replicas", "both", "shards"]
 _REPORTED_PARAMETERS = 124e6
 _TOKENS_PER_S = {"A100": 138e3, "RTX 4090": 130e3}
 """Of one card that trains GPT-2 with 124M parameters in bf16: 1.1M tokens/s on eight A100
@@ -128,6 +128,7 @@ class Layout:
 LAYOUTS: dict[LayoutName, Layout] = {
     layout.name: layout
     for layout in (
+        Layout("one"),
         Layout("pipeline", stages=4),
         Layout("replicas", replicas=4),
         Layout("both", stages=2, replicas=2),
@@ -156,6 +157,7 @@ def _exchange(method: str, **options: Any) -> Settings:
 _AQSGD = _cut({"kind": "aqsgd", "bits": 3}, {"kind": "direct", "bits": 6})
 _STREAMING = {"interval": 30, "fragments": 3, "overlap": 5, "mix": 0.5, "bits": 4, "bucket_mb": 2.0}
 METHODS: dict[LayoutName, dict[str, Settings]] = {
+    "one": {"fp32": {}},
     "pipeline": {
         "fp32": _raw("fp32"),
         "bf16": _raw("bf16"),
