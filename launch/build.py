@@ -14,6 +14,7 @@ from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.best import Best
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.model import shares_casts
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
@@ -167,6 +168,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        share_casts=shares_casts(config.pipeline, config.model),
         offload=config.pipeline.offload,
         objective=config.model.objective(),
         guarded={

@@ -57,7 +57,8 @@ class EngineOptions:
     default as many as inputs have, and `longest` the T of all messages where caches need one.
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
     over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
-    what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`).
+    what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`). With
+    `share_casts` microbatches share weights cast to bf16.
     """
 
     schedule: ScheduleName
@@ -71,6 +72,7 @@ class EngineOptions:
     accumulate: int = 1
     clip_norm: float = 0.0
     precision: Precision = "fp32"
+    share_casts: bool = True
     offload: bool = False
     objective: Objective = field(default_factory=NextToken)
     guarded: Mapping[CutDirection, str] = field(default_factory=dict)
@@ -420,14 +422,11 @@ class PipelineEngine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """With shards without the cache of casts: FSDP2 takes a block's gradients when that of its
-        input is there, and the backward of a cast that an earlier microbatch made comes later.
-        """
         return torch.autocast(
             self._device.type,
             torch.bfloat16,
             enabled=self._options.precision == "bf16",
-            cache_enabled=self._shards is None,
+            cache_enabled=self._options.share_casts,
         )
 
 

@@ -52,6 +52,17 @@ def trains_in_bf16(model: ModelSection) -> bool:
     return isinstance(model, HuggingFaceConfig) and model.weights == "bf16" and model.lora is None
 
 
+def shares_casts(pipeline: PipelineConfig, model: ModelSection) -> bool:
+    """Whether microbatches share weights cast to bf16.
+
+    Then each is cast once per step, but its gradient in bf16 stays until a microbatch's backward
+    ends: the backward of a cast that an earlier microbatch made comes last. That is too much for
+    shards, which exchange gradients block by block, and for a model that saves memory.
+    """
+    recomputes = model.recomputes(0)  # the first of every nth
+    return pipeline.microbatches > 1 and pipeline.shards == 1 and not recomputes
+
+
 def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
     """Check that a stage can compute with its weights.
 

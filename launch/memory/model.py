@@ -1,8 +1,8 @@
 """Bytes of a stage's weights, gradients, optimizer and activations, without building it.
 
 A forward pass over fake tensors computes shapes and types only; what autograd keeps of it is what a
-microbatch keeps for its backward. Of a second pass only that is counted which the first did not
-keep: weights cast to bf16 are held once.
+microbatch keeps for its backward. Where microbatches share weights cast to bf16, only that is
+counted of a second pass which the first did not keep.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from thinpipe.launch.config.model import trains_in_bf16
+from thinpipe.launch.config.model import shares_casts, trains_in_bf16
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import device_type
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
@@ -42,14 +42,16 @@ _BLOCKS_UNDER_WAY = 7
 class ModelMemory:
     """Bytes on one rank, or of one block: there `activations` are those of a microbatch.
 
-    `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `remembered`
-    are the weights that were last gathered, of which it saves its part. `exchange` is what
-    replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
-    while the model that all stand for is evaluated. `transient` is the most that is held for a
-    moment: checkpointed activations of a block while it is computed again, gradients of logits,
-    moments that an optimizer works on; with `pipeline.offload` what a GPU holds of a block's
-    activations or moments. `loss` is what a microbatch's logits, their log-softmax and gradients of
-    both take; the first two are in `activations` too, the gradients in `transient`.
+    `casts` are weights in bf16 that microbatches share, and on a rank their gradients, as far as
+    these take more than a microbatch's activations: they are there when its backward ends.
+    `gathered` is what a shard holds of others for a while; `remembered` are the weights that were
+    last gathered, of which it saves its part. `exchange` is what replicas keep to exchange and
+    save, `exchanged` what they receive, or keep of their own weights while the model that all stand
+    for is evaluated. `transient` is the most that is held for a moment: checkpointed activations of
+    a block while it is computed again, gradients of logits, moments that an optimizer works on, and
+    with `pipeline.offload` what a GPU holds of a block's activations or moments. `loss` is what a
+    microbatch's logits, their log-softmax and gradients of both take; the first two are in
+    `activations` too, the gradients in `transient`.
     With `reads_frozen` a checkpoint leaves out frozen weights, which files hold.
     `trained` is the number of trained weights, no bytes. `uncounted` are blocks whose activations
     cannot be computed from shapes alone.
@@ -130,6 +132,7 @@ def rank_memory(
     held, cuts = in_flight(config), stage_cuts(config)
     starts = [0, *accumulate(count for _, count in blocks)]
     found = [ModelMemory() for _ in range(config.pipeline.pipeline_ranks)]
+    of_one = [0] * len(found)
     for stage, (first, stop) in enumerate(pairwise((0, *cuts, config.model.layers))):
         rank = config.stage_ranks[stage]
         for (block, count), start in zip(blocks, starts, strict=False):
@@ -138,6 +141,10 @@ def rank_memory(
                 largest = max(found[rank].transient, block.transient)
                 whole = found[rank].plus(block, times=times, held=held[stage])
                 found[rank] = replace(whole, transient=largest)
+                of_one[rank] += times * block.activations
+    for rank, whole in enumerate(found):
+        late = max(0, whole.casts - of_one[rank])
+        found[rank] = replace(whole, casts=whole.casts + late)
     heaviest = max(block.weights for block, _ in blocks)
     exchange = exchange_cost(config) if exchange is None else exchange
     return [on_rank(config, whole, heaviest, exchange) for whole in found]
@@ -288,9 +295,13 @@ def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int, 
         _fill(module)
         own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         bf16 = config.pipeline.precision == "bf16"
-        with _FusedAttention(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        shared = bf16 and shares_casts(config.pipeline, config.model)
+        with (
+            _FusedAttention(),
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=shared),
+        ):
             one, alive, logits = _kept(config, first, module, own)
-            if not bf16:
+            if not shared:
                 return sum(one.values()), 0, logits
             each, also_alive, _ = _kept(config, first, module, own | one.keys())
     del alive, also_alive  # until now, or another storage would get the same address

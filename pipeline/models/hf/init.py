@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,16 +21,22 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def initialise(
-    model: Any, *, seed: int, tied_to: Sequence[tuple[str, nn.Module]]
+    model: Any,
+    *,
+    seed: int,
+    tied_to: Sequence[tuple[str, nn.Module]],
+    read: Set[str] = frozenset(),
 ) -> frozenset[str]:
-    """Fill every parameter and buffer as the family does, each module by a seed of its name.
+    """Fill parameters and buffers as the family does, each module by a seed of its name.
+
+    Modules all of whose tensors are in `read` are left as they are: files fill those.
 
     Buffers that no file holds, such as rotary tables, are filled here too. `tied_to` are name and
     module of the embedding that the head is a copy of, if it is, and then of the modules around it;
     they may have no memory here.
     Returns the names of those that the family's `_init_weights` leaves unset: they hold NaN.
     """
-    _erase(model)
+    _erase(model, read)
     head = head_of(model) if tied_to else None
     # Modules before those that hold them, which may fill them in a way of their own.
     for name, module in reversed(list(model.named_modules())):
@@ -38,12 +44,16 @@ def initialise(
             hasattr(module, "_init_weights") and not _holds_tensors(module)
         ):
             continue  # nothing to fill, or a model, whose parts a cut may have replaced
+        if all(f"{name}.{own}".lstrip(".") in read for own, _ in _tensors(module)):
+            continue
         if head is not None and module is head:
             _fill_head(model, module, tied_to, seed=seed)
         else:
             with seeded(seed, name):
                 model._init_weights(module)
-    return frozenset(name for name, tensor in _tensors(model) if _is_unset(tensor))
+    return frozenset(
+        name for name, tensor in _tensors(model) if name not in read and _is_unset(tensor)
+    )
 
 
 def fill_from_constructors(
@@ -112,9 +122,11 @@ _UNSET = torch.iinfo(torch.int64).min  # of integer buffers, as NaN of floats
 
 
 @torch.no_grad()
-def _erase(model: nn.Module) -> None:
+def _erase(model: nn.Module, read: Set[str]) -> None:
     """Put NaN where `_init_weights` has yet to put values: unset memory may hold anything."""
-    for _, tensor in _tensors(model):
+    for name, tensor in _tensors(model):
+        if name in read:
+            continue
         if tensor.is_floating_point():
             tensor.fill_(math.nan)
         elif tensor.dtype == torch.int64:

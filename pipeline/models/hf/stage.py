@@ -124,7 +124,8 @@ def build_stage(
         small.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        unset = initialise(model, seed=seed, tied_to=tied_to) - small.read_later
+        stored = sources.names(model) if sources is not None else frozenset[str]()
+        unset = initialise(model, seed=seed, tied_to=tied_to, read=stored) - small.read_later
         if unset:
             unset = fill_from_constructors(
                 model,

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ class Sources:
             self._check_layer(stored, name)
         self.on_disk, self.layouts = matched.plain, matched.layouts
         self._converted = {name: layout for layout in self.layouts for name in layout.produces}
+
+    def names(self, model: Any) -> frozenset[str]:
+        """Parameters of a cut (or whole) model that `load` fills."""
+        names: Iterable[str] = model.state_dict()
+        return frozenset(
+            name
+            for name in names
+            if self._source(name) is not None or self._known(name) is not None
+        )
 
     def load(self, model: Any, put: Put | None = None) -> set[str]:
         """Fill the parameters of a cut (or whole) model; return the names of those found.

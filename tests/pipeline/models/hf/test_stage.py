@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.huggingface import LAYERS, MODELS, TRIED, VOCAB, saved_model, section, settings
 from tests.often import mostly_slow
 from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf import init
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
 
@@ -157,6 +158,20 @@ def test_random_weights_have_the_family_s_own_spread(tmp_path: Path) -> None:
     stage = build_stage(config, 0, LAYERS, seed=0, device="cpu")
     assert stage.model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert torch.equal(stage.model.transformer.ln_f.weight, torch.ones(32))
+
+
+def test_what_files_hold_is_not_drawn_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("llama", tmp_path / "source")
+    names, seeded = [], init.seeded
+    monkeypatch.setattr(init, "seeded", lambda seed, name: names.append(name) or seeded(seed, name))
+    config = HuggingFaceConfig.model_validate(section("llama", tmp_path / "source"))
+    for bounds in ((0, 2), (2, LAYERS)):
+        stage = build_stage(config, *bounds, seed=0, device="cpu")
+        assert not any(tensor.isnan().any() for tensor in stage.state_dict().values())
+    of_stages = {name for name in names if "." in name or "head" in name}
+    assert of_stages == {"model.rotary_emb"}  # no file holds its table
 
 
 def test_parameters_carry_the_names_of_the_whole_model(tmp_path: Path) -> None:
