@@ -11,6 +11,8 @@ from benchmarks.time_to_loss.seconds import TORCH
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, LayoutName
 from thinpipe.launch.host.links import format_rate
 
+_Runs = dict[int, Mapping[str, Any]]
+"""By seed."""
 GOAL = 0.01
 """A run has arrived if it ends so few nats above the uncompressed one, held out."""
 
@@ -89,29 +91,34 @@ def _unthrottled_first(timed: Mapping[str, Any]) -> tuple[bool, float, bool]:
 def gaps(
     losses: Sequence[Mapping[str, Any]],
 ) -> dict[tuple[str, ...], tuple[Mapping[str, Any], float, float]]:
-    """By task, layout and method: a run at its best rate, its median gap and its worst."""
-    groups: dict[tuple[str, ...], dict[float, dict[int, Mapping[str, Any]]]] = {}
+    """By task, layout and method: a run at its best rate, its median gap and its worst.
+
+    The baseline's rate is the best of those that both were trained at, or of its own.
+    """
+    groups: dict[tuple[str, ...], dict[float, _Runs]] = {}
     for row in losses:
         by_rate = groups.setdefault((row["task"], row["layout"], row["method"]), {})
         by_rate.setdefault(row["lr"], {})[row["seed"]] = row
-    best = {
-        key: min(
-            by_rate.values(),
-            key=partial(_typical, seeds=set.intersection(*map(set, by_rate.values()))),
-        )
-        for key, by_rate in groups.items()
-    }
     found: dict[tuple[str, ...], tuple[Mapping[str, Any], float, float]] = {}
-    for (task, layout, method), runs in best.items():
-        one = best.get((task, "one", BASELINE), {})  # sums alike, in another order
-        base = best.get((task, layout, BASELINE), one)
+    for (task, layout, method), by_rate in groups.items():
+        one = groups.get((task, "one", BASELINE), {})  # sums alike, in another order
+        plain = groups.get((task, layout, BASELINE), one)
+        both = {lr: runs for lr, runs in plain.items() if lr in by_rate} or plain
+        runs, base = _best(by_rate), _best(both)
         above = [row["final"] - base[seed]["final"] for seed, row in runs.items() if seed in base]
         if above:
             found[task, layout, method] = next(iter(runs.values())), median(above), max(above)
     return found
 
 
-def _typical(runs: Mapping[int, Mapping[str, Any]], seeds: Collection[int]) -> float:
+def _best(by_rate: Mapping[float, _Runs]) -> _Runs:
+    if not by_rate:
+        return {}
+    seeds = set.intersection(*map(set, by_rate.values()))
+    return min(by_rate.values(), key=partial(_typical, seeds=seeds))
+
+
+def _typical(runs: _Runs, seeds: Collection[int]) -> float:
     """A rate is judged by seeds that all rates were tried with."""
     return float(median(row["final"] for seed, row in runs.items() if seed in seeds or not seeds))
 
