@@ -2,7 +2,8 @@
 # `make install` does no more than that.
 # JOBS is how many tests run at a time.
 # PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
-# With --no-compile modules are compiled when they are first imported, which all are not.
+# With --no-compile modules are compiled when they are first imported, which all are not. Images for
+# containers often forbid to keep that: then each process would compile all that it imports.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -10,6 +11,7 @@ JOBS ?= 2
 TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install train test test-all bench gpu faults axe docs check lint format clean
 

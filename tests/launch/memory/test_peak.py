@@ -18,15 +18,17 @@ class Held(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.most = self._noted = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
-            del self._alive[key]
         self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._alive.values()))
+        self._noted += storage.nbytes()
+        if self._noted > self.most:  # as if none had died
+            self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+            self._noted = sum(nbytes for _, nbytes in self._alive.values())
+            self.most = max(self.most, self._noted)
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
