@@ -11,7 +11,12 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
-from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, through_json
+from thinpipe.launch.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    step_name,
+    through_json,
+)
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
 from thinpipe.launch.checkpoint.store_gather import StoreGather
@@ -224,6 +229,23 @@ class Checkpoints:
             problem = str(error)
         self._raise_everywhere(problem)
         return manifest.step
+
+    def check_own(self) -> None:
+        """Check that what this machine saved before is of this run; a collective.
+
+        Raises:
+            CheckpointError: on every rank, if it is of another.
+        """
+        from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
+
+        problem = None
+        if (newest := files.newest(self._root)) is not None:
+            folder = self._root / step_name(newest)
+            try:
+                check_facts(folder, files.read_manifest(folder).meta, self._facts, self._data)
+            except CheckpointError as error:
+                problem = str(error)
+        self._raise_everywhere(problem)
 
     @property
     def _where(self) -> Place:

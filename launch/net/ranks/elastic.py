@@ -34,6 +34,7 @@ from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0
+_LEFT_OUT = "this machine was lost, and the run goes on without it; --join brings it back"
 
 
 def started_by_launcher() -> bool:
@@ -153,7 +154,7 @@ def _launch(
         signals_to_handle="",  # `stop` handles them; torch's would catch what nohup ignores
     )
     try:
-        elastic_launch(config, _run_rank)(main, environment, *arguments)
+        lost = elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         if fork_server.is_gone():
             print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
@@ -170,6 +171,9 @@ def _launch(
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
+    if all(lost.values()):
+        print_error(f"error: {_LEFT_OUT}")
+        return 1
     return 0
 
 
@@ -186,10 +190,10 @@ def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> 
     return f"{failed}: {reason}; run `thinpipe doctor` on each"
 
 
-def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
+def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> bool:
     from thinpipe.launch.net.ranks.forked import run_rank  # only ranks and their server may
 
-    run_rank(main, environment, *arguments)
+    return run_rank(main, environment, *arguments)
 
 
 class _Killed(logging.Handler):

@@ -19,6 +19,8 @@ _STUCK_S = 10.0
 _SETTLE_S = 20.0
 """Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
 _FIRST = "1"
+LOST = 75
+"""Exit code of a rank that is well, but whose replica the others go on without."""
 
 
 class Failures:

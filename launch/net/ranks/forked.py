@@ -32,8 +32,11 @@ cpu_target.target_context.refresh()  # what each rank's first kernel would load
 _PATH = tuple(sys.path)
 
 
-def run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
-    """Call the command line's `main` with these arguments, and these variables changed."""
+def run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> bool:
+    """Call the command line's `main` with these arguments, and these variables changed.
+
+    Returns whether the rank was lost and others go on without it.
+    """
     gc.freeze()  # what is imported stays: collections need not look at it
     os.environ.update(environment)
     if PLACED in environment:  # torch's agents number hosts as they come
@@ -44,7 +47,7 @@ def run_rank(main: Callable[[], None], environment: Mapping[str, str], *argument
     name_process("thinpipe wait")
     end_with_parent()
     os.environ[PARENT] = str(os.getpid())
-    supervise(lambda: _be_rank(main))
+    return supervise(lambda: _be_rank(main))
 
 
 def _be_rank(main: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.host.signals import ENDING_SIGNALS, handled, pass_on_signals
 from thinpipe.launch.host.terminal import print_error
-from thinpipe.launch.net.ranks.failures import Failures, Losses, death_by
+from thinpipe.launch.net.ranks.failures import LOST, Failures, Losses, death_by
 from thinpipe.launch.net.ranks.store import connect_store
 
 DESCRIPTOR = "THINPIPE_SUPERVISOR"
@@ -30,12 +30,13 @@ def announce(address: tuple[str, int], name: str, who: str, rank: int) -> None:
         os.write(int(descriptor), json.dumps([*address, name, who, rank]).encode() + b"\n")
 
 
-def supervise(be_rank: Callable[[], None]) -> None:
+def supervise(be_rank: Callable[[], None]) -> bool:
     """Fork a rank, pass signals on to it, and exit as it does.
 
     A rank that another signal ended is reported to all others, with the likely reason. This process
-    then exits with 1: one that ended by a signal too would pass for killed itself. Or with 0, if
-    the others go on without the rank: torch's agent would end them.
+    then exits with 1: one that ended by a signal too would pass for killed itself. If the others go
+    on without the rank it returns True, as torch's agent would end those of this machine; it never
+    returns False.
     """
     reading, writing = os.pipe()
     kills = _memory_kills()
@@ -44,21 +45,24 @@ def supervise(be_rank: Callable[[], None]) -> None:
         os.close(reading)
         os.environ[DESCRIPTOR] = str(writing)
         be_rank()
-        return
+        os._exit(0)
     os.close(writing)
     asked = pass_on_signals(rank)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     for number in handled(ENDING_SIGNALS):  # nobody is left to pass them on to
         signal.signal(number, signal.SIG_DFL)
+    if code == LOST:
+        return True
     if code >= 0:
         sys.exit(code)
     if not asked:
         if _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading):
-            sys.exit(0)  # not os._exit: torch's agent waits for what the process returns
+            return True
         sys.exit(1)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
+    return False
 
 
 def _report(message: str, reading: int) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.failures import LOST, Losses
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
 from thinpipe.launch.run.elastic.adapting import Adapting
 from thinpipe.launch.run.elastic.hosts import Hosts
@@ -221,7 +221,9 @@ class Generations:
             if self._me not in members:
                 if self._cold:
                     end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
-                end_now(0, f"rank {self._me}: the others go on without it, as its replica is lost")
+                end_now(
+                    LOST, f"rank {self._me}: the others go on without it, as its replica is lost"
+                )
             per_replica = self._transport.mesh.pipeline_ranks
             lost = [member for member in self._members if member not in members]
             goes_on = len(members) >= self._least * per_replica and 0 in members

@@ -61,6 +61,7 @@ class ElasticTraining(Training):
         self._checkpoints.locate()
         self._has_state = newcomer is None
         if newcomer is not None:
+            self._checkpoints.check_own()
             self.display.note("waiting for the run to let this replica in")
             self._elastic.join()
             self.start = self._done

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -100,6 +101,13 @@ def test_who_may_not_join_is_told_why(net: ShapedNetwork, tmp_path: Path) -> Non
     until(lambda: "other is not one of the run's machines" in said_by(run, 2))
     run.start(2, "train.lr=0.5", joins=True)
     until(lambda: "this machine has train.lr = 0.5, the run has" in said_by(run, 2))
+    until(lambda: files.steps(run.checkpoints(2)))
+    own = run.checkpoints(2) / f"step-{files.newest(run.checkpoints(2))}"
+    saved = files.read_manifest(own)
+    saved.meta["config"]["run"]["seed"] = 77  # as if another run had saved here
+    files.write_manifest(own, replace(saved))
+    run.start(2, joins=True)
+    until(lambda: "was made with run.seed = 77, this run has" in said_by(run, 2))
     psutil.Process(run.pids[0]).send_signal(signal.SIGTERM)
     codes = run.done()
     assert codes[0] == 128 + signal.SIGTERM, run.text()
@@ -116,9 +124,10 @@ def test_of_two_machines_that_lose_each_other_one_goes_on(
 
     run.on(1, cut)
     codes = run.done()
-    assert (codes[0], codes[1], codes[2]) == (0, 0, 0), run.text()
+    assert (codes[0], codes[1], codes[2]) == (0, 0, 1), run.text()
     assert "lost: rank 2 on host2: its machine is gone" in said_by(run, 0)
     assert "the others go on without it" in said_by(run, 2)
+    assert "this machine was lost, and the run goes on without it; --join" in said_by(run, 2)
     assert trained(run) == {"1": SAMPLES, "2": SAMPLES}
 
 
