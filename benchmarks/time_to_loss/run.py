@@ -94,15 +94,18 @@ def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
         rows.add("losses", {**found, **about, "epochs": task.epochs})
         print(f"{about}: held out {found['final']:.4f}", flush=True)
 
-    with ThreadPoolExecutor(options.at_once) as pool:
-        runs = [
-            pool.submit(run, layout, method, seed, lr)
-            for layout in options.layouts
-            for seed, lr in product(range(options.seeds), options.lr or [task.lr])
-            for method in _wanted(options, METHODS[layout])
-        ]
+    pool = ThreadPoolExecutor(options.at_once)
+    runs = [
+        pool.submit(run, layout, method, seed, lr)
+        for layout in options.layouts
+        for seed, lr in product(range(options.seeds), options.lr or [task.lr])
+        for method in _wanted(options, METHODS[layout])
+    ]
+    try:
         for one in runs:
             one.result()
+    finally:  # Ctrl-C does not begin the next
+        pool.shutdown(cancel_futures=True)
 
 
 def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) -> None:

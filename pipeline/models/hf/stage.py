@@ -135,7 +135,7 @@ def build_stage(
                 config=copy.deepcopy(config.transformers_config),
             )
         read = sources.load(model, small.put) if sources is not None else set()
-        _check_set(config, unset - read)
+        _check_set(config, unset)  # files fill the others
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
