@@ -260,13 +260,8 @@ class QuantizerConfig(BoundaryKind):
         return self
 
     def quantizer(self, width: int) -> Uniform:
-        return Uniform(
-            self.bits,
-            self.scale_per,
-            width=width,
-            stochastic=self.rounding == "stochastic",
-            rate=self.rate,
-        )
+        group = width if self.scale_per == "token" else self.scale_per
+        return Uniform(self.bits, group, stochastic=self.rounding == "stochastic", rate=self.rate)
 
     def words(self) -> str:
         """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
@@ -346,7 +341,7 @@ def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
     """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
     if isinstance(spec, TileConfig):
         return spec.quantizer()
-    return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)
+    return Uniform(spec, width) if isinstance(spec, int) else Cast(spec)
 
 
 def _named(coding: Coding) -> str:

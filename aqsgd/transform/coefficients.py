@@ -17,7 +17,7 @@ from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import load
-from thinpipe.pipeline.wire.kernels.coefficients import CoefficientKernels, Layout
+from thinpipe.pipeline.wire.kernels.coefficients import Layout
 
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""
@@ -86,7 +86,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
     scale_N, layout = scale_N.long(), _layout(model_TK)
-    kernels: CoefficientKernels = load("coefficients")
+    kernels = load("coefficients")
     table_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     kernels.tables(scale_N, layout, table_S)
     symbol_S = torch.empty_like(table_S)

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import TILE, Backend, Codes, load, load_kernels
+from thinpipe.pipeline.wire.kernels import TILE, Codes, load, load_kernels
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
@@ -78,15 +78,11 @@ class Hadamard:
     """
 
     bits: int
-    backend: Backend = "auto"
+    codec_id = 17
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 7:
             raise ValueError(f"bits = {self.bits}: use 2 to 7; tiles have one bit more or less")
-
-    @property
-    def codec_id(self) -> int:
-        return 17
 
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row; bits that move between tiles do not change them."""
@@ -149,7 +145,7 @@ class Hadamard:
         order_BK = plan.order()
         tiles_BKG = x_BN.new_empty((*order_BK.shape, TILE), dtype=torch.float32)
         self._kernels(x_BN).gather(x_BN, memory_BN, order_BK, plan.turned_BK, tiles_BKG)
-        tiles, kernels = order_BK.shape[1], load_kernels(self.backend, x_BN.device)
+        tiles, kernels = order_BK.shape[1], load_kernels("auto", x_BN.device)
         scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
         parts = list(self._parts(plan, tiles_BKG, scale_BK, wire_BW))
         for part_1M, codes in parts:
@@ -171,12 +167,12 @@ class Hadamard:
         return plan, tiles_BKG
 
     def _dequantize(self, parts: Iterable[_Part], device: torch.device) -> None:
-        kernels = load_kernels(self.backend, device)
+        kernels = load_kernels("auto", device)
         for part_1M, codes in parts:
             kernels.dequantize(codes, part_1M)
 
     def _kernels(self, x_BN: Tensor) -> "TileKernels":
-        return cast("TileKernels", load("hadamard", self.backend, x_BN.device))
+        return cast("TileKernels", load("hadamard", device=x_BN.device))
 
     def _plan(self, x_BN: Tensor, memory_BN: Tensor | None) -> _Plan:
         rows, tiles = x_BN.shape[0], _tiles(x_BN.shape[1])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
-from thinpipe.pipeline.wire.kernels import Backend, load
+from thinpipe.pipeline.wire.kernels import load
 from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels
 from thinpipe.pipeline.wire.pinned import brought_to
 
@@ -24,26 +24,18 @@ from thinpipe.pipeline.wire.pinned import brought_to
 class SignMean:
     """`group` values, a multiple of 8, share a scale. A group that is not finite decodes to NaN.
 
-    Equal inputs give equal bytes on any backend.
+    Equal inputs give equal bytes on any device.
 
     Raises:
         ValueError: a group that is no multiple of 8.
     """
 
     group: int = 128
-    backend: Backend = "auto"
+    codec_id, bits = 20, 1
 
     def __post_init__(self) -> None:
         if self.group < 8 or self.group % 8:
             raise ValueError(f"group = {self.group}: use a multiple of 8, such as 128")
-
-    @property
-    def codec_id(self) -> int:
-        return 20
-
-    @property
-    def bits(self) -> int:
-        return 1
 
     def capacity(self, numel: int) -> int:
         return self._scale_nbytes(numel) + -(-numel // 8)
@@ -104,4 +96,4 @@ class SignMean:
         return 2 * -(-numel // self.group)
 
     def _kernels(self, x_N: Tensor) -> SignKernels:
-        return cast(SignKernels, load("sign_mean", self.backend, x_N.device))
+        return cast(SignKernels, load("sign_mean", device=x_N.device))

@@ -8,8 +8,8 @@ leaves. A message of n candidates holds, in order:
     scales                      one bf16 per group of kept values; absent at 16 and 32 bits
     codes                       `Uniform`'s codes of the kept values, or the values in bf16 or fp32
 
-With coding "zstd" mask and codes are entropy-coded, each on its own and only if that makes it
-shorter, as its length shows. zstd's Huffman coder comes within 2 % of the entropy of a random
+Mask and codes are entropy-coded, each on its own and only if that makes it shorter, as its length
+shows. zstd's Huffman coder comes within 2 % of the entropy of a random
 mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered. One that marks
 less than a sixteenth may be shorter as gaps (`coding/gaps.py`). A coded mask begins with a byte
 that says how: 0 is zstd, 1 is gaps.
@@ -29,8 +29,8 @@ from torch import Tensor
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding import gaps
-from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress, expand
-from thinpipe.pipeline.wire.kernels import Backend, load
+from thinpipe.pipeline.wire.coding.entropy import CodingError, compress, expand
+from thinpipe.pipeline.wire.kernels import load
 from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -46,18 +46,16 @@ class SparseCodec:
 
     1 to 8 bits quantize with one bf16 scale per `group` kept values; 16 and 32 send bf16 and fp32.
     At least one value of a vector is kept, so a NaN or infinity always reaches the peer: its group
-    decodes to NaN. Equal inputs give equal bytes on any backend.
+    decodes to NaN. Equal inputs give equal bytes on any device.
 
     Raises:
         ValueError: a fraction outside (0, 1], other bits, or a group below 1.
-        ImportError: the coding needs a package that is not installed.
     """
 
     fraction: float | Fraction
     bits: int
     group: int = 128
-    coding: Coding = "zstd"
-    backend: Backend = "auto"
+    codec_id = 48
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -66,10 +64,6 @@ class SparseCodec:
             raise ValueError(f"bits = {self.bits}: use 1 to 8, or 16 (bf16) or 32 (fp32)")
         if self.group < 1:
             raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
-
-    @property
-    def codec_id(self) -> int:
-        return 48
 
     def kept(self, numel: int) -> int:
         """How many of `numel` values a message holds: the nearest count, but at least one."""
@@ -89,8 +83,8 @@ class SparseCodec:
         """Write the message of one row, or vector, to the start of `wire` and return its length.
 
         `seen_n` receives what the peer will decode, bit for bit: zero where nothing was kept. The
-        vector is fp32, bf16 or fp16, and `wire` (uint8) on any device. Deterministic, so `noise` is
-        not used.
+        vector has any floating dtype, `wire` (uint8) any device. Deterministic, so `noise` is not
+        used.
 
         Raises:
             ValueError: `wire` is shorter than `capacity`, or `seen_n` is of another size.
@@ -148,10 +142,10 @@ class SparseCodec:
     def _values(self) -> Cast | Uniform:
         if self.bits > 8:
             return Cast("bf16" if self.bits == 16 else "fp32")
-        return Uniform(self.bits, self.group, backend=self.backend)
+        return Uniform(self.bits, self.group)
 
     def _kernels(self, x_n: Tensor) -> SparseKernels:
-        return cast(SparseKernels, load("sparse", self.backend, x_n.device))
+        return cast(SparseKernels, load("sparse", device=x_n.device))
 
     def _sizes(self, numel: int) -> "_Sizes":
         kept = self.kept(numel)
@@ -186,17 +180,20 @@ class SparseCodec:
         end_mask = _HEAD + self._put_mask(mask_M, wire[_HEAD:])
         end_scales = end_mask + scales.numel()
         wire[end_mask:end_scales] = scales
-        end = end_scales + self._put(codes, wire[end_scales:])
+        length = compress(codes, wire[end_scales:])
+        if length is None:
+            length = codes.numel()
+            wire[end_scales : end_scales + length] = codes
         wire[:_HEAD].copy_(
-            torch.tensor([end_mask - _HEAD, end - end_scales], dtype=_LENGTH).view(torch.uint8)
+            torch.tensor([end_mask - _HEAD, length], dtype=_LENGTH).view(torch.uint8)
         )
-        return end
+        return end_scales + length
 
     def _put_mask(self, mask_M: Tensor, wire: Tensor) -> int:
         """Write the shortest form and return its length."""
         best = mask_M
         ways = (compress, gaps.encode) if self._share < _GAPS_BELOW else (compress,)
-        for kind, way in enumerate(ways if self.coding == "zstd" and mask_M.numel() else ()):
+        for kind, way in enumerate(ways):
             form = torch.empty(1 + mask_M.numel(), dtype=torch.uint8)
             form[0] = kind
             length = way(mask_M, form[1:])
@@ -204,13 +201,6 @@ class SparseCodec:
                 best = form[: 1 + length]
         wire[: best.numel()] = best
         return best.numel()
-
-    def _put(self, part: Tensor, wire: Tensor) -> int:
-        length = compress(part, wire) if self.coding == "zstd" else None
-        if length is None:
-            wire[: part.numel()] = part
-            return part.numel()
-        return length
 
     def _read(self, wire: Tensor, out_n: Tensor) -> tuple[Tensor, Tensor]:
         """Mask, empty if all values are kept, and the kept values, on the device of `out_n`."""

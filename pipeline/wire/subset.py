@@ -35,8 +35,8 @@ _LARGEST_WINDOW = 1000
 class Subset:
     """Runs of `RUN` values that start at `start_R` (int64, rising, on the CPU).
 
-    `size` is n: the last run of the vector may be a short one. Vectors are contiguous, in fp32,
-    bf16 or fp16; values of the subset are fp32. Methods raise ValueError where a size or dtype is
+    `size` is n: the last run of the vector may be a short one. Vectors are contiguous, in fp32
+    or bf16; values of the subset are fp32. Methods raise ValueError where a size or dtype is
     another.
     """
 
@@ -66,7 +66,7 @@ class Subset:
     def _check(self, vectors: tuple[Tensor, ...], chosen: tuple[Tensor, ...]) -> None:
         """Compiled code would write past the end."""
         for tensors, numel, dtypes in (
-            (vectors, self.numel, (torch.float32, torch.bfloat16, torch.float16)),
+            (vectors, self.numel, (torch.float32, torch.bfloat16)),
             (chosen, self.size, (torch.float32,)),
         ):
             for t in tensors:

@@ -42,14 +42,11 @@ class TileTopK:
 
     kept: int
     bits: Literal[1, 2]
+    codec_id = 52
 
     def __post_init__(self) -> None:
         if not 2 <= self.kept <= TILE or self.kept % 2:
             raise ValueError(f"kept = {self.kept}: use an even number from 2 to {TILE}")
-
-    @property
-    def codec_id(self) -> int:
-        return 52
 
     def capacity(self, numel: int) -> int:
         count = self.kept * -(-numel // TILE)

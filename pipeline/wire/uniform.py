@@ -4,7 +4,7 @@ All 2^b codes are used: q in [-2^(b-1), 2^(b-1) - 1], and the sign of a group's 
 of its extremes gets the longer side. Rounding is to nearest, ties to even; stochastic rounding is
 unbiased and keyed (`Noise`). The byte layout is in `kernels/__init__.py`: scales, then codes.
 
-Axes: B rows, N values per row, W bytes per row, T tokens, D channels.
+Axes: B rows, N values per row, W bytes per row.
 """
 
 import math
@@ -15,45 +15,38 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
-
-ScalePer = Literal["token", "tensor"] | int
+from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """`bits` per value; one scale per token, row ("tensor") or `scale_per` values.
+    """`bits` per value; one scale per `group` values, such as the channels of a token.
 
-    `width` is D, needed for a scale per token: a row is then T x D values, channels last. fp16
-    scales are not offered: they overflow and underflow on real activations.
+    fp16 scales are not offered: they overflow and underflow on real activations.
 
     With `rate` the step is that many times the group's rms instead of as small as its extremes
     allow: the codes follow one distribution, which entropy coding shortens to about log2(4 / rate)
     bits, and what lies outside the levels is clipped. Meant for 4 bits, whose codes zstd sees.
 
     Raises:
-        ValueError: bits outside 1..8, a group size below 1, a missing width, a rate that is not
-            positive, or at 1 bit stochastic rounding (two levels on one side of zero cannot be
-            unbiased) or a rate.
+        ValueError: bits outside 1..8, a group size below 1, a rate that is not positive, or at 1
+            bit stochastic rounding (two levels on one side of zero cannot be unbiased) or a rate.
     """
 
     bits: int
-    scale_per: ScalePer = "token"
-    width: int | None = None
+    group: int
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     stochastic: bool = False
-    backend: Backend = "auto"
     rate: float | None = None
+    codec_id = 16
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
             raise ValueError(f"bits = {self.bits}: use 1 to 8")
-        if isinstance(self.scale_per, int) and self.scale_per < 1:
-            raise ValueError(f"scale_per = {self.scale_per}: a group holds at least 1 value")
-        if self.scale_per == "token" and not self.width:
-            raise ValueError('scale_per = "token" needs the width of a token')
+        if self.group < 1:
+            raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
         if self.stochastic and self.bits == 1:
             raise ValueError("stochastic rounding needs bits >= 2: 1 bit cannot be unbiased")
         if self.rate is not None and not (0 < self.rate < math.inf and self.bits > 1):
@@ -62,17 +55,13 @@ class Uniform:
                 "rate = 1.0 at bits = 4 codes to about 2 bits"
             )
 
-    @property
-    def codec_id(self) -> int:
-        return 16
-
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row: b * ceil(N / 8) of codes and one scale per group."""
         return self.scale_nbytes(numel) + self.bits * -(-numel // 8)
 
     def scale_nbytes(self, numel: int) -> int:
         """Bytes of a row's scales; codes follow."""
-        return -(-numel // self._group(numel)) * _SCALE_DTYPES[self.scale_dtype].itemsize
+        return -(-numel // self.group) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def encode(
         self,
@@ -134,18 +123,14 @@ class Uniform:
         return noise if self.stochastic else None
 
     def _kernels(self, x_BN: Tensor) -> KernelSet:
-        return load_kernels(self.backend, x_BN.device)
+        return load_kernels("auto", x_BN.device)
 
     def _new_codes(self, x_BN: Tensor, wire_BW: Tensor) -> Codes:
         """Payload in place; scales in their own buffer: in the message they start at any byte."""
-        numel = x_BN.shape[1]
-        group, split = self._group(numel), self.scale_nbytes(numel)
-        scale_BK = torch.empty(
-            (x_BN.shape[0], -(-numel // group)),
-            dtype=_SCALE_DTYPES[self.scale_dtype],
-            device=x_BN.device,
-        )
-        return Codes(wire_BW[:, split:], scale_BK, self.bits, group)
+        rows, numel = x_BN.shape
+        shape, dtype = (rows, -(-numel // self.group)), _SCALE_DTYPES[self.scale_dtype]
+        scale_BK = torch.empty(shape, dtype=dtype, device=x_BN.device)
+        return Codes(wire_BW[:, self.scale_nbytes(numel) :], scale_BK, self.bits, self.group)
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> Codes:
         codes = self._new_codes(out_BN, wire_BW)
@@ -154,14 +139,6 @@ class Uniform:
 
     def _dequantize(self, codes: Codes, out_BN: Tensor) -> None:
         self._kernels(out_BN).dequantize(codes, out_BN)
-
-    def _group(self, numel: int) -> int:
-        if isinstance(self.scale_per, int):
-            return self.scale_per
-        if self.scale_per == "tensor":
-            return max(numel, 1)
-        assert self.width is not None
-        return self.width
 
 
 def _write_scales(codes: Codes, wire_BW: Tensor) -> None:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.coding.entropy import CodingError
-from thinpipe.pipeline.wire.kernels import Backend, load
+from thinpipe.pipeline.wire.kernels import load
 from thinpipe.pipeline.wire.kernels.rans import (
     BLOCK,
     PROBABILITY_BITS,
     RECIPROCAL_BITS,
     SLOTS,
     Lookup,
-    RansKernels,
     stored_nbytes,
 )
 
@@ -99,14 +98,7 @@ def capacity(count: int, symbols: int = MOST_SYMBOLS) -> int:
     return nbytes + 2 + stored_nbytes(rest, symbols) if rest else nbytes
 
 
-def encode(
-    symbol_N: Tensor,
-    model_N: Tensor | None,
-    tables: Tables,
-    wire: Tensor,
-    *,
-    backend: Backend = "auto",
-) -> int:
+def encode(symbol_N: Tensor, model_N: Tensor | None, tables: Tables, wire: Tensor) -> int:
     """Write the symbols to the start of `wire` and return how many bytes they take.
 
     `model_N` tells which table each symbol is coded with; None is the first one for all. All
@@ -120,18 +112,10 @@ def encode(
         raise ValueError(f"{wire.numel()} bytes: {symbol_N.numel()} symbols can take {needed}")
     _check(symbol_N, tables.symbols, "symbol")
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
-    kernels: RansKernels = load("rans", backend)
-    return kernels.encode(symbol_N.contiguous(), model_N, tables.lookup, wire)
+    return int(load("rans").encode(symbol_N.contiguous(), model_N, tables.lookup, wire))
 
 
-def decode(
-    wire: Tensor,
-    model_N: Tensor | None,
-    tables: Tables,
-    symbol_N: Tensor,
-    *,
-    backend: Backend = "auto",
-) -> None:
+def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tensor) -> None:
     """Write to `symbol_N` what `encode` made these bytes of, no fewer and no more.
 
     Raises:
@@ -141,14 +125,13 @@ def decode(
     """
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
     into_N = symbol_N.contiguous()
-    kernels: RansKernels = load("rans", backend)
-    if not kernels.decode(wire.contiguous(), model_N, tables.lookup, into_N):
+    if not load("rans").decode(wire.contiguous(), model_N, tables.lookup, into_N):
         raise CodingError(f"{wire.numel()} bytes do not decode to {symbol_N.numel()} symbols")
     if into_N is not symbol_N:
         symbol_N.copy_(into_N)
 
 
-def counted(symbol_N: Tensor, symbols: int, *, backend: Backend = "auto") -> Tables:
+def counted(symbol_N: Tensor, symbols: int) -> Tables:
     """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0.
 
     Raises:
@@ -156,7 +139,7 @@ def counted(symbol_N: Tensor, symbols: int, *, backend: Backend = "auto") -> Tab
     """
     _check(symbol_N, symbols, "symbol")
     count_S = torch.zeros(symbols, dtype=torch.int64)
-    load("rans", backend).count(symbol_N.contiguous(), count_S)
+    load("rans").count(symbol_N.contiguous(), count_S)
     return Tables(apportioned(count_S)[None])
 
 

@@ -25,7 +25,6 @@ down to one. rms is sqrt(sum / values); where the sum overflows the group counts
 
 import functools
 import importlib
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -39,7 +38,7 @@ Backend = Literal["auto", "reference", "numba", "triton"]
 TILE = 64
 """Values of a tile (`hadamard.py`)."""
 _FOLDERS = {"reference": "reference", "numba": "cpu", "triton": "gpu"}
-_AUTO: Mapping[str, Backend] = {"cuda": "triton", "cpu": "numba"}
+_AUTO: dict[str, Backend] = {"cuda": "triton", "cpu": "numba"}
 _TRITON = ("uniform", "hadamard")
 
 
@@ -59,8 +58,9 @@ class Codes(NamedTuple):
 class KernelSet(Protocol):
     """What every backend offers; all outputs are preallocated and fully written.
 
-    Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories. `x_BN` and `out_BN` may
-    have any strides, rows of memories are contiguous. Rounds stochastically if `noise` is given.
+    Axes: B rows, N values. Memories are fp32 or bf16, values are quickest in these. `x_BN` and
+    `out_BN` may have any strides, rows of memories are contiguous. Rounds stochastically if `noise`
+    is given.
     """
 
     def quantize(

@@ -20,8 +20,8 @@ class TileKernels(Protocol):
     """Functions every backend offers; all outputs are preallocated and fully written.
 
     Axes: B rows, N values, K tiles, G values of a tile. What is cut into tiles is x, or with a
-    memory x - memory in fp32. `x_BN` and `out_BN` may be fp32, bf16 or fp16 and have any strides,
-    memories the same formats; tiles are fp32, and all else is contiguous.
+    memory x - memory in fp32. `x_BN` and `out_BN` are quickest in fp32 or bf16 and may have any
+    strides, memories are fp32 or bf16; tiles are fp32, and all else is contiguous.
     """
 
     def survey(

@@ -1,4 +1,4 @@
-"""Range asymmetric numeral systems (rANS): the RansKernels contract.
+"""Range asymmetric numeral systems (rANS): the bytes, and what `cpu/rans.py` works with.
 
 Duda 2013 (arXiv 1311.2540); interleaved as in Giesen 2014 (arXiv 1402.3392). Symbol s of a model
 has `freq` of 4096 slots, from `start` on. A state x, from 2^16 to below 2^32, takes a symbol in:
@@ -22,7 +22,7 @@ mod 2^16: so a damaged or misplaced block is noticed. All numbers are little end
 A block is stored unless it is shorter coded.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,26 +46,6 @@ class Lookup(NamedTuple):
     entry_KS: Tensor  # int32
     reciprocal_KS: Tensor  # int64
     symbol_KM: Tensor  # uint8: whose slot it is
-
-
-class RansKernels(Protocol):
-    """Functions every backend offers, equal bit for bit. All tensors are contiguous, on the CPU.
-
-    Axes: N values, W bytes. Symbols are below S and models below K; without `model_N` all are 0.
-    """
-
-    def encode(
-        self, symbol_N: Tensor, model_N: Tensor | None, lookup: Lookup, wire_W: Tensor
-    ) -> int:
-        """Write blocks to the start of `wire_W`, which has room for stored ones; returns bytes."""
-
-    def decode(
-        self, wire_W: Tensor, model_N: Tensor | None, lookup: Lookup, symbol_N: Tensor
-    ) -> bool:
-        """Write the symbols, all below S; False if the bytes are not those of so many."""
-
-    def count(self, symbol_N: Tensor, count_S: Tensor) -> None:
-        """Add to `count_S` (int64) how often each symbol occurs."""
 
 
 def stored_nbytes(numel: int, symbols: int) -> int:

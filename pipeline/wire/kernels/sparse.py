@@ -14,8 +14,8 @@ class SparseKernels(Protocol):
     """Functions every backend offers, equal bit for bit; outputs are preallocated, fully written.
 
     A subset is its runs: `start_R` (int64, on the CPU, rising multiples of the run) and the length
-    of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32,
-    bf16 or fp16 and all tensors contiguous.
+    of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32
+    or bf16 and all tensors contiguous.
     """
 
     def deal(self, first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:

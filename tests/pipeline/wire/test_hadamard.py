@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.wire.backends import using
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.uniform import Uniform
@@ -50,14 +51,14 @@ def test_nbytes_is_maps_scales_and_codes(bits: int) -> None:
 @given(
     bits=st.integers(2, 7),
     numel=st.integers(1, 3000),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
 def test_any_size_and_format_round_trips(
     bits: int, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
-    x = bursts(3, numel, seed).clamp(-6e4, 6e4).to(dtype)
+    x = bursts(3, numel, seed).to(dtype)
     out, seen = through(Hadamard(bits), x)
     assert torch.equal(out, seen)
     # a tile's step is at most its peak / (2^(b-2) + 0.5), rotated or not; at 1 bit it is the peak
@@ -65,26 +66,8 @@ def test_any_size_and_format_round_trips(
     assert (out.float() - x.float()).norm() <= x.float().norm() * (1.2 if bits == 2 else 1.0)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_backends_make_the_same_bytes_and_values(bits: int) -> None:
-    x = bursts(3, 5000)
-    x[1, 100] = torch.nan
-    wires, outs = [], []
-    backends: tuple[Backend, ...] = ("reference", "numba")
-    for name in backends:
-        codec = Hadamard(bits, backend=name)
-        wire = torch.full((3, codec.capacity(5000)), 0xAA, dtype=torch.uint8)
-        out = torch.full_like(x, torch.inf)
-        codec.encode(x, wire)
-        codec.decode(wire, out)
-        wires.append(wire)
-        outs.append(out.nan_to_num(9.0))
-    assert torch.equal(*wires)
-    assert torch.equal(*outs)
-
-
 @given(exponent=st.integers(-40, 20), bits=st.integers(2, 7))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_decoding_scales_with_the_input(exponent: int, bits: int) -> None:
     x, codec, factor = bursts(2, 1000), Hadamard(bits), 2.0**exponent
     assert torch.equal(through(codec, x * factor)[0], through(codec, x)[0] * factor)
@@ -182,15 +165,15 @@ def test_changes_are_differences_and_an_addition_in_fp32(
     found = []
     backends: tuple[Backend, ...] = ("reference", "numba")
     for name in backends:
-        codec = Hadamard(bits, backend=name)
+        codec = Hadamard(bits)
         wire = torch.full((2, codec.capacity(numel)), 0xAA, dtype=torch.uint8)
         kept, fresh = torch.empty_like(before_BN), torch.empty_like(before_BN)
-        out = torch.empty(2, numel)
-        finite = codec.encode_change(x_BN, before_BN, wire, kept, noise=None)
-        assert torch.equal(finite, codec.decode_change(wire, before_BN, fresh, out))
+        out, change = torch.empty(2, numel), torch.empty(2, numel)
+        with using(name):
+            finite = codec.encode_change(x_BN, before_BN, wire, kept, noise=None)
+            assert torch.equal(finite, codec.decode_change(wire, before_BN, fresh, out))
+            codec.decode(wire, change)
         assert finite.tolist() == torch.isfinite(out).all(1).tolist()
-        change = torch.empty(2, numel)
-        codec.decode(wire, change)
         parts = (kept, fresh, out, (before_BN.float() + change))
         found.append([wire, *(part.float().nan_to_num(9.0) for part in parts)])
         assert torch.equal(found[-1][1], found[-1][2])

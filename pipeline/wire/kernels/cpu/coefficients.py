@@ -1,9 +1,13 @@
 """The coefficient kernels on CPUs, compiled by numba: no GIL, and a pass for what all have.
 
-Digits and numbers outside are looked for only in rows that have any.
+Digits and numbers outside are looked for only in rows that have any. All tensors are contiguous, on
+the CPU; outputs are preallocated and fully written.
+
+Axes: N tokens, K dimensions, S symbols with digits, E numbers next to them. `kind_N` (int64) is
+below T.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -12,30 +16,29 @@ from torch import Tensor
 from thinpipe.pipeline.wire.kernels.coefficients import DIGIT_BITS, MIDDLE, SYMBOLS, Layout
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.coefficients import CoefficientKernels
-    from thinpipe.pipeline.wire.kernels.cpu import coefficients as coefficients_cpu
-
 _MIDDLE, _LAST = np.int32(MIDDLE), np.int32(SYMBOLS - 1)
 _RUN = 256
 """Symbols that are looked at together for such as are outside."""
 
 
 def split(q_NK: Tensor, kind_N: Tensor, layout: Layout, symbol_S: Tensor, outside_E: Tensor) -> int:
-    """Write symbols and the numbers outside; see `CoefficientKernels.split`."""
+    """Write symbols (uint8), and to the start of `outside_E` (int32) numbers; returns how many.
+
+    `q_NK` is int32; `outside_E` has room for all.
+    """
     shift, kind = layout.shift_TK.numpy(), kind_N.numpy()
     symbol, outside = symbol_S.numpy(), outside_E.numpy()
     return int(_split(q_NK.numpy(), kind, shift, shift.max(1), symbol, outside))
 
 
 def tables(kind_N: Tensor, layout: Layout, table_S: Tensor) -> None:
-    """Write the table of each symbol; see `CoefficientKernels.tables`."""
+    """Write the table (uint8) of each symbol."""
     shift, table = layout.shift_TK.numpy(), layout.table_TK.numpy()
     _tables(kind_N.numpy(), shift, shift.max(1), table, layout.digit_table, table_S.numpy())
 
 
 def join(symbol_S: Tensor, outside_E: Tensor, kind_N: Tensor, layout: Layout, q_NK: Tensor) -> bool:
-    """Write the coefficients; see `CoefficientKernels.join`."""
+    """Write the coefficients; False if there are not as many outside numbers as symbols say."""
     shift, kind = layout.shift_TK.numpy(), kind_N.numpy()
     symbol, outside = symbol_S.numpy(), outside_E.numpy()
     return bool(_join(symbol, outside, kind, shift, shift.max(1), q_NK.numpy()))
@@ -155,7 +158,3 @@ def _join_outside(symbol: Any, outside: Any, q: Any) -> Any:
                     q[i] = outside[used]
                     used += 1
     return used == outside.size
-
-
-if TYPE_CHECKING:
-    _checked: CoefficientKernels = coefficients_cpu

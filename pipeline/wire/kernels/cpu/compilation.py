@@ -10,10 +10,9 @@ import functools
 import hashlib
 import os
 import pickle
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -30,7 +29,6 @@ _PACKAGE = "thinpipe"
 _FOLDER = Path(__file__).parents[4]
 _ROOM_DEPTH = 4
 """Names to a room of kernels: thinpipe.pipeline.wire.kernels, thinpipe.launch.plan.placement."""
-_IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import (?:\(([\w\s,]*)\)|([\w ,]*)))?", re.M)
 _VERSIONS = (numba.__version__, llvmlite.__version__, sys.version)
 _DIGEST_NBYTES = 32
 _ROOM_NBYTES = 2**20
@@ -153,8 +151,8 @@ def why_nothing_is_kept() -> str | None:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile on first use, without the GIL, and cache on disk.
 
-    numba links cached code by qualified name. With a digest of all that the file imports in the
-    name, an edit of a kernel discards only what depends on it.
+    numba links cached code by qualified name. With a digest of all sources of its room in the name,
+    code from other versions of them is never found.
     """
     function.__qualname__ = f"{function.__qualname__}_{source_digest(function.__module__)}"
     wrapped: Any = njit(nogil=True, error_model="numpy")(function)
@@ -178,26 +176,7 @@ def _then_unlocked(compile_variant: Callable[..., Any], cache: KernelCache) -> C
 
 @functools.cache
 def source_digest(module: str, folder: Path = _FOLDER) -> str:
-    """Digest of a module's source and of those that it imports from its room, such as `kernels`."""
-    room = ".".join(module.split(".")[:_ROOM_DEPTH])
-    found, left = dict[str, str](), [module]
-    while left:
-        path = _path(name := left.pop(), folder)
-        if path is not None and name not in found and f"{name}.".startswith(f"{room}."):
-            found[name] = path.read_text(encoding="utf-8")
-            left += _imported(found[name])
-    sources = "".join(found[name] for name in sorted(found))
-    return hashlib.sha256(sources.encode()).hexdigest()[:12]
-
-
-def _path(module: str, folder: Path) -> Path | None:
-    """The file of a module of ours, None if the name is that of something else."""
-    stem = folder.joinpath(*module.split(".")[1:])
-    return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
-
-
-def _imported(source: str) -> Iterator[str]:
-    """Names that may be those of modules; `from a import b` may import either of a and a.b."""
-    for module, several, one in _IMPORT.findall(source):
-        yield module
-        yield from (f"{module}.{name}" for name in re.findall(r"\w+", several or one))
+    """Digest of all sources in a module's room, such as `kernels`: what it may be made of."""
+    room = folder.joinpath(*module.split(".")[1:_ROOM_DEPTH])
+    sources = b"".join(path.read_bytes() for path in sorted(room.rglob("*.py")))
+    return hashlib.sha256(sources).hexdigest()[:12]

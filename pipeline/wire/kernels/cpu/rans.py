@@ -2,9 +2,12 @@
 
 Eight states in turn hide each other's latency. A word is always loaded, or stored, and the position
 moves on only if it counts: which ones do is close to random, and a branch would cost more.
+
+All tensors are contiguous, on the CPU. Axes: N values, W bytes. Symbols are below S and models
+below K; without `model_N` all are 0.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -22,10 +25,6 @@ from thinpipe.pipeline.wire.kernels.rans import (
     Lookup,
 )
 
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.cpu import rans as rans_cpu
-    from thinpipe.pipeline.wire.kernels.rans import RansKernels
-
 _LOW = np.uint32(0xFFFF)
 _SLOT = np.uint32(SLOTS - 1)
 _FULL_SHIFT, _SLOT_SHIFT = np.uint32(32 - PROBABILITY_BITS), np.uint32(PROBABILITY_BITS)
@@ -33,7 +32,7 @@ _STATES_NBYTES = 4 * LANES
 
 
 def encode(symbol_N: Tensor, model_N: Tensor | None, lookup: Lookup, wire_W: Tensor) -> int:
-    """Write blocks; see `RansKernels.encode`."""
+    """Write blocks to the start of `wire_W`, which has room for stored ones; returns bytes."""
     entry = lookup.entry_KS.numpy().view(np.uint32).reshape(-1)
     reciprocal = lookup.reciprocal_KS.numpy().view(np.uint64).reshape(-1)
     models = None if model_N is None else model_N.numpy()
@@ -42,16 +41,16 @@ def encode(symbol_N: Tensor, model_N: Tensor | None, lookup: Lookup, wire_W: Ten
 
 
 def decode(wire_W: Tensor, model_N: Tensor | None, lookup: Lookup, symbol_N: Tensor) -> bool:
-    """Write the symbols; see `RansKernels.decode`."""
+    """Write the symbols, all below S; False if the bytes are not those of so many."""
     entry = lookup.entry_KS.numpy().view(np.uint32).reshape(-1)
     slots = lookup.symbol_KM.numpy().reshape(-1)
     models = None if model_N is None else model_N.numpy()
-    arguments = (wire_W.numpy(), models, entry, slots, lookup.symbols, symbol_N.numpy())
-    return bool(_decode(*arguments))
+    stored = (lookup.symbols, (lookup.symbols - 1).bit_length())
+    return bool(_decode(wire_W.numpy(), models, entry, slots, stored, symbol_N.numpy()))
 
 
 def count(symbol_N: Tensor, count_S: Tensor) -> None:
-    """Add how often each symbol occurs; see `RansKernels.count`."""
+    """Add to `count_S` (int64) how often each symbol occurs."""
     _count(symbol_N.numpy(), count_S.numpy())
 
 
@@ -199,12 +198,13 @@ def _states(wire: Any, state: Any) -> Any:
 
 
 @njit
-def _unstore(wire: Any, symbols: Any, symbol: Any) -> Any:
+def _unstore(wire: Any, stored: Any, symbol: Any) -> Any:
     """Read a block's planes; False if a symbol is too large."""
+    symbols, planes = stored
     nbytes, largest = (symbol.size + 7) // 8, np.uint32(0)
     for i in range(symbol.size):
         value = np.uint32(0)
-        for p in range(wire.size // nbytes):
+        for p in range(planes):
             bit = (np.uint32(wire[p * nbytes + i // 8]) >> np.uint32(i % 8)) & np.uint32(1)
             value |= bit << np.uint32(p)
         symbol[i] = value
@@ -213,7 +213,8 @@ def _unstore(wire: Any, symbols: Any, symbol: Any) -> Any:
 
 
 @compiled
-def _decode(wire: Any, model: Any, entry: Any, slots: Any, symbols: Any, symbol: Any) -> Any:
+def _decode(wire: Any, model: Any, entry: Any, slots: Any, stored: Any, symbol: Any) -> Any:
+    """`stored` = (symbols, planes of a stored block)."""
     state = np.empty(LANES, np.uint32)
     blocks = (symbol.size + BLOCK - 1) // BLOCK
     end = 2 * blocks
@@ -224,8 +225,8 @@ def _decode(wire: Any, model: Any, entry: Any, slots: Any, symbols: Any, symbol:
         models = None if model is None else model[block * BLOCK : (block + 1) * BLOCK]
         count, start = np.int64(_word(wire, 2 * block)), end
         if count == STORED:
-            end = start + _stored_nbytes(part.size, symbols)
-            if end > wire.size or not _unstore(wire[start:end], symbols, part):
+            end = start + stored[1] * ((part.size + 7) // 8)
+            if end > wire.size or not _unstore(wire[start:end], stored, part):
                 return False
             continue
         end, first = start + _STATES_NBYTES + 2 * count, start + _STATES_NBYTES
@@ -236,14 +237,6 @@ def _decode(wire: Any, model: Any, entry: Any, slots: Any, symbols: Any, symbol:
         if not (state == _begin(part, block)).all():
             return False
     return end == wire.size
-
-
-@njit
-def _stored_nbytes(numel: Any, symbols: Any) -> Any:
-    planes = 0
-    while (1 << planes) < symbols:
-        planes += 1
-    return planes * ((numel + 7) // 8)
 
 
 @compiled
@@ -257,7 +250,3 @@ def _count(symbol: Any, count: Any) -> Any:
         counts[symbol[i]] += 1
     for s in range(count.size):
         count[s] += counts[s] + counts[256 + s] + counts[512 + s] + counts[768 + s]
-
-
-if TYPE_CHECKING:
-    _checked: RansKernels = rans_cpu

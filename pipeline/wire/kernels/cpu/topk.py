@@ -19,12 +19,22 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
+    I16,
+    I32,
+    Builder,
+    Value,
+    call,
+    counted,
+    filled,
+    splat,
+    vector,
+)
 
 _LANES = 16
 _SAMPLE, _STRIDE = 64, 64  # 64 neighbours are looked at, 63 times as many are skipped
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_WORDS, _FLAGS = ir.VectorType(_I32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
+_WORDS = vector(I32, _LANES)
 
 
 def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | None = None) -> None:
@@ -49,27 +59,20 @@ def _words(x_N: Tensor) -> Any:
     return x_N.detach().numpy().view(np.uint32)
 
 
-def _chunk(b: Any, x: Any, bound: Any) -> tuple[Any, Any]:
+def _chunk(b: Builder, x: Value, bound: Value) -> tuple[Value, Value]:
     """16 words at an address, and which of them have at least the bound's magnitude."""
     words = b.load(b.inttoptr(x, ir.PointerType(_WORDS)), typ=_WORDS)
     words.align = 4
-    magnitude = b.and_(words, ir.Constant(_WORDS, [0x7FFFFFFF] * _LANES))
-    first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), bound, _I32(0))
-    bounds = b.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * _LANES))
-    return words, b.icmp_unsigned(">=", magnitude, bounds)
+    magnitude = b.and_(words, filled(0x7FFFFFFF, I32, _LANES))
+    return words, b.icmp_unsigned(">=", magnitude, splat(b, bound, _LANES))
 
 
-def _compress(b: Any, words: Any, chosen: Any, target: Any) -> Any:
+def _compress(b: Builder, words: Value, chosen: Value, target: Value) -> Value:
     """Store the chosen words end to end; returns how many they are."""
-    pointer = b.inttoptr(target, ir.PointerType(_I32))
+    pointer = b.inttoptr(target, ir.PointerType(I32))
     name = f"llvm.masked.compressstore.v{_LANES}i32"
-    _call(b, name, ir.VoidType(), [words, pointer, chosen])
-    return b.zext(_call(b, "llvm.ctpop.i16", _I16, [b.bitcast(chosen, _I16)]), _I64)
-
-
-def _call(b: Any, name: str, result: Any, args: list[Any]) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), args)
+    call(b, name, ir.VoidType(), [words, pointer, chosen])
+    return counted(b, b.bitcast(chosen, I16))
 
 
 @intrinsic
@@ -89,8 +92,8 @@ def _mark_large(typing: Any, x: Any, bound: Any, out: Any, mask: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         words, chosen = _chunk(b, args[0], args[1])
-        pointer = b.inttoptr(args[3], ir.PointerType(_I16))
-        b.store(b.bitcast(chosen, _I16), pointer).align = 1
+        pointer = b.inttoptr(args[3], ir.PointerType(I16))
+        b.store(b.bitcast(chosen, I16), pointer).align = 1
         return _compress(b, words, chosen, args[2])
 
     return types.int64(types.uintp, types.uint32, types.uintp, types.uintp), codegen
@@ -102,9 +105,8 @@ def _count_equal(typing: Any, x: Any, bound: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         _, reaching = _chunk(b, args[0], args[1])
-        _, above = _chunk(b, args[0], b.add(args[1], _I32(1)))
-        equal = b.bitcast(b.xor(reaching, above), _I16)
-        return b.zext(_call(b, "llvm.ctpop.i16", _I16, [equal]), _I64)
+        _, above = _chunk(b, args[0], b.add(args[1], I32(1)))
+        return counted(b, b.bitcast(b.xor(reaching, above), I16))
 
     return types.int64(types.uintp, types.uint32), codegen
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import binding
-from numba import config
 from torch import Tensor
 
 from thinpipe.pipeline.wire.kernels import with_contiguous_rows
@@ -16,20 +14,7 @@ from thinpipe.pipeline.wire.kernels import with_contiguous_rows
 Window = tuple[Any, int]
 """A flat numpy array and the distance between rows in it."""
 NOTHING: Window = (None, 0)
-STORED_AS = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-}
-
-if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
-    if binding.get_host_cpu_features().get("f16c") is False:
-        raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
-    if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
-        raise ImportError(
-            "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
-            'NUMBA_CPU_FEATURES = +f16c too, or use backend = "reference"'
-        )
+STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 
 
 def readable(x_BN: Tensor) -> Window:

@@ -14,12 +14,14 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     I16,
     I64,
     Builder,
+    Operand,
     Value,
-    _call,
-    _from_float,
-    _Operand,
-    _steps,
+    call,
+    counted,
+    from_float,
+    operands,
     quiet,
+    steps,
     store,
     vector,
 )
@@ -29,18 +31,14 @@ _F32 = ir.FloatType()
 _FLAGS = ir.VectorType(ir.IntType(1), CHUNK)
 
 
-def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[_Operand], Value]:
+def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[Operand], Value]:
     """All arguments but the last as operands; the last is their starts, then the count."""
     *starts, count = cgutils.unpack_tuple(b, args[-1])
-    arrays = zip(kinds[:-1], args[:-1], strict=True)
-    operands = [
-        _Operand(context, b, array, start) for array, start in zip(arrays, starts, strict=True)
-    ]
-    return operands, count
+    return operands(context, b, kinds, args, starts), count
 
 
-def _write(b: Builder, value: Value, target: _Operand, index: Value, mask: Value) -> None:
-    store(b, _from_float(b, quiet(b, value), target.element), target.at(index), mask)
+def _write(b: Builder, value: Value, target: Operand, index: Value, mask: Value) -> None:
+    store(b, from_float(b, quiet(b, value), target.element), target.at(index), mask)
 
 
 @intrinsic
@@ -56,7 +54,7 @@ def take_run(typing: Any, x: Any, base: Any, out: Any, at: Any) -> Any:
                 value = b.fsub(value, base_op.values(index, mask))
             store(b, value, out_op.at(index), mask)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         return context.get_dummy_value()
 
     return types.void(x, base, out, at), codegen
@@ -72,7 +70,7 @@ def put_run(typing: Any, value: Any, out: Any, at: Any) -> Any:
         def body(index: Value, mask: Value) -> None:
             _write(b, value_op.values(index, mask), out_op, index, mask)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         return context.get_dummy_value()
 
     return types.void(value, out, at), codegen
@@ -83,8 +81,8 @@ def update_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) ->
     """left = (x - base) - sent; base += mean; x := base + left; `at` = four starts, count."""
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        operands, count = _operands(context, b, signature.args, args)
-        sent_op, mean_op, x_op, base_op = operands
+        found, count = _operands(context, b, signature.args, args)
+        sent_op, mean_op, x_op, base_op = found
 
         def body(index: Value, mask: Value) -> None:
             before = base_op.values(index, mask)
@@ -93,7 +91,7 @@ def update_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) ->
             _write(b, b.fadd(before, mean_op.values(index, mask)), base_op, index, mask)
             _write(b, b.fadd(base_op.values(index, mask), left), x_op, index, mask)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         return context.get_dummy_value()
 
     return types.void(sent, mean, x, base, at), codegen
@@ -109,10 +107,8 @@ def expand_chunk(typing: Any, mask: Any, kept: Any, known: Any, out: Any, at: An
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         mask_at, kept_at, out_at = cgutils.unpack_tuple(b, args[4])
-        arrays = zip(signature.args, args[:4], (mask_at, kept_at, out_at, out_at), strict=False)
-        mask_op, kept_op, known_op, out_op = (
-            _Operand(context, b, (kind, value), start) for kind, value, start in arrays
-        )
+        starts = [mask_at, kept_at, out_at, out_at]
+        mask_op, kept_op, known_op, out_op = operands(context, b, signature.args, args, starts)
         word = b.load(b.bitcast(mask_op.at(I64(0)), ir.PointerType(I16)), typ=I16)
         word.align = 1
         flags, kind = b.bitcast(word, _FLAGS), vector(_F32, CHUNK)
@@ -123,7 +119,7 @@ def expand_chunk(typing: Any, mask: Any, kept: Any, known: Any, out: Any, at: An
             before.align = 4
             values = b.select(flags, b.fadd(before, values), before)
         b.store(values, target).align = 4
-        return b.zext(_call(b, "llvm.ctpop.i16", I16, [word]), I64)
+        return counted(b, word)
 
     return types.int64(mask, kept, known, out, at), codegen
 
@@ -132,4 +128,4 @@ def _expanded(b: Builder, source: Value, flags: Value) -> Value:
     """The next values at `source` where flags are set, zero elsewhere."""
     kind = vector(_F32, CHUNK)
     zeros = ir.Constant(kind, [0.0] * CHUNK)
-    return _call(b, f"llvm.masked.expandload.v{CHUNK}f32", kind, [source, flags, zeros])
+    return call(b, f"llvm.masked.expandload.v{CHUNK}f32", kind, [source, flags, zeros])

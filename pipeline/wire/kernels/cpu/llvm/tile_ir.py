@@ -16,13 +16,12 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     I64,
     LANES,
     Builder,
+    Kept,
     Value,
-    _changed,
-    _from_float,
-    _Kept,
-    _Operand,
-    _steps,
+    deliver,
     filled,
+    operands,
+    steps,
     store,
     vector,
 )
@@ -49,9 +48,8 @@ def turn_tile(typing: Any, source: Any, target: Any, at: Any) -> Any:
     """Rotate the 64 fp32 values of a tile; `at` = (source start, target start)."""
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        source_at, target_at = cgutils.unpack_tuple(b, args[2])
-        source_op = _Operand(context, b, (source, args[0]), source_at)
-        target_op = _Operand(context, b, (target, args[1]), target_at)
+        starts = cgutils.unpack_tuple(b, args[2])
+        source_op, target_op = operands(context, b, signature.args, args, starts)
         tile = source_op.load(I64(0))
         for distance in (8, 16, 32, 1, 2, 4):  # the last three are 8, 16, 32 once transposed
             tile = _butterfly(b, tile, distance)
@@ -76,23 +74,14 @@ def add_run(
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         *starts, count = cgutils.unpack_tuple(b, args[5])
-        value_op, m_op, fresh_op, out_op, seen_op = (
-            _Operand(context, b, (kind, array), start)
-            for kind, array, start in zip(signature.args, args[:5], [*starts, I64(0)], strict=False)
-        )
-        kept = _Kept(b, fresh_op, seen_op)
+        found = operands(context, b, signature.args, args, [*starts, I64(0)])
+        value_op, m_op, fresh_op, out_op, seen_op = found
+        kept = Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
-            found = value_op.values(index, mask)
-            if m_op:
-                old = m_op.values(index, mask)
-                found = _changed(b, m_op, old, found, (fresh_op, out_op))
-            if out_op:
-                store(b, _from_float(b, found, out_op.element), out_op.at(index), mask)
-            if fresh_op:
-                kept.store(found, index, mask)
+            deliver(b, (index, mask), value_op.values(index, mask), m_op, out_op, kept)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         kept.close()
         return context.get_dummy_value()
 

@@ -4,7 +4,7 @@ Plain numba loops depend on the auto-vectorizer, which misses most of these; exp
 2.5 to 3 times faster, compile 9 times faster and are legal on every CPU (LLVM splits them). An
 intrinsic works on `count` consecutive values of flat, C-contiguous arrays, in steps of 64 lanes;
 the last step is masked. The element type of an array stands for its format: float32 is fp32, uint16
-is bf16, int16 is fp16. Passing None for an optional array removes its code.
+is bf16. Passing None for an optional array removes its code.
 
 Nothing here is fused or reordered: products and sums round once each, as the reference's do.
 """
@@ -20,17 +20,10 @@ from numba.extending import intrinsic
 LANES = 64
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
-_NBYTES = {types.float32: 4, types.uint32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_F32 = ir.FloatType()
 _ROUNDING = 1.5 * 2**23
 _AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
-_FORMATS = {
-    types.float32: _F32,
-    types.uint32: I32,
-    types.uint16: I16,
-    types.int16: _F16,
-    types.uint8: I8,
-}
+_FORMATS = {types.float32: _F32, types.uint32: I32, types.uint16: I16, types.uint8: I8}
 
 Value = Any  # an llvmlite value; llvmlite has no type hints
 Builder = Any
@@ -53,10 +46,16 @@ def splat(b: Builder, scalar: Value, lanes: int = LANES) -> Value:
     return b.shuffle_vector(first, undefined, filled(0, I32, lanes))
 
 
-def _call(b: Builder, name: str, result: Value, args: list[Value]) -> Value:
+def call(b: Builder, name: str, result: Value, args: list[Value]) -> Value:
+    """Call one of LLVM's own functions."""
     known = b.module.globals.get(name)
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return b.call(known or ir.Function(b.module, kind, name), args)
+
+
+def counted(b: Builder, flags: Value) -> Value:
+    """How many bits of a 16-bit word are set, in 64 bits."""
+    return b.zext(call(b, "llvm.ctpop.i16", I16, [flags]), I64)
 
 
 def pointer_to(context: Any, b: Builder, array: Any, index: Value) -> Value:
@@ -75,7 +74,7 @@ def _load(b: Builder, pointer: Value, element: Value, mask: Value = None) -> Val
         return loaded
     zero = ir.Constant(kind, None)
     name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
-    return _call(b, name, kind, [b.bitcast(pointer, ir.PointerType(kind)), I32(1), mask, zero])
+    return call(b, name, kind, [b.bitcast(pointer, ir.PointerType(kind)), I32(1), mask, zero])
 
 
 def store(b: Builder, value: Value, pointer: Value, mask: Value = None) -> None:
@@ -85,29 +84,25 @@ def store(b: Builder, value: Value, pointer: Value, mask: Value = None) -> None:
         b.store(value, address).align = 1
         return
     name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
-    _call(b, name, ir.VoidType(), [value, address, I32(1), mask])
+    call(b, name, ir.VoidType(), [value, address, I32(1), mask])
 
 
 def _suffix(element: Value) -> str:
-    return {_F32: "f32", _F16: "f16"}.get(element) or f"i{element.width}"
+    return "f32" if element == _F32 else f"i{element.width}"
 
 
 def _to_float(b: Builder, stored: Value) -> Value:
     element, lanes = stored.type.element, stored.type.count
     if element == _F32:
         return stored
-    if element == _F16:
-        return b.fpext(stored, vector(_F32, lanes))
     wide = b.shl(b.zext(stored, vector(I32, lanes)), filled(16, I32, lanes))
     return b.bitcast(wide, vector(_F32, lanes))
 
 
-def _from_float(b: Builder, value: Value, element: Value) -> Value:
+def from_float(b: Builder, value: Value, element: Value) -> Value:
     """Round to nearest even. A NaN must have a zero low half, or it wraps around; see `quiet`."""
     if element == _F32:
         return value
-    if element == _F16:
-        return b.fptrunc(value, vector(_F16, LANES))
     word = b.bitcast(value, vector(I32, LANES))
     odd = b.and_(b.lshr(word, filled(16, I32)), filled(1, I32))
     rounded = b.add(word, b.add(odd, filled(0x7FFF, I32)))
@@ -122,7 +117,7 @@ def quiet(b: Builder, value: Value) -> Value:
     return b.select(b.fcmp_unordered("uno", value, value), canonical, value)
 
 
-def _steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> None:
+def steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> None:
     """Run body(index, mask) for every 64 lanes; mask is None where all of them count."""
     full = b.and_(count, count.type(-LANES))
     with cgutils.for_range_slice(b, count.type(0), full, count.type(LANES)) as (index, _):
@@ -133,7 +128,7 @@ def _steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> No
         body(full, b.icmp_signed("<", lane, rest))
 
 
-class _Operand:
+class Operand:
     """An array argument and where the work starts in it; falsy for None."""
 
     def __init__(self, context: Any, b: Builder, array: Any, start: Value) -> None:
@@ -157,16 +152,22 @@ class _Operand:
     def prefetch(self, index: Value) -> None:
         """Ask for the cache lines of 64 values; past the end it does nothing."""
         b, pointer = self._b, self._b.bitcast(self.at(index), ir.PointerType(I8))
-        size = LANES * _NBYTES[self.kind.dtype]
+        size = LANES * self.kind.dtype.bitwidth // 8
         for line in range(0, size, 64):
             args = [b.gep(pointer, [I64(line)]), I32(0), I32(3), I32(1)]  # read, keep, data
-            _call(b, "llvm.prefetch.p0", ir.VoidType(), args)
+            call(b, "llvm.prefetch.p0", ir.VoidType(), args)
 
     def values(self, index: Value, mask: Value) -> Value:
         return _to_float(self._b, self.load(index, mask))
 
 
-def _difference(b: Builder, x: _Operand, m: _Operand, index: Value, mask: Value) -> Value:
+def operands(context: Any, b: Builder, kinds: Any, args: Any, starts: list[Value]) -> list[Operand]:
+    """The first arguments as operands, each with its start."""
+    arrays = zip(kinds, args, starts, strict=False)
+    return [Operand(context, b, (kind, array), start) for kind, array, start in arrays]
+
+
+def _difference(b: Builder, x: Operand, m: Operand, index: Value, mask: Value) -> Value:
     value = x.values(index, mask)
     return b.fsub(value, m.values(index, mask)) if m else value
 
@@ -181,20 +182,20 @@ def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, co
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         kind = vector(I32, LANES)
-        x_op = _Operand(context, b, (x, args[0]), args[2])
-        m_op = _Operand(context, b, (memory, args[1]), args[3])
+        x_op = Operand(context, b, (x, args[0]), args[2])
+        m_op = Operand(context, b, (memory, args[1]), args[3])
         highest = cgutils.alloca_once_value(b, filled(0, I32))
         lowest = cgutils.alloca_once_value(b, filled(0, I32))
 
         def body(index: Value, mask: Value) -> None:
             word = b.bitcast(_difference(b, x_op, m_op, index, mask), kind)
             for name, best in (("smax", highest), ("umax", lowest)):
-                larger = _call(b, f"llvm.{name}.v{LANES}i32", kind, [b.load(best), word])
+                larger = call(b, f"llvm.{name}.v{LANES}i32", kind, [b.load(best), word])
                 b.store(larger, best)
 
-        _steps(b, args[4], body)
-        high = _call(b, f"llvm.vector.reduce.smax.v{LANES}i32", I32, [b.load(highest)])
-        word = _call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [b.load(lowest)])
+        steps(b, args[4], body)
+        high = call(b, f"llvm.vector.reduce.smax.v{LANES}i32", I32, [b.load(highest)])
+        word = call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [b.load(lowest)])
         negative = b.icmp_signed("<", word, I32(0))
         low = b.select(negative, b.and_(word, I32(0x7FFFFFFF)), I32(0))
         return context.make_tuple(b, signature.return_type, [high, low])
@@ -210,15 +211,15 @@ def sum_of_squares(
     """Sum of (x - memory)^2 in the order that `kernels/__init__.py` defines."""
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        x_op = _Operand(context, b, (x, args[0]), args[2])
-        m_op = _Operand(context, b, (memory, args[1]), args[3])
+        x_op = Operand(context, b, (x, args[0]), args[2])
+        m_op = Operand(context, b, (memory, args[1]), args[3])
         sums = cgutils.alloca_once_value(b, filled(0.0, _F32))
 
         def body(index: Value, mask: Value) -> None:
             value = _difference(b, x_op, m_op, index, mask)
             b.store(b.fadd(b.load(sums), b.fmul(value, value)), sums)
 
-        _steps(b, args[4], body)
+        steps(b, args[4], body)
         total, width = b.load(sums), LANES
         while width > 1:
             width //= 2
@@ -234,7 +235,7 @@ def sum_of_squares(
 
 
 def _changed(
-    b: Builder, memory: _Operand, old: Value, change: Value, targets: tuple[_Operand, ...]
+    b: Builder, memory: Operand, old: Value, change: Value, targets: tuple[Operand, ...]
 ) -> Value:
     """The memory's old values + change, to be rounded to the targets; a NaN of a bf16 memory needs
     no care.
@@ -244,21 +245,20 @@ def _changed(
     return quiet(b, value) if rounded and memory.element != I16 else value
 
 
-class _Kept:
+class Kept:
     """Stores new memories and remembers the largest bit patterns of their magnitudes, by lane."""
 
-    def __init__(self, b: Builder, fresh: _Operand, largest: _Operand) -> None:
-        self._b, self._fresh, self._seen = b, fresh, largest
-        self._narrow = (
-            bool(fresh) and fresh.element == I16
-        )  # bf16 orders like the fp32 it is cut from
+    def __init__(self, b: Builder, fresh: Operand, largest: Operand) -> None:
+        self._b, self.fresh, self._seen = b, fresh, largest
+        # bf16 orders like the fp32 it is cut from
+        self._narrow = bool(fresh) and fresh.element == I16
         self._kind = vector(I16 if self._narrow else I32, LANES)
         self._largest = cgutils.alloca_once_value(b, ir.Constant(self._kind, None))
 
     def store(self, value: Value, index: Value, mask: Value) -> None:
         b = self._b
-        stored = _from_float(b, value, self._fresh.element)
-        store(b, stored, self._fresh.at(index), mask)
+        stored = from_float(b, value, self.fresh.element)
+        store(b, stored, self.fresh.at(index), mask)
         word = stored if self._narrow else b.bitcast(_to_float(b, stored), self._kind)
         sign = 0x7FFF if self._narrow else 0x7FFFFFFF
         magnitude = b.and_(word, filled(sign, self._kind.element))
@@ -271,13 +271,26 @@ class _Kept:
         b, found = self._b, self._b.load(self._largest)
         if self._narrow:
             found = b.shl(b.zext(found, vector(I32, LANES)), filled(16, I32))
-        if self._fresh:
+        if self.fresh:
             store(b, _larger(b, self._seen.load(I64(0)), found), self._seen.at(I64(0)))
+
+
+def deliver(
+    b: Builder, at: tuple[Value, Value], value: Value, memory: Operand, out: Operand, kept: Kept
+) -> None:
+    """Write memory + value, or value itself without a memory, to `out` and what is kept."""
+    index, mask = at
+    if memory:
+        value = _changed(b, memory, memory.values(index, mask), value, (kept.fresh, out))
+    if out:
+        store(b, from_float(b, value, out.element), out.at(index), mask)
+    if kept.fresh:
+        kept.store(value, index, mask)
 
 
 def _larger(b: Builder, one: Value, other: Value) -> Value:
     kind = one.type
-    return _call(b, f"llvm.umax.v{LANES}{_suffix(kind.element)}", kind, [one, other])
+    return call(b, f"llvm.umax.v{LANES}{_suffix(kind.element)}", kind, [one, other])
 
 
 @intrinsic
@@ -294,16 +307,14 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         *starts, code_start, count, half, step, inverse = cgutils.unpack_tuple(b, args[6])
         places = [*starts, code_start, code_start, I64(0)]
-        x_op, m_op, fresh_op, code_op, noise_op, seen_op = (
-            _Operand(context, b, array, start)
-            for array, start in zip(zip(signature.args, args, strict=True), places, strict=False)
-        )
+        found = operands(context, b, signature.args, args, places)
+        x_op, m_op, fresh_op, code_op, noise_op, seen_op = found
         half_32 = b.trunc(half, I32)
         bottom, top = (
             splat(b, b.sitofp(level, _F32)) for level in (b.neg(half_32), b.sub(half_32, I32(1)))
         )
         factor, scale, offset = splat(b, inverse), splat(b, step), splat(b, b.trunc(half, I8))
-        kind, kept = vector(I32, LANES), _Kept(b, fresh_op, seen_op)
+        kind, kept = vector(I32, LANES), Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
             if mask is None:
@@ -317,7 +328,7 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
             scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
             if noise_op:
                 scaled = b.fmul(scaled, filled(65536.0, _F32))
-                fixed = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
+                fixed = call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
                 word = b.ashr(b.add(fixed, b.zext(noise_op.load(index), kind)), filled(16, I32))
                 level = b.sitofp(word, vector(_F32, LANES))
             else:  # at this size a float has no digits behind the point, and its low byte is q
@@ -330,7 +341,7 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
                 value = _changed(b, m_op, old, change, (fresh_op,))
                 kept.store(value, index, mask)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         kept.close()
         return context.get_dummy_value()
 
@@ -349,26 +360,17 @@ def apply_group(
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         *starts, count, half, step = cgutils.unpack_tuple(b, args[5])
-        code_op, m_op, fresh_op, out_op, seen_op = (
-            _Operand(context, b, (kind, value), start)
-            for kind, value, start in zip(signature.args, args[:5], [*starts, I64(0)], strict=False)
-        )
+        found = operands(context, b, signature.args, args, [*starts, I64(0)])
+        code_op, m_op, fresh_op, out_op, seen_op = found
         scale, offset = splat(b, step), splat(b, b.trunc(half, I32))
-        kept = _Kept(b, fresh_op, seen_op)
+        kept = Kept(b, fresh_op, seen_op)
 
         def body(index: Value, mask: Value) -> None:
             code = b.zext(code_op.load(index, mask), vector(I32, LANES))
             level = b.sitofp(b.sub(code, offset), vector(_F32, LANES))
-            value = b.fmul(level, scale)
-            if m_op:
-                old = m_op.values(index, mask)
-                value = _changed(b, m_op, old, value, (fresh_op, out_op))
-            if out_op:
-                store(b, _from_float(b, value, out_op.element), out_op.at(index), mask)
-            if fresh_op:
-                kept.store(value, index, mask)
+            deliver(b, (index, mask), b.fmul(level, scale), m_op, out_op, kept)
 
-        _steps(b, count, body)
+        steps(b, count, body)
         kept.close()
         return context.get_dummy_value()
 
