@@ -113,10 +113,10 @@ def kernels(work: Work) -> str:
     if work.rehearse:
         return "Not on a CPU."
     path = work.folder / "kernels.jsonl"
-    sizes = ["--bits", "2", "4", "8", "--millions", "64", "--repetitions", "10"]
+    sizes = ["--device", "cuda", "--sizes", "64M", "--bits", "2", "4", "8", "--repetitions", "10"]
     _run(
         work,
-        [sys.executable, "-m", "benchmarks.kernels.gpu", *sizes, "--json", str(path)],
+        [sys.executable, "-m", "benchmarks.kernels", *sizes, "--json", str(path)],
         _PROGRAM_S,
     )
     rows = [row for row in read_results(path) if row["backend"] == "triton"]

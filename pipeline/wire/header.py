@@ -32,8 +32,6 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
-"""By their number in a header."""
-
 
 class DesyncError(RuntimeError):
     """Two ends of a link disagree about a message: the state of one of them is not as it should."""

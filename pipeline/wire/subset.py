@@ -122,11 +122,6 @@ def exact_fraction(fraction: float | Fraction) -> Fraction:
     return part
 
 
-def largest_size(numel: int, fraction: float | Fraction) -> int:
-    """The most values a subset can have."""
-    return min(numel, ceil(-(-numel // RUN) * exact_fraction(fraction)) * RUN)
-
-
 def _round_keys(seed: int, window: int, bucket: int) -> list[int]:
     counter = np.array([bucket, window, 0, 0], np.uint64)
     key = np.array([seed % 2**64, 0], np.uint64)

@@ -94,7 +94,7 @@ def test_settings_that_tiles_do_not_have_are_rejected(key: str) -> None:
 
 @pytest.mark.parametrize(
     "memory",
-    [Uniform(8, "token", width=24), Uniform(4, 24 * 70), Uniform(8, 40), Cast("bf16")],
+    [Uniform(8, 24), Uniform(4, 24 * 70), Uniform(8, 40), Cast("bf16")],
 )
 def test_a_stored_memory_changes_as_if_it_were_decoded(memory: Uniform | Cast) -> None:
     delta, numel = Uniform(3, 64), 24 * 70

@@ -103,7 +103,7 @@ def boundaries(seed: int) -> list[tuple[Boundary, Boundary]]:
         (build_delta(spec, width=WIDTH, key=seed), build_delta(spec, width=WIDTH, key=seed))
         for spec in specs
     ]
-    for codec in (Cast("bf16"), Uniform(4, "token", WIDTH), Hadamard(3)):
+    for codec in (Cast("bf16"), Uniform(4, WIDTH), Hadamard(3)):
         pairs.append((Stateless(codec, seed), Stateless(codec, seed)))
     return pairs
 

@@ -22,7 +22,7 @@ def quantized(codec: Uniform | Cast, samples: int = 4) -> tuple[Tensor, Rows]:
 
 
 def at_rate(rate: float) -> Uniform:
-    return Uniform(4, width=WIDTH, rate=rate)
+    return Uniform(4, WIDTH, rate=rate)
 
 
 def coded(payload: Tensor, *rows: Rows) -> Tensor:
@@ -40,7 +40,7 @@ def expanded(wire: Tensor, payload: Tensor, *rows: Rows) -> Tensor:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_codes_of_any_width_come_back(bits: int) -> None:
-    payload, rows = quantized(Uniform(bits, "tensor"))
+    payload, rows = quantized(Uniform(bits, NUMEL))
     wire = coded(payload, rows)
     assert torch.equal(expanded(wire, payload, rows), payload)
 
@@ -80,7 +80,7 @@ def test_few_bits_take_fewer_than_with_zstd(rate: float, share: float) -> None:
 
 def test_first_visits_and_changes_have_tables_of_their_own() -> None:
     (first, first_rows), (known, known_rows) = (
-        quantized(Uniform(8, "tensor")),
+        quantized(Uniform(8, NUMEL)),
         quantized(at_rate(2)),
     )
     payload = torch.cat([first, known])
@@ -97,7 +97,7 @@ def test_rows_without_codes_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_damage_is_noticed_or_changes_values(bits: int) -> None:
-    payload, rows = quantized(Uniform(bits, "tensor"), 1)
+    payload, rows = quantized(Uniform(bits, NUMEL), 1)
     wire = coded(payload, rows)
     draws = torch.Generator().manual_seed(bits)
     for _ in range(2000):

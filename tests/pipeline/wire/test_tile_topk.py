@@ -8,7 +8,7 @@ import torch
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.tile_topk import TILE, TileTopK
 
-SIZES = (1, 2, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 77)
+SIZES = (1, 100, TILE, TILE + 1)
 
 
 def values(numel: int) -> torch.Tensor:
@@ -16,7 +16,7 @@ def values(numel: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("kept", [2, 64, TILE])
+@pytest.mark.parametrize("kept", [2, TILE])
 @pytest.mark.parametrize("numel", SIZES)
 def test_seen_is_what_the_peer_decodes(numel: int, kept: int, bits: Literal[1, 2]) -> None:
     codec, x = TileTopK(kept, bits), values(numel)

@@ -71,7 +71,7 @@ def test_damaged_bytes_are_an_error_or_another_mask_of_as_many() -> None:
     wire, marked = coded(mask_M), marks(mask_M)
     assert wire is not None
     back_M, rejected = torch.empty_like(mask_M), 0
-    for place in range(8 * wire.numel()):
+    for place in range(0, 8 * wire.numel(), 3):
         damaged = wire.clone()
         damaged[place // 8] ^= 1 << place % 8
         try:
@@ -79,7 +79,7 @@ def test_damaged_bytes_are_an_error_or_another_mask_of_as_many() -> None:
             assert marks(back_M) == marked
         except CodingError:
             rejected += 1
-    assert rejected > 4 * wire.numel()
-    for length in range(wire.numel()):
+    assert rejected > 4 * wire.numel() / 3
+    for length in range(0, wire.numel(), 3):
         with pytest.raises(CodingError):
             gaps.decode(wire[:length], marked, back_M)

@@ -9,7 +9,6 @@ from torch import Tensor
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
-from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.rans import BLOCK
 
 SEEDS = st.integers(0, 2**31)
@@ -34,19 +33,48 @@ def drawn(tables: rans.Tables, count: int, seed: int = 0) -> tuple[Tensor, Tenso
     return tables.lookup.symbol_KM[model_N.long(), slot_N], model_N
 
 
-def coded(
-    symbol_N: Tensor, model_N: Tensor | None, tables: rans.Tables, backend: Backend = "auto"
-) -> Tensor:
+def coded(symbol_N: Tensor, model_N: Tensor | None, tables: rans.Tables) -> Tensor:
     wire = torch.full((rans.capacity(symbol_N.numel(), tables.symbols),), 255, dtype=torch.uint8)
-    return wire[: rans.encode(symbol_N, model_N, tables, wire, backend=backend)].clone()
+    return wire[: rans.encode(symbol_N, model_N, tables, wire)].clone()
 
 
-def decoded(
-    wire: Tensor, model_N: Tensor | None, tables: rans.Tables, count: int, backend: Backend = "auto"
-) -> Tensor:
+def decoded(wire: Tensor, model_N: Tensor | None, tables: rans.Tables, count: int) -> Tensor:
     out_N = torch.full((count,), 255, dtype=torch.uint8)
-    rans.decode(wire, model_N, tables, out_N, backend=backend)
+    rans.decode(wire, model_N, tables, out_N)
     return out_N
+
+
+def decoded_one_by_one(
+    wire: Tensor, model_N: Tensor | None, tables: rans.Tables, count: int
+) -> Tensor:
+    """The text of `kernels/rans.py`, symbol by symbol."""
+    data, freq_KS = wire.numpy().tobytes(), tables.freq_KS.tolist()
+    model_N = torch.zeros(count).long() if model_N is None else model_N
+    at, found = 2 * -(-count // BLOCK), list[int]()
+    for block in range(-(-count // BLOCK)):
+        models = model_N[block * BLOCK : (block + 1) * BLOCK].tolist()
+        if int.from_bytes(data[2 * block :][:2], "little") == 0xFFFF:
+            planes, nbytes = (tables.symbols - 1).bit_length(), -(-len(models) // 8)
+            for i in range(len(models)):
+                bits = [data[at + p * nbytes + i // 8] >> i % 8 & 1 for p in range(planes)]
+                found.append(sum(bit << p for p, bit in enumerate(bits)))
+            at += planes * nbytes
+            continue
+        states = [int.from_bytes(data[at + 4 * lane :][:4], "little") for lane in range(8)]
+        at += 32
+        for i, model in enumerate(models):
+            x, symbol, start = states[i % 8], 0, 0
+            while x % 4096 >= start + freq_KS[model][symbol]:
+                start, symbol = start + freq_KS[model][symbol], symbol + 1
+            x = freq_KS[model][symbol] * (x // 4096) + x % 4096 - start
+            if x < 1 << 16:
+                x, at = x << 16 | int.from_bytes(data[at : at + 2], "little"), at + 2
+            states[i % 8] = x
+            found.append(symbol)
+        total = 257 * block + sum(found[block * BLOCK :])
+        assert states == [(1 << 16) + total % (1 << 16)] * 8
+    assert at == len(data)
+    return torch.tensor(found, dtype=torch.uint8)
 
 
 def entropy_bits(symbol_N: Tensor, model_N: Tensor, tables: rans.Tables) -> float:
@@ -68,31 +96,29 @@ def messages(draw: st.DrawFn) -> tuple[Tensor, Tensor | None, rans.Tables]:
     return symbol_N, model_N if draw(st.booleans()) else None, tables
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(messages())
-def test_what_was_coded_comes_back_alike_from_any_backend(
+def test_what_was_coded_comes_back_and_bytes_are_those_described(
     message: tuple[Tensor, Tensor | None, rans.Tables],
 ) -> None:
     symbol_N, model_N, tables = message
     wire = coded(symbol_N, model_N, tables)
-    assert torch.equal(wire, coded(symbol_N, model_N, tables, "reference"))
-    for backend in ("numba", "reference"):
-        assert torch.equal(decoded(wire, model_N, tables, len(symbol_N), backend), symbol_N)
+    for decoder in (decoded, decoded_one_by_one):
+        assert torch.equal(decoder(wire, model_N, tables, len(symbol_N)), symbol_N)
 
 
-@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4003])
-def test_blocks_come_back_alike_from_any_backend(count: int) -> None:
+@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, 2 * BLOCK + 4003])
+def test_blocks_come_back(count: int) -> None:
     tables = laplace(16, (0.5, 1.0, 5.0))
     symbol_N, model_N = drawn(tables, count)
-    symbol_N[BLOCK:] = 15  # rare: such a block is stored
+    symbol_N[2 * BLOCK :] = 15  # rare: such a block is stored
     wire = coded(symbol_N, model_N, tables)
-    assert torch.equal(wire, coded(symbol_N, model_N, tables, "reference"))
-    for backend in ("numba", "reference"):
-        assert torch.equal(decoded(wire, model_N, tables, count, backend), symbol_N)
+    for decoder in (decoded, decoded_one_by_one):
+        assert torch.equal(decoder(wire, model_N, tables, count), symbol_N)
 
 
-@pytest.mark.parametrize("symbols", [1, 2, 3, 16, 17, 32])
-@pytest.mark.parametrize("count", [0, 1, 8, 9, 5000, BLOCK + 1])
+@pytest.mark.parametrize("symbols", [1, 3, 17, 32])
+@pytest.mark.parametrize("count", [0, 1, 9, BLOCK + 1])
 def test_the_rarest_symbols_stay_within_the_capacity(count: int, symbols: int) -> None:
     """`encode` would write past the end of `wire` otherwise, or be rejected."""
     tables = laplace(symbols, (0.01,))
@@ -129,12 +155,11 @@ def test_a_table_of_its_own_makes_every_value_cheaper() -> None:
 
 def test_counted_shares_are_those_of_the_symbols() -> None:
     symbol_N, _ = drawn(laplace(16, (1.0,)), 100_003)
-    for backend in ("numba", "reference"):
-        freq_S = rans.counted(symbol_N, 16, backend=backend).freq_KS[0]
-        count_S = torch.bincount(symbol_N, minlength=16)
-        assert ((freq_S - count_S * 4096 / 100_003).abs() < 1).logical_or(freq_S == 1).all()
-        least = -float((count_S * (count_S / 100_003).clamp(min=1e-9).log2()).sum())
-        assert -float((count_S * (freq_S / 4096).log2()).sum()) < 1.001 * least
+    freq_S = rans.counted(symbol_N, 16).freq_KS[0]
+    count_S = torch.bincount(symbol_N, minlength=16)
+    assert ((freq_S - count_S * 4096 / 100_003).abs() < 1).logical_or(freq_S == 1).all()
+    least = -float((count_S * (count_S / 100_003).clamp(min=1e-9).log2()).sum())
+    assert -float((count_S * (freq_S / 4096).log2()).sum()) < 1.001 * least
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=32))
@@ -188,8 +213,6 @@ def test_what_the_tables_do_not_have_is_rejected() -> None:
         rans.encode(symbol_N.long(), None, tables, wire)
     with pytest.raises(ValueError, match="53 bytes: 100 symbols can take 54"):
         rans.encode(symbol_N, None, tables, wire[:53])
-    with pytest.raises(ValueError, match='"triton"'):
-        rans.encode(symbol_N, None, tables, wire, backend="triton")
 
 
 def mutated(wire: Tensor, seed: int) -> Tensor:
@@ -215,24 +238,23 @@ def mutated(wire: Tensor, seed: int) -> Tensor:
     return wire
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
-def test_damage_is_noticed(backend: Backend) -> None:
+def test_damage_is_noticed() -> None:
     """What decodes nevertheless decodes to other symbols, and is next to nothing."""
-    tables = laplace(16, (0.5, 1.0, 3.0))
-    tries, missed = (20_000, 0) if backend == "numba" else (200, 0)
-    for seed in range(tries):
-        symbol_N, model_N = drawn(tables, 150 + seed % 1000, seed % 40)
+    tables, missed = laplace(16, (0.5, 1.0, 3.0)), 0
+    for seed in range(40):
+        symbol_N, model_N = drawn(tables, 150 + 23 * seed, seed)
         wire = coded(symbol_N, model_N, tables)
-        damaged = mutated(wire, seed)
-        if torch.equal(damaged, wire):
-            continue
-        try:
-            out_N = decoded(damaged, model_N, tables, len(symbol_N), backend)
-        except CodingError:
-            continue
-        assert int(out_N.max()) < 16
-        missed += 1
-    assert missed <= tries / 5000
+        for number in range(125):
+            damaged = mutated(wire, 125 * seed + number)
+            if torch.equal(damaged, wire):
+                continue
+            try:
+                out_N = decoded(damaged, model_N, tables, len(symbol_N))
+            except CodingError:
+                continue
+            assert int(out_N.max()) < 16
+            missed += 1
+    assert missed <= 1
 
 
 @pytest.mark.parametrize("other", [0, 999, 1001, BLOCK + 1000])
@@ -243,8 +265,7 @@ def test_another_number_of_symbols_is_rejected(other: int) -> None:
         decoded(wire, None, tables, other)
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
-def test_swapped_blocks_are_noticed(backend: Backend) -> None:
+def test_swapped_blocks_are_noticed() -> None:
     tables = laplace(16, (1.0,))
     symbol_N, _ = drawn(tables, 2 * BLOCK)
     wire = coded(symbol_N, None, tables)
@@ -252,17 +273,16 @@ def test_swapped_blocks_are_noticed(backend: Backend) -> None:
     first, second = wire[4 : 4 + length], wire[4 + length :]
     swapped = torch.cat([head[2:], head[:2], second, first])
     with pytest.raises(CodingError):
-        decoded(swapped, None, tables, 2 * BLOCK, backend)
+        decoded(swapped, None, tables, 2 * BLOCK)
 
 
-@pytest.mark.parametrize("backend", ["numba", "reference"])
-def test_stored_symbols_that_the_tables_do_not_have_are_rejected(backend: Backend) -> None:
+def test_stored_symbols_that_the_tables_do_not_have_are_rejected() -> None:
     tables = laplace(5, (1.0,))
     wire = coded(torch.full((8,), 4, dtype=torch.uint8), None, tables)
     assert wire.tolist() == [255, 255, 0, 0, 255]
     wire[2] = 1
     with pytest.raises(CodingError):
-        decoded(wire, None, tables, 8, backend)
+        decoded(wire, None, tables, 8)
 
 
 def test_bytes_are_those_of_before() -> None:

@@ -9,10 +9,14 @@ triton = pytest.importorskip("triton")
 
 from tests.pipeline.wire.kernels.ahead import CAPABILITIES, KERNELS, compiled, resources  # noqa: E402
 
+QUICK = (80, 90)
 TABLE = json.loads(Path(__file__).with_name("resources.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "capability",
+    [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CAPABILITIES],
+)
 def test_kernels_take_what_the_table_says_and_round_once(capability: int) -> None:
     """Another version of Triton may share out registers otherwise; it must not spill either."""
     found = {}

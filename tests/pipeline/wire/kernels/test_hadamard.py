@@ -1,9 +1,5 @@
 """The tile kernels: every backend is the reference bit for bit; a rotation is its own inverse."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +7,7 @@ import torch
 
 from thinpipe.pipeline.wire.kernels import TILE, load
 
-ROOT = Path(__file__).parents[4]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(numel, dtype) for numel in (1, 300, 2100) for dtype in DTYPES]
 
 
@@ -24,7 +19,7 @@ def results(name: Any, device: str, case: tuple[int, torch.dtype]) -> list[torch
     x = torch.randn(4, numel, generator=generator) * 3
     x[1, ::7] = torch.nan
     x[1, ::11] = -torch.inf
-    x[2] *= 1e37 if dtype != torch.float16 else 1e-6
+    x[2] *= 1e37
     x[3, ::50] *= 40
     x = x.to(device, dtype)
     if numel == 300:  # values of a row need not lie side by side
@@ -74,16 +69,6 @@ def test_compiled_kernels_are_the_reference_bit_for_bit() -> None:
     assert differing("numba", "cpu") == []
 
 
-def test_interpreted_triton_kernels_are_the_reference_bit_for_bit() -> None:
-    """In a process of its own: triton reads TRITON_INTERPRET when a kernel is defined."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_a_gpu_are_the_reference_bit_for_bit() -> None:
@@ -115,7 +100,3 @@ def test_what_rotation_makes_worse_or_could_overflow_stays() -> None:
     load("hadamard").survey(x.view(1, -1), None, peak, turned)
     assert turned.tolist() == [[1, 0, 0, 0, 0]]
     assert peak.tolist() == [[0.125, 1.0, 2.0**100, torch.inf, 0.0]]
-
-
-if __name__ == "__main__":
-    sys.exit("\n".join(differing("triton", "cpu", step=2)) or 0)  # each size and dtype

@@ -1,7 +1,6 @@
 """The compiled CPU kernels against the reference: equal bytes, equal values, equal memories."""
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from thinpipe.pipeline.wire.kernels.cpu.compilation import source_digest
 
 CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (9, 4), (1024, 128), (1500, 100), (3080, 768), (2050, 5000), (4096, 64)]
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (9, 4), (1024, 128), (1500, 100), (3080, 768), (2050, 5000)]
 NOISE = Noise(key=-12345678901234, step=2**31 + 7, row_B=torch.tensor([5, 2**40]))
 
 
@@ -115,7 +114,7 @@ def both_deltas(
     ("dtype", "memory_dtype"),
     [*((DTYPES[0], dtype) for dtype in DTYPES), (DTYPES[1], DTYPES[1])],
 )
-@pytest.mark.parametrize(("numel", "group"), [(1500, 100), (3080, 768), (4096, 64)])
+@pytest.mark.parametrize(("numel", "group"), [(1500, 100), (3080, 768)])
 def test_changes_and_memories_are_the_references_bit_for_bit(
     dtype: torch.dtype, memory_dtype: torch.dtype, numel: int, group: int
 ) -> None:
@@ -130,7 +129,7 @@ def test_changes_and_memories_are_the_references_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, 3, 8])
 def test_ends_on_different_backends_hold_equal_memories(dtype: torch.dtype, bits: int) -> None:
     generator = torch.Generator().manual_seed(bits)
     sent, received = torch.zeros(2, 1500, dtype=dtype), torch.zeros(2, 1500, dtype=dtype)
@@ -148,10 +147,18 @@ def test_ends_on_different_backends_hold_equal_memories(dtype: torch.dtype, bits
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_a_row_whose_memory_would_not_be_finite_is_reported(kernels: KernelSet, bad: float) -> None:
-    x, memory = rows(700), rows(700, 1).half()
-    x[1, 333] = bad
+@pytest.mark.parametrize(
+    ("bad", "before"),
+    [
+        *((float(name), 0.0) for name in ("nan", "inf", "-inf")),
+        (3.402e38, 3.38e38),  # bf16 ends at 3.39e38
+    ],
+)
+def test_a_row_whose_memory_would_not_be_finite_is_reported(
+    kernels: KernelSet, bad: float, before: float
+) -> None:
+    x, memory = rows(700), rows(700, 1).bfloat16()
+    x[1, 333], memory[1, 333] = bad, before
     codes = room(700, 4, 64, torch.bfloat16, 0)
     fresh, out = torch.empty_like(memory), torch.empty_like(x)
     assert kernels.delta_encode(x, memory, codes, fresh, noise=None).tolist() == [True, False]
@@ -161,7 +168,7 @@ def test_a_row_whose_memory_would_not_be_finite_is_reported(kernels: KernelSet, 
 @pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
 @pytest.mark.parametrize(
     ("memory_dtype", "dtype"),
-    [*((DTYPES[0], dtype) for dtype in DTYPES), *((dtype, DTYPES[1]) for dtype in DTYPES[1:])],
+    [*((DTYPES[0], dtype) for dtype in DTYPES), (DTYPES[1], DTYPES[1])],
 )
 def test_a_gpus_nan_stays_one_in_every_format(
     kernels: KernelSet, memory_dtype: torch.dtype, dtype: torch.dtype
@@ -196,7 +203,7 @@ def test_rows_may_lie_anywhere_and_nothing_next_to_them_is_touched(bits: int) ->
     assert not (out[:, 9:1509] == 5).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_other_formats_and_strides_are_converted(dtype: torch.dtype) -> None:
     x = torch.randn(900, 2, dtype=dtype).t()
     expected, found = both_quantized(x, 4, 64, torch.bfloat16, None)
@@ -264,128 +271,45 @@ print(sorted(found.items()))
 _ORDERS = ("plain:2 plain:7 change:4", "change:4 plain:7 plain:2")
 
 
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A cache, and what processes printed that shared it but called in another order."""
-    folder = tmp_path_factory.mktemp("cache")
+@pytest.mark.slow
+def test_code_from_the_cache_is_right_whatever_ran_first(tmp_path: Path) -> None:
+    """numba links cached helpers by name and number: same-named ones came back as each other.
+
+    It looks at the version of numba, the CPU, and the file of the outermost function. A helper in
+    another file may have changed, so a digest of all of them is part of the name.
+    """
     # what the user's own cache has already would not be compiled here
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
-    environment["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user"))
-    printed = [
+    places = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "XDG_CACHE_HOME": str(tmp_path / "user")}
+    printed = {
         subprocess.run(
             [sys.executable, "-c", _DIGESTS, order],
-            env=environment,
+            env={**os.environ, **places},
             capture_output=True,
             text=True,
             check=True,
         ).stdout
         for order in (*_ORDERS, _ORDERS[0])
-    ]
-    return folder, printed
-
-
-@pytest.mark.slow
-def test_code_from_the_cache_is_right_whatever_ran_first(cached: tuple[Path, list[str]]) -> None:
-    """numba links cached helpers by name and number: same-named ones came back as each other."""
-    assert len(cached[1][0]) > 100
-    assert len(set(cached[1])) == 1
-
-
-@pytest.mark.slow
-def test_cached_code_is_keyed_by_the_sources_it_comes_from(cached: tuple[Path, list[str]]) -> None:
-    """numba itself looks at the version of numba, the CPU, and the file of the outermost function.
-
-    A helper in another file may have changed, so a digest of all of them is part of the name.
-    """
-    names = [path.name for path in cached[0].iterdir()]
+    }
+    assert len(printed) == 1
+    assert len(printed.pop()) > 100
+    names = [path.name for path in (tmp_path / "code").iterdir()]
     assert names
     assert all(source_digest(numba_cpu.__name__) in name for name in names)
 
 
-_KERNELS = "thinpipe.pipeline.wire.kernels"
-_CACHED = [f"{_KERNELS}.cpu.{name}" for name in ("uniform", "sparse", "topk", "hadamard")]
-
-
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    """A folder with a copy of the kernels' sources, in their place."""
-    place = tmp_path / "pipeline" / "wire" / "kernels"
-    shutil.copytree(Path(kernels_package.__file__).parent, place)
-    return tmp_path
-
-
-_LOADED = """
-import importlib, os, sys, numba, torch
-for module in sys.argv[1:]:
-    if os.fork() == 0:
-        importlib.import_module(module)
-        print(*(name for name in sys.modules if name.startswith("thinpipe.pipeline.wire.kernels.")))
-        sys.stdout.flush()
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_an_edit_of_any_module_that_a_kernel_loads_changes_its_digest(copied: Path) -> None:
+def test_an_edit_of_any_source_of_the_room_changes_the_digest(tmp_path: Path) -> None:
     """Code from another version is never found: what a kernel may be made of is in its name."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADED, *_CACHED], capture_output=True, text=True, check=True
-    )
-    for module, loaded in zip(_CACHED, done.stdout.splitlines(), strict=True):
-        paths = [copied.joinpath(*m.split(".")[1:]).with_suffix(".py") for m in loaded.split()]
-        files = [path for path in paths if path.is_file()]  # packages hold no code
-        assert len(files) >= 2
-        for path in files:
-            source_digest.cache_clear()
-            before = source_digest(module, copied)
-            path.write_text(path.read_text(encoding="utf-8") + "# edited\n")
-            source_digest.cache_clear()
-            assert source_digest(module, copied) != before, path
-
-
-def test_an_edit_discards_only_what_depends_on_it(copied: Path) -> None:
-    def digests() -> list[str]:
-        source_digest.cache_clear()
-        return [source_digest(module, copied) for module in _CACHED]
-
-    def changed(name: str) -> list[bool]:
-        before, path = digests(), copied / "pipeline" / "wire" / "kernels" / name
+    room = tmp_path / "pipeline" / "wire" / "kernels"
+    shutil.copytree(Path(kernels_package.__file__).parent, room)
+    found = {source_digest(numba_cpu.__name__, tmp_path)}
+    assert found == {source_digest(numba_cpu.__name__)}
+    for edited in ("__init__.py", "rans.py", "cpu/rows.py", "cpu/llvm/vector_ir.py"):
+        path = room / edited
         path.write_text(path.read_text(encoding="utf-8") + "# edited\n")
-        return [one != other for one, other in zip(before, digests(), strict=True)]
-
-    assert changed("cpu/hadamard.py") == [False, False, False, True]
-    assert changed("cpu/topk.py") == [False, True, True, False]
-    assert changed("cpu/llvm/vector_ir.py") == [True, True, False, True]
-    assert changed("gpu/uniform.py") == [False] * 4
-
-
-def test_importing_the_codecs_loads_no_backend() -> None:
-    script = (
-        "import sys, thinpipe.pipeline.wire.uniform, thinpipe.pipeline.comm.boundary\n"
-        "import thinpipe.aqsgd.delta\n"
-        "print([m for m in ('numba', 'triton') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.skipif("x86" not in platform.machine(), reason="F16C is of x86")
-@pytest.mark.parametrize(("features", "error"), [("", "NUMBA_CPU_NAME = generic"), ("+f16c", "")])
-def test_a_cpu_without_f16c_is_rejected_before_it_ends_the_process(
-    features: str, error: str
-) -> None:
-    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
-    done = subprocess.run(
-        [sys.executable, "-c", "import thinpipe.pipeline.wire.kernels.cpu.uniform"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode == 0) == (not error)
-    assert error in done.stderr
+        source_digest.cache_clear()
+        found.add(source_digest(numba_cpu.__name__, tmp_path))
+    source_digest.cache_clear()
+    assert len(found) == 5
 
 
 def test_auto_is_numba_on_a_cpu() -> None:

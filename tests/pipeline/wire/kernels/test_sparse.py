@@ -8,8 +8,8 @@ from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
 from thinpipe.pipeline.wire.kernels.reference import sparse as sparse_reference
 from thinpipe.pipeline.wire.subset import RUN, random_subset
 
-SIZES = (1, 15, 16, 17, 63, 64, 65, 1000, 5003)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 15, 16, 17, 64, 65, 5003)
+DTYPES = (torch.float32, torch.bfloat16)
 BOTH = (sparse_reference, sparse_cpu)
 
 
@@ -30,7 +30,7 @@ def starts(numel: int) -> tuple[torch.Tensor, int]:
     raise AssertionError("no step has the last run")
 
 
-@pytest.mark.parametrize("runs", [1, 2, 3, 5, 64, 1000, 12_345])
+@pytest.mark.parametrize("runs", [1, 3, 64, 12_345])
 @pytest.mark.parametrize("part", [0.0, 0.3, 1.0])
 def test_dealt_runs_are_the_references(runs: int, part: float) -> None:
     keys = [1234, 0xFFFFFFFF, 77, 3, 2**31, 9]

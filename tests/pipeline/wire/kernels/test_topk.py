@@ -25,8 +25,8 @@ def expected(x: torch.Tensor, k: int) -> torch.Tensor:
     return torch.zeros(x.numel(), dtype=torch.bool).scatter_(0, order, True)
 
 
-@pytest.mark.parametrize("numel", [1, 15, 16, 1000, 100_003])
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("numel", [1, 15, 16, 100_003])
+@pytest.mark.parametrize("share", [0.001, 0.2, 1.0])
 def test_the_largest_are_chosen_in_order(numel: int, share: float) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     k = max(1, int(share * numel))
@@ -51,8 +51,8 @@ def test_ties_are_counted_exactly_and_the_first_win(
     assert torch.equal(kept, x[flags])
 
 
-@pytest.mark.parametrize("levels", [1, 3, 40])
-@pytest.mark.parametrize("k", [1, 100, 1024, 4096, 5002])
+@pytest.mark.parametrize("levels", [1, 40])
+@pytest.mark.parametrize("k", [1, 1024, 5002])
 def test_the_last_tie_may_be_anywhere(levels: int, k: int) -> None:
     x = torch.randint(-levels, levels, (5003,), generator=torch.Generator().manual_seed(k)).float()
     _, kept, flags = chosen(x, k)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pipeline.wire.kernels import test_hadamard as tiles
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes, load_kernels
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CASES = [*((bits, 400 + bits, 100) for bits in range(1, 9)), (4, 9, 4), (3, 1024, 1024)]
+CASES = [*((bits, 400 + bits, 100) for bits in (1, 2, 7, 8)), (4, 9, 4), (3, 1024, 1024)]
+"""All widths of fields, rounded either way, in full blocks and others."""
 MORE_CASES = [
     (bits, numel, group)
     for bits in range(1, 9)
@@ -154,4 +156,5 @@ def test_the_reference_is_the_same_on_a_gpu(bits: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(differing(torch.device("cpu"), CASES)) or 0)
+    wrong = differing(torch.device("cpu"), CASES)
+    sys.exit("\n".join([*wrong, *tiles.differing("triton", "cpu", step=3)]) or 0)
