@@ -86,7 +86,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
     scale_N, layout = scale_N.long(), _layout(model_TK)
-    kernels = load("coefficients")
+    kernels = load("coefficients", "numba")
     table_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     kernels.tables(scale_N, layout, table_S)
     symbol_S = torch.empty_like(table_S)
@@ -117,7 +117,7 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
     """Bytes of all coefficients, and of those outside the symbols."""
     q_NK, scale_N, model_TK = coded
-    layout, kernels = _layout(model_TK), load("coefficients")
+    layout, kernels = _layout(model_TK), load("coefficients", "numba")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     table_S, outside_E = torch.empty_like(symbol_S), torch.empty_like(q_NK).flatten()
     outside = kernels.split(q_NK, scale_N, layout, symbol_S, outside_E)

@@ -112,7 +112,7 @@ def encode(symbol_N: Tensor, model_N: Tensor | None, tables: Tables, wire: Tenso
         raise ValueError(f"{wire.numel()} bytes: {symbol_N.numel()} symbols can take {needed}")
     _check(symbol_N, tables.symbols, "symbol")
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
-    return int(load("rans").encode(symbol_N.contiguous(), model_N, tables.lookup, wire))
+    return int(load("rans", "numba").encode(symbol_N.contiguous(), model_N, tables.lookup, wire))
 
 
 def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tensor) -> None:
@@ -125,7 +125,7 @@ def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tenso
     """
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
     into_N = symbol_N.contiguous()
-    if not load("rans").decode(wire.contiguous(), model_N, tables.lookup, into_N):
+    if not load("rans", "numba").decode(wire.contiguous(), model_N, tables.lookup, into_N):
         raise CodingError(f"{wire.numel()} bytes do not decode to {symbol_N.numel()} symbols")
     if into_N is not symbol_N:
         symbol_N.copy_(into_N)
@@ -139,7 +139,7 @@ def counted(symbol_N: Tensor, symbols: int) -> Tables:
     """
     _check(symbol_N, symbols, "symbol")
     count_S = torch.zeros(symbols, dtype=torch.int64)
-    load("rans").count(symbol_N.contiguous(), count_S)
+    load("rans", "numba").count(symbol_N.contiguous(), count_S)
     return Tables(apportioned(count_S)[None])
 
 
