@@ -8,7 +8,7 @@ import torch
 from thinpipe.pipeline.wire.kernels import TILE, load
 
 DTYPES = [torch.float32, torch.bfloat16]
-CASES = [(numel, dtype) for numel in (1, 300, 2100) for dtype in DTYPES]
+CASES = [(numel, dtype) for dtype in DTYPES for numel in (1, 300, 2100)]
 
 
 def results(name: Any, device: str, case: tuple[int, torch.dtype]) -> list[torch.Tensor]:
