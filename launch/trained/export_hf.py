@@ -24,7 +24,7 @@ from thinpipe.launch.data.tokenizer import BYTES
 from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.layouts import Layout
-from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
+from thinpipe.pipeline.models.hf.shards import write_shards
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 
 _log = logging.getLogger(__name__)
@@ -121,9 +121,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     partial.rename(out)
 
 
-def _copy_tokenizer(source: Path | None, tokenizer: str, folder: Path) -> list[str]:
+def _copy_tokenizer(source: Path, tokenizer: str, folder: Path) -> list[str]:
     """Copy the files that belong to text: the source's, or those of the tokenizer in use."""
-    assert source is not None, "checked with the config"
     used = source if tokenizer == BYTES else Path(tokenizer).expanduser().resolve()
     for place, patterns in ((source, _SETTINGS), (used, _TOKENIZER)):
         for found in sorted({path for pattern in patterns for path in place.glob(pattern)}):
@@ -250,22 +249,13 @@ class _Export:
         if self._files:
             last = max(self._files.values())
             return {name: self._files.get(name, last) for name in stored}
-        places, filled = {}, 0
-        for name, tensor in stored.items():
-            filled += tensor.nbytes
-            places[name] = filled // _SHARD_NBYTES
-        count = len(set(places.values()))
-        if count == 1:
-            return dict.fromkeys(stored, SINGLE)
-        order = {place: number for number, place in enumerate(sorted(set(places.values())), 1)}
-        return {
-            name: f"model-{order[place]:05}-of-{count:05}.safetensors"
-            for name, place in places.items()
-        }
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        split = split_torch_state_dict_into_shards(dict(stored), max_shard_size=_SHARD_NBYTES)
+        return split.tensor_to_filename
 
     def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, untied: bool) -> None:
         """The source's config.json, changed only where it no longer applies."""
-        assert self._model.folder is not None
         source = (self._model.folder / "config.json").read_text(encoding="utf-8")
         facts = json.loads(source)
         changes: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}

@@ -22,6 +22,7 @@ from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
 from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
 from thinpipe.pipeline.models.hf.weight_formats import SmallWeights, check_quantizable
 from thinpipe.pipeline.models.hf.weights import Sources
+from thinpipe.pipeline.models.kind import check_range
 
 
 class HuggingFaceStage(nn.Module):
@@ -108,11 +109,7 @@ def build_stage(
         ValueError: no such range of layers, or the family cannot be cut.
         ShardError: a weight is missing, unreadable or of another shape.
     """
-    if not 0 <= first < stop <= config.layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-        )
+    check_range(first, stop, config.layers)
     family = config.family
     model = config.whole()
     sources = Sources(config.weight_files, model, family) if config.weight_files else None
@@ -162,7 +159,7 @@ def check_folder(config: HuggingFaceConfig) -> None:
     model, family = config.whole(), config.family
     if config.weight_files is not None:
         Sources(config.weight_files, model, family).check()
-    if config.weights in ("nf4", "int8"):
+    if config.quantizes:
         check_quantizable(model, config, _path_of_blocks(model, family))
     if config.lora is not None:
         check_targets(model, config.lora)

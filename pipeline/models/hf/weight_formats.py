@@ -7,6 +7,7 @@ linear layers of blocks may be codes (`quantized.py`). Without it embeddings sta
 heads that share their weight: the gradient of a frequent token is a sum of thousands.
 """
 
+import importlib.util
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from thinpipe.pipeline.models.hf.lora import trained_heads
 from thinpipe.pipeline.models.hf.quantized import (
     Quantization,
     QuantizedLinear,
-    check_library,
     linear_layers,
     quantized_nbytes,
 )
@@ -106,8 +106,11 @@ def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> N
         ImportError: the library is not there.
         ValueError: there is no such layer.
     """
-    assert config.weights is not None
-    check_library(config.weights)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f'model.weights = "{config.weights}" needs bitsandbytes: pip install '
+            '"thinpipe[quantized]"; or use "bf16"'
+        )
     if not linear_layers(model.get_submodule(blocks)):
         raise ValueError(
             f'model.weights = "{config.weights}": the blocks of '

@@ -233,17 +233,13 @@ class OwnModelConfig(ModelKind):
         return (y.shape[1], y.shape[2]) if fits else None
 
     @cached_property
-    def digest(self) -> str:
-        """SHA-256 of names, shapes and types of all parameters and buffers."""
+    def structure(self) -> str:
+        """A model's identity, in words and by a digest of what its state dict holds."""
         state = self.deferred.skeleton.state_dict()
         text = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()])
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def structure(self) -> str:
-        """A model's identity, in words and by its digest."""
         numel = sum(parameter.numel() for parameter in self.deferred.skeleton.parameters())
-        return f"{self.layers} layers, {numel:,} parameters, {self.digest[:16]}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return f"{self.layers} layers, {numel:,} parameters, {digest[:16]}"
 
     def facts(self) -> dict[str, str]:
         return {"structure": self.structure}

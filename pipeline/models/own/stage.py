@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from thinpipe.pipeline.models.kind import check_range
 from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.forward_stage import ForwardStage, absent, as_stage
+from thinpipe.pipeline.models.own.forward_stage import ForwardStage, Untied, absent, as_stage
 
 
-class OwnStage(nn.Module):
+class OwnStage(Untied, nn.Module):
     """Layers `first` to `stop - 1`; parameters carry the names they have in the whole model."""
 
     def __init__(
@@ -36,13 +37,6 @@ class OwnStage(nn.Module):
             x = layer(x)
         return x if x._base is None else x.clone()
 
-    def tied_weight(self) -> None:
-        return
-
-    def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Never called: there is none."""
-        raise AssertionError("a model of one's own ties nothing across stages")
-
 
 def build_own(
     config: OwnModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
@@ -52,11 +46,7 @@ def build_own(
     Raises:
         ValueError: there are no such layers, or the constructor leaves parameters unset.
     """
-    if not 0 <= first < stop <= config.layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-        )
+    check_range(first, stop, config.layers)
     if not config.with_inputs:
         return OwnStage(config, first, stop, seed=seed, device=device)
     deferred, cutting = config.deferred, config.cutting
