@@ -72,7 +72,10 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             "[pipeline]\nschedule = 'GPipe'\ndepth = 3",
             ['pipeline.depth = 3: schedule = "GPipe" does not use it; remove it'],
         ),
-        ("[model]\npooling = 'first'", ['model.pooling = "first": no longer a setting', "remove it"]),
+        (
+            "[model]\npooling = 'first'",
+            ['model.pooling = "first": no longer a setting', "remove it"],
+        ),
         ("[train]\nlr = inf", ["train.lr = inf", "finite"]),
         ("[train]\nbetas = [2.0, 0.9]", ["train.betas.0 = 2.0", "less than 1"]),
         ("[run]\nname = '..'", ["run.name = '..'"]),
