@@ -8,7 +8,7 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
-from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
+from thinpipe.pipeline.models.hf.masks import mask_inputs, takes_types
 from thinpipe.pipeline.models.hf.weight_formats import SmallWeights, check_quantizable
 from thinpipe.pipeline.models.hf.weights import Sources
 from thinpipe.pipeline.models.kind import check_range
@@ -60,7 +60,8 @@ class HuggingFaceStage(nn.Module):
             ValueError: the samples are packed or have prefixes, and the family cannot do it.
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
-        if needs_mask(samples):
+        if samples.segments_BT is not None or samples.prefix_BT is not None:
+            # a family's own mask, of padding alone, would be wrong
             self._config.check_masks(x.shape[1])
             attention = self.model.config._attn_implementation
             given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
@@ -114,15 +115,16 @@ def build_stage(
     model = config.whole()
     sources = Sources(config.weight_files, model, family) if config.weight_files else None
     tied_to = _embedding(model) if config.ties_embeddings else []
-    read: Set[str] = set()
+    read: Set[str] = frozenset()
     _cut(model, family, first, stop)
     small = SmallWeights(model, config, _path_of_blocks(model, family))
     if torch.device(device).type != "meta":
         small.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        stored = sources.names(model) if sources is not None else frozenset[str]()
-        unset = initialise(model, seed=seed, tied_to=tied_to, read=stored) - small.read_later
+        if sources is not None:
+            read = sources.names(model)
+        unset = initialise(model, seed=seed, tied_to=tied_to, read=read) - small.read_later
         if unset:
             unset = fill_from_constructors(
                 model,
@@ -131,12 +133,15 @@ def build_stage(
                 seed=seed,
                 config=copy.deepcopy(config.transformers_config),
             )
-        read = sources.load(model, small.put) if sources is not None else set()
+        if sources is not None:
+            sources.load(model, small.put)
         _check_set(config, unset)  # files fill the others
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
-        _recompute(model, family, [config.recomputes(block) for block in range(first, stop)])
+        # the second name is that of older releases
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     base = {}
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
@@ -192,19 +197,6 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
 def _path_of_blocks(model: Any, family: Family) -> str:
     has_prefix = model.base_model is not model
     return f"{model.base_model_prefix}.{family.blocks}" if has_prefix else family.blocks
-
-
-def _recompute(model: Any, family: Family, blocks: Sequence[bool]) -> None:
-    # the second name is that of older releases
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for block, again in zip(model.base_model.get_submodule(family.blocks), blocks, strict=True):
-        if not again and not hasattr(block, "gradient_checkpointing"):
-            raise ValueError(
-                f"model.activation_checkpointing: {type(block).__name__} has no switch of its own, "
-                "so that all blocks are computed again or none; use true or false"
-            )
-        block.gradient_checkpointing = again
 
 
 def _embedding(model: Any) -> list[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thinpipe.pipeline.batch import Batch, PyTree, Samples
-from thinpipe.pipeline.models.kind import ModelKind
+from thinpipe.pipeline.models.kind import ModelKind, check_range
 from thinpipe.pipeline.models.own.example import SAMPLES, Example, Functions, samples_like
 
 if TYPE_CHECKING:
@@ -142,11 +142,7 @@ class OwnModelConfig(ModelKind):
         return self.path is not None
 
     def adapted(self, batch: Batch) -> Batch:
-        """Sequential layers take one tensor, however it came.
-
-        Raises:
-            ValueError: there is more than one.
-        """
+        """Sequential layers take one tensor, however it came."""
         if self.with_inputs or isinstance(batch.inputs_BT, Tensor):
             return batch
         inputs = tree_leaves(batch.inputs_BT)
@@ -247,9 +243,16 @@ class OwnModelConfig(ModelKind):
     def build(
         self, first: int, stop: int, *, seed: int, device: torch.device | str
     ) -> "OwnStage | ForwardStage":
-        from thinpipe.pipeline.models.own.stage import build_own
+        from thinpipe.pipeline.models.own.forward_stage import absent, as_stage
+        from thinpipe.pipeline.models.own.stage import OwnStage
 
-        return build_own(self, first, stop, seed=seed, device=device)
+        check_range(first, stop, self.layers)
+        if not self.with_inputs:
+            return OwnStage(self, first, stop, seed=seed, device=device)
+        skeleton = self.deferred.skeleton
+        constants = absent(skeleton, self.cutting, first, stop)
+        (whole,) = self.deferred.fill([skeleton], seed=seed, device=device, constants=constants)
+        return as_stage(whole, self.cutting, first, stop)
 
     def objective(self) -> "Objective":
         if self.functions.loss is None:
@@ -298,11 +301,7 @@ class OwnModelConfig(ModelKind):
         return max((m.p for m in modules if isinstance(m, kinds)), default=0.0)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Check that the model can be cut there; sizes only where samples are known.
-
-        Raises:
-            ValueError: layers on both sides share a parameter, or messages have no fixed size.
-        """
+        """Also without samples; then not the sizes of messages."""
         shared = self._shared(cuts)
         if shared is not None:
             before, after, cut = shared
@@ -330,11 +329,7 @@ class OwnModelConfig(ModelKind):
             self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
-        """Check that there are places to cut it into so many; only where samples are known.
-
-        Raises:
-            ValueError: there are not; says why.
-        """
+        """Only where samples are known."""
         if self._example is None or stages - 1 <= len(self.places):
             return
         where = f"pipeline.stages = {stages}: the model can be cut in {len(self.places)} places"

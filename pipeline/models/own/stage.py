@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.kind import check_range
 from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.forward_stage import ForwardStage, Untied, absent, as_stage
+from thinpipe.pipeline.models.own.forward_stage import Untied
 
 
 class OwnStage(Untied, nn.Module):
@@ -36,20 +35,3 @@ class OwnStage(Untied, nn.Module):
         for layer in self.children():
             x = layer(x)
         return x if x._base is None else x.clone()
-
-
-def build_own(
-    config: OwnModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
-) -> OwnStage | ForwardStage:
-    """Build the stage that holds layers `first` to `stop - 1`.
-
-    Raises:
-        ValueError: there are no such layers, or the constructor leaves parameters unset.
-    """
-    check_range(first, stop, config.layers)
-    if not config.with_inputs:
-        return OwnStage(config, first, stop, seed=seed, device=device)
-    deferred, cutting = config.deferred, config.cutting
-    constants = absent(deferred.skeleton, cutting, first, stop)
-    (whole,) = deferred.fill([deferred.skeleton], seed=seed, device=device, constants=constants)
-    return as_stage(whole, cutting, first, stop)

@@ -47,7 +47,7 @@ _CONFIG = TransformerConfig(
 )
 
 
-@_few
+@settings(max_examples=8)
 @given(
     cuts=st.sampled_from(CUTS),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
