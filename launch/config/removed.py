@@ -39,7 +39,6 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
         'use kind = "aqsgd" with first_visit = { kind = "stateless", bits = 5 }, or '
         'kind = "stateless" for a single epoch',
     ),
-    ("model.activation_checkpointing", 2, "use true or false"),
     ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
     ("boundary.*.*ward*.coding", "auto", 'use "zstd" or "none"'),
     ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
