@@ -154,7 +154,10 @@ def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> No
             assert torch.equal(tensor, exported[1][name]), name
 
 
-@pytest.mark.parametrize(("name", "more"), [("gpt2", {"lora": {"rank": 2}}), ("bert", {})])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("gpt2", {"lora": {"rank": 2}}), pytest.param("bert", {}, marks=pytest.mark.slow)],
+)
 def test_stages_may_be_spread_over_devices(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     saved_model(name, tmp_path / name)
     run = run_config(section(name, tmp_path / name, **more))

@@ -279,8 +279,7 @@ class _Trial:
         return "inputs" if "inputs_embeds" in takes else "zero"
 
     def _place(self, blocks: Any) -> None:
-        parent, _, name = self.path.rpartition(".")
-        setattr(self.base.get_submodule(parent), name, nn.ModuleList(blocks))
+        self.base.set_submodule(self.path, nn.ModuleList(blocks))
 
     @contextmanager
     def _cut(self, family: Family, first: int, stop: int) -> Iterator[None]:

@@ -86,9 +86,8 @@ class IndexedBlocks(nn.ModuleList):
 
 def keep_blocks(base: Any, family: Family, first: int, stop: int) -> None:
     """Leave only blocks `first` to `stop - 1` in a base model."""
-    parent, _, name = family.blocks.rpartition(".")
     blocks = base.get_submodule(family.blocks)
-    setattr(base.get_submodule(parent), name, IndexedBlocks(blocks, first, stop))
+    base.set_submodule(family.blocks, IndexedBlocks(blocks, first, stop))
     kinds = getattr(base.config, "layer_types", None)  # kinds of masks, looked up by position
     if kinds and len(kinds) == len(blocks) > stop - first:
         base.config.layer_types = kinds[first:stop]

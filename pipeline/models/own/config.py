@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import Batch, PyTree, Samples
 from thinpipe.pipeline.models.kind import ModelKind, check_range
@@ -269,12 +269,10 @@ class OwnModelConfig(ModelKind):
     def made_up(
         self, first: int, shape: torch.Size, *, device: torch.device
     ) -> tuple[Tensor, PyTree, Samples]:
-        def zeros(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def zeros(leaf: Tensor) -> Tensor:
             return torch.zeros(shape[0], *leaf.shape, dtype=leaf.dtype, device=device)
 
-        inputs, targets = (tree_map(zeros, part) for part in self.example[:2])
+        inputs, targets = (tree_map_only(Tensor, zeros, part) for part in self.example[:2])
         ids_B = torch.arange(shape[0], device=device)
         x = ids_B if self.with_inputs else inputs
         if first > 0:

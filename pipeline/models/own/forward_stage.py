@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.own.forward import Cutting, Returned, call_of
@@ -84,7 +84,7 @@ class ForwardStage(Untied, nn.Module):
             out = state.found
         finally:
             state.received, state.found, state.running = None, None, False
-        return tree_map(_own, out)
+        return tree_map_only(Tensor, _own, out)
 
 
 def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> ForwardStage:
@@ -125,5 +125,5 @@ def _keep(returned: Returned, state: _State) -> Any:
     return keep
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value._base is not None else value
+def _own(value: Tensor) -> Tensor:
+    return value if value._base is None else value.clone()

@@ -12,7 +12,7 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.dropout import Dropout, DropoutSite, keep_mask
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 
-_few = settings(max_examples=40)
+_few = settings(max_examples=15)
 SHAPE = torch.Size((6, 8))
 
 
