@@ -64,7 +64,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         trained = read_trained(run_folder, step=step)
         notes = [f"step {trained.step} of {run_folder}"]
         tensors, labels = trained.state_dict(), config.data.labels
-        notes += write_folder(model, tensors, folder, dtype=dtype, labels=labels)
+        notes += WholeModel(model, tensors, dtype, labels).write(folder)
         notes += _copy_tokenizer(model.folder, config.data.tokenizer, folder)
         notes += _write_template(config.data, folder)
     return notes
@@ -78,24 +78,6 @@ def check_folders(run_folder: Path, out: Path) -> None:
     """
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
         check_folder(folder, name)
-
-
-def write_folder(
-    model: HuggingFaceConfig,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    dtype: ExportDtype,
-    labels: Sequence[str] | None = None,
-) -> list[str]:
-    """Write a whole model, by the names of its parameters, to an empty folder; return notes.
-
-    `labels` are names of its classes.
-
-    Raises:
-        ConfigError: a weight overflows `dtype`.
-    """
-    return _Export(model, tensors, dtype, labels).write(folder)
 
 
 @contextmanager
@@ -156,13 +138,15 @@ def _write_template(data: DataConfig, folder: Path) -> list[str]:
     return [f'the chat template is data.chat_template = "{data.chat_template}"']
 
 
-class _Export:
+class WholeModel:
+    """A model to write, by the names of its parameters; `labels` are names of its classes."""
+
     def __init__(
         self,
         model: HuggingFaceConfig,
         tensors: Mapping[str, Tensor],
         dtype: ExportDtype,
-        labels: Sequence[str] | None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         self._model, self._tensors, self._dtype, self._labels = model, tensors, dtype, labels
         self._whole = model.whole()
@@ -178,7 +162,11 @@ class _Export:
             self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
-        """Write everything; return notes on deviations from the source."""
+        """Write everything to an empty folder; return notes on deviations from the source.
+
+        Raises:
+            ConfigError: a weight overflows the dtype.
+        """
         tied, untied = self._tied(), self._untied()
         names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)

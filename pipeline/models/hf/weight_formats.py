@@ -137,16 +137,12 @@ def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
     """Ids of matrices that stay in fp32."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if config.lora is not None:
-        return {id(module.weight) for module in embeddings if _scales(module)}
+        # one that scales, as Gemma's, computes in the dtype of its weight
+        return {id(module.weight) for module in embeddings if type(module) is not nn.Embedding}
     found = {id(module.weight) for module in embeddings}
     if config.ties_embeddings:  # where a cut took the head out, it has no weight
         found.add(id(getattr(head_of(model), "weight", None)))
     return found
-
-
-def _scales(module: nn.Module) -> bool:
-    """Whether it is an embedding that computes in the dtype of its weight, as Gemma's does."""
-    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
 
 
 def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:
