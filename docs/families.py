@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto as auto
 
-from thinpipe.launch.trained.export_hf import write_folder
+from thinpipe.launch.trained.export_hf import WholeModel
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import task_of
 from thinpipe.pipeline.models.hf.self_check import check_step
@@ -150,7 +150,7 @@ def _through_disk(config: HuggingFaceConfig, head: Any, folder: Path) -> tuple[s
         read = HuggingFaceConfig.model_validate({"pretrained": str(folder / "source"), **head})
         model = build_stage(read, 0, read.layers, seed=1, device="cpu").model
         (folder / "out").mkdir()
-        write_folder(read, model.state_dict(), folder / "out", dtype="source")
+        WholeModel(read, model.state_dict(), "source").write(folder / "out")
     except Exception as error:
         return "fails", _short(error, str(folder))
     before, after = (load_file(folder / n / "model.safetensors") for n in ("source", "out"))

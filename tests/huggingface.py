@@ -1,5 +1,10 @@
 """Tiny models of every family, saved as a user would have them on disk."""
 
+import copy
+import functools
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +143,22 @@ def settings(name: str, **changes: Any) -> Any:
 
 
 def saved_model(name: str, folder: Path, **changes: Any) -> Any:
-    """A model with random weights, also saved to `folder` in small shards.
+    """A model with random weights, also saved to `folder` in small shards."""
+    model, source = _made(name, json.dumps(changes))
+    shutil.copytree(source.name, folder, dirs_exist_ok=True)
+    return copy.deepcopy(model)
+
+
+@functools.cache
+def _made(name: str, changed: str) -> tuple[Any, tempfile.TemporaryDirectory[str]]:
+    """A model and its folder, made once in each process.
 
     It computes without a cache, as stages do: a cache changes the layout of keys, and on some
     processors their products in the last bit.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    changes, folder = json.loads(changed), tempfile.TemporaryDirectory()
     factory: Any = AutoModelForSequenceClassification if name in ENCODERS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -152,9 +166,9 @@ def saved_model(name: str, folder: Path, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases start at 0 and norms at 1, which would hide mix-ups
                 parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder, max_shard_size="20KB")
+    model.save_pretrained(folder.name, max_shard_size="20KB")
     model.config.use_cache = False
-    return model.eval()
+    return model.eval(), folder
 
 
 def section(name: str, folder: Path, **more: Any) -> dict[str, Any]:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.config import DirectConfig as Direct
     from thinpipe.pipeline.config import RawConfig as Raw
     from thinpipe.pipeline.config import StatelessConfig as Stateless
-    from thinpipe.pipeline.models.hf.families import register_family
 
 __all__ = [
     "AQSGD",
@@ -45,7 +44,6 @@ __all__ = [
     "Stateless",
     "Transform",
     "load",
-    "register_family",
 ]
 
 __version__ = _version("thinpipe")
@@ -62,7 +60,6 @@ _PLACES = {
     "Stateless": ("pipeline.config", "StatelessConfig"),
     "Transform": ("aqsgd.transform.config", "TransformConfig"),
     "load": ("launch.trained.model", "load"),
-    "register_family": ("pipeline.models.hf.families", "register_family"),
 }
 """Imported when they are first used: torch takes seconds."""
 

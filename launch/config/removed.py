@@ -23,6 +23,7 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
     ("gradcomp.decentralized.format", "fp32", "remove it"),
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
+    ("model.pooling", "mean", "labels come from the mean over tokens, remove it"),
     ("data.dataset", None, 'set path = "hf:OWNER/NAME:CONFIG" instead'),
     (
         "train.verify_share",

@@ -24,7 +24,7 @@ from thinpipe.launch.data.tokenizer import BYTES
 from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.layouts import Layout
-from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
+from thinpipe.pipeline.models.hf.shards import write_shards
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         trained = read_trained(run_folder, step=step)
         notes = [f"step {trained.step} of {run_folder}"]
         tensors, labels = trained.state_dict(), config.data.labels
-        notes += write_folder(model, tensors, folder, dtype=dtype, labels=labels)
+        notes += WholeModel(model, tensors, dtype, labels).write(folder)
         notes += _copy_tokenizer(model.folder, config.data.tokenizer, folder)
         notes += _write_template(config.data, folder)
     return notes
@@ -78,24 +78,6 @@ def check_folders(run_folder: Path, out: Path) -> None:
     """
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
         check_folder(folder, name)
-
-
-def write_folder(
-    model: HuggingFaceConfig,
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    dtype: ExportDtype,
-    labels: Sequence[str] | None = None,
-) -> list[str]:
-    """Write a whole model, by the names of its parameters, to an empty folder; return notes.
-
-    `labels` are names of its classes.
-
-    Raises:
-        ConfigError: a weight overflows `dtype`.
-    """
-    return _Export(model, tensors, dtype, labels).write(folder)
 
 
 @contextmanager
@@ -121,9 +103,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     partial.rename(out)
 
 
-def _copy_tokenizer(source: Path | None, tokenizer: str, folder: Path) -> list[str]:
+def _copy_tokenizer(source: Path, tokenizer: str, folder: Path) -> list[str]:
     """Copy the files that belong to text: the source's, or those of the tokenizer in use."""
-    assert source is not None, "checked with the config"
     used = source if tokenizer == BYTES else Path(tokenizer).expanduser().resolve()
     for place, patterns in ((source, _SETTINGS), (used, _TOKENIZER)):
         for found in sorted({path for pattern in patterns for path in place.glob(pattern)}):
@@ -157,13 +138,15 @@ def _write_template(data: DataConfig, folder: Path) -> list[str]:
     return [f'the chat template is data.chat_template = "{data.chat_template}"']
 
 
-class _Export:
+class WholeModel:
+    """A model to write, by the names of its parameters; `labels` are names of its classes."""
+
     def __init__(
         self,
         model: HuggingFaceConfig,
         tensors: Mapping[str, Tensor],
         dtype: ExportDtype,
-        labels: Sequence[str] | None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         self._model, self._tensors, self._dtype, self._labels = model, tensors, dtype, labels
         self._whole = model.whole()
@@ -179,7 +162,11 @@ class _Export:
             self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
-        """Write everything; return notes on deviations from the source."""
+        """Write everything to an empty folder; return notes on deviations from the source.
+
+        Raises:
+            ConfigError: a weight overflows the dtype.
+        """
         tied, untied = self._tied(), self._untied()
         names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)
@@ -250,22 +237,13 @@ class _Export:
         if self._files:
             last = max(self._files.values())
             return {name: self._files.get(name, last) for name in stored}
-        places, filled = {}, 0
-        for name, tensor in stored.items():
-            filled += tensor.nbytes
-            places[name] = filled // _SHARD_NBYTES
-        count = len(set(places.values()))
-        if count == 1:
-            return dict.fromkeys(stored, SINGLE)
-        order = {place: number for number, place in enumerate(sorted(set(places.values())), 1)}
-        return {
-            name: f"model-{order[place]:05}-of-{count:05}.safetensors"
-            for name, place in places.items()
-        }
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        split = split_torch_state_dict_into_shards(dict(stored), max_shard_size=_SHARD_NBYTES)
+        return split.tensor_to_filename
 
     def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, untied: bool) -> None:
         """The source's config.json, changed only where it no longer applies."""
-        assert self._model.folder is not None
         source = (self._model.folder / "config.json").read_text(encoding="utf-8")
         facts = json.loads(source)
         changes: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}

@@ -24,9 +24,10 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.init import initialise
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.weights import tied_names
-from thinpipe.pipeline.models.hf.whole import fill_whole
+from thinpipe.pipeline.models.hf.whole import build_on_meta
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.example import Functions
 
@@ -277,6 +278,9 @@ def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]
         name in tensors and not torch.equal(tensors[name], tensors[source])
         for name, source in tied_names(config.whole()).items()
     )
-    settings: Any = config.transformers_config
-    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=untie)
-    return whole
+    whole: Any = build_on_meta(config.transformers_config, config.task, untie=untie)
+    whole.to_empty(device="cpu")
+    whole.tie_weights()  # to_empty gave every parameter memory of its own
+    initialise(whole, seed=0, tied_to=())  # buffers that no file holds
+    whole.load_state_dict(dict(tensors))
+    return whole.eval()  # type: ignore[no-any-return]

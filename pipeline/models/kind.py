@@ -2,10 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What a classification head is trained for, as transformers calls it (`problem_type`)."""
-Checkpointing = bool | Annotated[int, Field(ge=1)]
-"""Whether activations are computed again during backward; a number n: those of every nth block."""
+
+
+def check_range(first: int, stop: int, layers: int) -> None:
+    """Check that a stage of blocks `first` to `stop - 1` has some of the model's.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if not 0 <= first < stop <= layers:
+        raise ValueError(
+            f"first = {first}, stop = {stop}: not a non-empty range of the model's {layers} layers;"
+            f" use 0 <= first < stop <= {layers}"
+        )
 
 
 class ModelKind(BaseModel):
@@ -227,8 +238,9 @@ class ModelKind(BaseModel):
             ValueError: they differ.
         """
 
-    def recomputes(self, _: int) -> bool:
-        """Whether this block's activations are computed again during backward."""
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations of blocks are computed again during backward."""
         return False
 
     def facts(self) -> dict[str, str]:
@@ -258,11 +270,11 @@ class TokenModel(ModelKind):
         def context(self) -> int: ...
 
         @property
-        def activation_checkpointing(self) -> Checkpointing: ...
+        def activation_checkpointing(self) -> bool: ...
 
-    def recomputes(self, block: int) -> bool:
-        every = int(self.activation_checkpointing)
-        return every > 0 and block % every == 0
+    @property
+    def recomputes(self) -> bool:
+        return self.activation_checkpointing
 
     @property
     @abstractmethod
@@ -284,16 +296,12 @@ class TokenModel(ModelKind):
         samples, tokens, _ = shape
         tokens_BT = torch.randint(min(256, self.vocab), (samples, tokens), device=device)
         x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-        return x, self._made_up_targets(tokens_BT), Samples(torch.arange(samples, device=device))
-
-    def _made_up_targets(self, tokens_BT: Tensor) -> Tensor:
-        """Targets of the right shape for token ids [B, T]."""
-        if self.classes is None:
-            return tokens_BT
-        samples = len(tokens_BT)
-        if self.problem == "single_label_classification":
-            return torch.zeros(samples, dtype=torch.int64, device=tokens_BT.device)
-        return torch.zeros(samples, self.classes, device=tokens_BT.device)
+        targets = tokens_BT
+        if self.problem != "single_label_classification":
+            targets = torch.zeros(samples, self.classes or 1, device=device)
+        elif self.classes is not None:
+            targets = torch.zeros(samples, dtype=torch.int64, device=device)
+        return x, targets, Samples(torch.arange(samples, device=device))
 
     def check_tokens(self, tokens: int, tokenizer: str) -> None:
         if tokens > self.context:

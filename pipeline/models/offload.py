@@ -7,6 +7,7 @@ time, whose state comes for that and goes again.
 
 import copy
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ class ActivationsInRam(save_on_cpu):
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         super().__init__(pin_memory=device.type == "cuda")
-        held = {_place(weight) for module in modules for weight in _weights(module)}
+        held = {
+            _place(weight)
+            for module in modules
+            for weight in chain(module.parameters(), module.buffers())
+        }
         to_ram, back = self.pack_hook, self.unpack_hook
 
         def pack(tensor: Tensor) -> Any:
@@ -36,11 +41,6 @@ class ActivationsInRam(save_on_cpu):
 
         self.pack_hook = pack
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else back(kept)
-
-
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _place(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
-from thinpipe.pipeline.models.kind import Checkpointing, TokenModel
+from thinpipe.pipeline.models.kind import TokenModel, check_range
 
 _INIT_STD = 0.02
 _EMBEDDING_NAME = "token_embedding.weight"
@@ -31,11 +31,10 @@ class TransformerConfig(TokenModel):
     """Shape of the whole model, the same on every stage.
 
     `context` is the longest sequence in tokens. `activation_checkpointing` keeps only the inputs of
-    blocks and computes them again during backward; 2 does so in every second block, n in every nth,
-    counted through all stages. With `tie_embeddings = "exact"` the embedding
+    blocks and computes them again during backward. With `tie_embeddings = "exact"` the embedding
     and the head are one weight; when a cut separates them, the engine must add up the gradients of
     the two copies. `task = "classification"` makes an encoder: attention in both directions, and
-    one of `classes` labels from the mean over a sample's tokens or from its first (`pooling`).
+    one of `classes` labels from the mean over a sample's tokens.
     `dropout_masks = "repeated"` drops the same elements of a sample at every visit. `from_run` is
     the folder of a run whose weights this one starts from.
     """
@@ -49,10 +48,9 @@ class TransformerConfig(TokenModel):
     context: int = Field(default=128, ge=1)
     task: Literal["language", "classification"] = "language"
     classes: int | None = Field(default=None, ge=2)
-    pooling: Literal["mean", "first"] = "mean"
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     dropout_masks: DropoutMasks = "random"
-    activation_checkpointing: Checkpointing = False
+    activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     from_run: str | None = None
 
@@ -81,11 +79,6 @@ class TransformerConfig(TokenModel):
             raise ValueError(
                 f"classes = {self.classes}: a language model has no classes; leave it out or set "
                 'task = "classification"'
-            )
-        if not classifies and self.pooling != "mean":
-            raise ValueError(
-                f'pooling = "{self.pooling}": a language model has a prediction for every token; '
-                'remove it or set task = "classification"'
             )
         return self
 
@@ -242,8 +235,8 @@ class TransformerStage(nn.Module):
         causal = self.config.task == "language"
         ids_B = None if samples is None else samples.ids_B
         info = _SampleInfo(ids_B, attention_mask(samples, tokens, causal=causal, device=x.device))
-        for index, block in self.blocks.items():
-            x_BTD = self._run_block(int(index), block, x_BTD, info)
+        for block in self.blocks.values():
+            x_BTD = self._run_block(block, x_BTD, info)
         return x_BTD if self.final_norm is None else self._logits(self.final_norm(x_BTD), samples)
 
     def parts(self) -> list[nn.Module]:
@@ -275,8 +268,8 @@ class TransformerStage(nn.Module):
         )
         return dropped_BTD
 
-    def _run_block(self, index: int, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
-        if self.config.recomputes(index) and torch.is_grad_enabled():
+    def _run_block(self, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
+        if self.config.recomputes and torch.is_grad_enabled():
             out_BTD: Tensor = checkpoint(
                 block, x_BTD, info, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
             )
@@ -289,16 +282,16 @@ class TransformerStage(nn.Module):
             assert self.head is not None, "the last stage has a head"
             logits_BTV: Tensor = self.head(x_BTD)
             return logits_BTV
-        logits_BC: Tensor = self.classifier(self._pool(x_BTD, samples))
+        logits_BC: Tensor = self.classifier(_mean(x_BTD, samples))
         return logits_BC
 
-    def _pool(self, x_BTD: Tensor, samples: Samples | None) -> Tensor:
-        if self.config.pooling == "first":
-            return x_BTD[:, 0]
-        if samples is None or samples.mask_BT is None:
-            return x_BTD.mean(1)
-        real_BT1 = (samples.mask_BT != 0).to(x_BTD)[:, :, None]
-        return (x_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp(min=1)
+
+def _mean(x_BTD: Tensor, samples: Samples | None) -> Tensor:
+    """Of a sample's tokens without padding, [B, D]."""
+    if samples is None or samples.mask_BT is None:
+        return x_BTD.mean(1)
+    real_BT1 = (samples.mask_BT != 0).to(x_BTD)[:, :, None]
+    return (x_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp(min=1)
 
 
 def _dropout(config: TransformerConfig, layer: int, site: DropoutSite, *, seed: int) -> Dropout:
@@ -316,11 +309,7 @@ def build_layers(
     Raises:
         ValueError: `first` and `stop` are not a non-empty range of the model's layers.
     """
-    if not 0 <= first < stop <= config.layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-        )
+    check_range(first, stop, config.layers)
     # On the meta device constructors neither allocate nor draw from the global generator.
     with torch.device("meta"):
         stage = TransformerStage(config, first, stop, seed=seed)

@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
     ConstantLR,
-    CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
     MultiStepLR,
-    OneCycleLR,
     SequentialLR,
     StepLR,
 )
@@ -57,23 +55,10 @@ def test_a_factor_is_what_torchs_scheduler_makes_of_it_and_is_restored() -> None
     assert again.param_groups[0]["lr"] == expected[3]
 
 
-def test_without_a_factor_a_programs_scheduler_sets_them() -> None:
-    alone, ours = sgd(), sgd()
-    schedulers = [OneCycleLR(optimizer, 1.0, total_steps=9) for optimizer in (alone, ours)]
-    expected = []
-    for _ in range(5):
-        expected.append(alone.param_groups[0]["lr"])
-        alone.step()
-        schedulers[0].step()
-    assert train(ours, Rates(ours, None, schedulers[1:]), schedulers[1].step) == expected
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda optimizer: [CosineAnnealingLR(optimizer, 8)],
         lambda optimizer: [MultiStepLR(optimizer, [1, 3, 3], 0.5)],
-        lambda optimizer: [LambdaLR(optimizer, halved)],
         lambda optimizer: [
             SequentialLR(
                 optimizer,
@@ -107,13 +92,6 @@ def test_schedulers_go_on_where_a_checkpoint_left_them(
     resumed.load_state_dict(of_rates)
     assert train(again, resumed, step) == expected
     assert len(set(expected)) > 1 or expected[0] != 0.3
-
-
-def test_cosine_annealing_over_eight_steps() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    cosine = CosineAnnealingLR(optimizer, 8)
-    found = train(optimizer, Rates(optimizer, None, [cosine]), cosine.step)
-    assert found == pytest.approx([1.0, 0.962, 0.854, 0.691, 0.5], abs=5e-4)
 
 
 def test_a_scheduler_that_the_run_cannot_save_is_refused() -> None:

@@ -36,7 +36,7 @@ WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transfor
 OFFLOADED: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"train": {"optimizer": "muon"}},
-    "checkpointing": {"model": {"activation_checkpointing": 2}},
+    "checkpointing": {"model": {"activation_checkpointing": True}},
 }
 
 

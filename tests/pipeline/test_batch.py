@@ -63,7 +63,7 @@ IDS = [list(range(8)), [9, 11, 13, 15, 17], [3, 1, 0, 2, 7, 6]]
 CASES: dict[str, tuple[Callable[[list[int]], Batch], dict[str, Any]]] = {
     "padding": (padded, {}),
     "packing": (packed, {"activation_checkpointing": True}),
-    "labels": (labelled, {**CLASSIFY, "pooling": "first"}),
+    "labels": (labelled, CLASSIFY),
     "dropout": (labelled, {**CLASSIFY, **REPEATED, "activation_checkpointing": True}),
     "packing and dropout": (packed, REPEATED),
 }

@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 
-from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
+from thinpipe.pipeline.models.kind import Problem, TokenModel
 from thinpipe.pipeline.precision import WeightFormat
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class HuggingFaceConfig(TokenModel):
     classes: int | None = Field(default=None, ge=1)
     problem_type: Problem | None = None
     dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
-    activation_checkpointing: Checkpointing = False
+    activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     lora: LoraConfig | None = None
     weights: WeightFormat | None = None
@@ -82,7 +82,7 @@ class HuggingFaceConfig(TokenModel):
 
     @model_validator(mode="after")
     def _check(self) -> "HuggingFaceConfig":
-        if self.folder is None:
+        if not (self.config or self.pretrained):
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
         from thinpipe.pipeline.models.hf.families import task_of
@@ -113,12 +113,12 @@ class HuggingFaceConfig(TokenModel):
         return self
 
     def _check_weights(self) -> None:
-        if self.weights in ("nf4", "int8") and self.weight_files is None:
+        if self.quantizes and self.weight_files is None:
             raise ValueError(
                 f'weights = "{self.weights}": quantizes what files hold, and model.config gives '
                 'random weights; name a folder with weights in pretrained, or use "bf16"'
             )
-        if self.weights in ("nf4", "int8") and self.lora is None:
+        if self.quantizes and self.lora is None:
             raise ValueError(
                 f'weights = "{self.weights}": is for frozen weights, and without lora all are '
                 'trained; add lora = { rank = 8 }, or use "bf16"'
@@ -135,7 +135,7 @@ class HuggingFaceConfig(TokenModel):
                 "classes = 1: one class tells nothing apart; use 2 for yes or no, or problem_type "
                 '= "regression"'
             )
-        asked = _read(self.folder).problem_type if self.classes and self.folder else None
+        asked = _read(self.folder).problem_type if self.classes else None
         if asked not in (None, self.problem) and self.problem_type is None:
             raise ValueError(
                 f"classes = {self.classes}: trains for problem_type = {self.problem!r}, and "
@@ -152,9 +152,8 @@ class HuggingFaceConfig(TokenModel):
         return max(1, int(getattr(self.transformers_config, "type_vocab_size", None) or 1))
 
     @property
-    def folder(self) -> Path | None:
-        folder = self.config or self.pretrained
-        return Path(folder) if folder else None
+    def folder(self) -> Path:
+        return Path(self.config or self.pretrained or "")
 
     @property
     def weight_files(self) -> "Shards | None":
@@ -325,7 +324,6 @@ class HuggingFaceConfig(TokenModel):
 
     def digest(self) -> str:
         """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
-        assert self.folder is not None
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         if self.weight_files is not None:
             digest.update(self.weight_files.digest().encode())
@@ -339,7 +337,6 @@ class HuggingFaceConfig(TokenModel):
             ImportError: transformers is not installed.
             ValueError: config.json is not one of a model that the library knows.
         """
-        assert self.folder is not None
         config = _read(self.folder)
         if self.dropout is not None:
             for name in _dropout_names(config):

@@ -19,16 +19,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from thinpipe.pipeline.models.hf.families import (
+    KNOWN,
     Family,
     Substitute,
     keep_blocks,
-    registered,
     replace_modules,
 )
 from thinpipe.pipeline.models.hf.init import initialise
 from thinpipe.pipeline.models.hf.masks import takes_types
+from thinpipe.pipeline.models.stand_in import StandIn
 
 _ROWS = 64  # of a shortened embedding
 _TOKENS, _PADDING = 7, 2
@@ -38,10 +40,7 @@ _FAILURES = (
 )
 _SINGLE_BLOCKS = 8  # so many stages of one block are tried, too
 _RECURRENT = re.compile(r"mamba|rwkv|xlstm|recurrent|rglru|griffin", re.IGNORECASE)
-_REMEDY = (
-    "train a model of another family (docs/huggingface.md has a table), or, if you know how it is "
-    "cut, say so with register_family (pipeline/models/hf/families.py)"
-)
+_REMEDY = "train a model of another family (docs/huggingface.md has a table)"
 
 _Returns = Literal["tensor", "pair", "tuple"]
 
@@ -52,9 +51,8 @@ def find_family(model: Any) -> Family:
     Raises:
         ValueError: it cannot be cut, or has state-space layers.
     """
-    known = registered(model.config.model_type)
-    if known is not None:
-        return known
+    if model.config.model_type in KNOWN:
+        return KNOWN[model.config.model_type]
     base = model.base_model
     path = _find_blocks(base)
     recurrent = next(
@@ -105,18 +103,8 @@ class _Call:
     others: tuple[Tensor, ...]
 
 
-class _Marker(nn.Module):
-    """Stands for a block: notes what it is given, and has the attributes of the block."""
-
-    def __init__(self, block: nn.Module, index: int, log: list[_Call], returns: _Returns) -> None:
-        super().__init__()
-        self.__dict__.update(_block=block, _index=index, _log=log, _returns=returns)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
+class _Marker(StandIn):
+    """Notes what the block is given."""
 
     def forward(self, hidden_BTD: Tensor, *arguments: Any, **settings: Any) -> Any:
         others = tuple(_tensors([arguments, settings]))
@@ -186,7 +174,8 @@ class _Trial:
             hidden = [part for part in found if self._is_hidden(part.out)]
             places = {part.at for part in found}
             if places == {len(self.markers)}:
-                last[path] = "identity" if _keeps_tokens(hidden) else "none"
+                keeps_tokens = bool(hidden) and hidden[0].out.ndim == 3
+                last[path] = "identity" if keeps_tokens else "none"
             elif places == {0} and hidden:
                 first[path] = self._substitute(module, found[0])
             elif hidden:
@@ -208,13 +197,13 @@ class _Trial:
             return f"its forward fails ({type(error).__name__}: {error})"
         for got, wanted in zip(self._log, self.calls[first:stop], strict=True):
             where = f"block {wanted.block}"
-            if not _same(got.hidden_BTD, wanted.hidden_BTD):
+            if not torch.equal(got.hidden_BTD, wanted.hidden_BTD):
                 return f"hidden states change outside its blocks, before {where}"
             if len(got.others) != len(wanted.others) or not all(
-                map(_same, got.others, wanted.others)
+                map(torch.equal, got.others, wanted.others)
             ):
                 return f"{where} is given other masks, positions or states than in the whole model"
-        return None if _same(out_BTD, expected) else "hidden states change outside its blocks"
+        return None if torch.equal(out_BTD, expected) else "hidden states change outside its blocks"
 
     def _run_whole(self) -> list[_Part]:
         """Run with blocks that return a tensor, or a tuple, whichever the family expects."""
@@ -222,7 +211,7 @@ class _Trial:
         kinds: tuple[_Returns, ...] = ("tensor", "pair", "tuple")
         for returns in kinds:
             self.markers = [
-                _Marker(block, index, self._log, returns)
+                _Marker(block, _index=index, _log=self._log, _returns=returns)
                 for index, block in enumerate(self._blocks)
             ]
             self._place(self.markers)
@@ -290,8 +279,7 @@ class _Trial:
         return "inputs" if "inputs_embeds" in takes else "zero"
 
     def _place(self, blocks: Any) -> None:
-        parent, _, name = self.path.rpartition(".")
-        setattr(self.base.get_submodule(parent), name, nn.ModuleList(blocks))
+        self.base.set_submodule(self.path, nn.ModuleList(blocks))
 
     @contextmanager
     def _cut(self, family: Family, first: int, stop: int) -> Iterator[None]:
@@ -323,22 +311,8 @@ def _shorten_embeddings(base: nn.Module) -> None:
                 module.padding_idx = None
 
 
-def _keeps_tokens(parts: list[_Part]) -> bool:
-    return bool(parts) and parts[0].out.ndim == 3
-
-
 def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        return [tensor for key in sorted(values, key=str) for tensor in _tensors(values[key])]
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left, right)
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _rejection(base: Any, problem: str) -> ValueError:

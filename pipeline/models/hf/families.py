@@ -1,17 +1,9 @@
 """Where a Hugging Face model family has its blocks, and what only its first and last stage need.
 
 A family's own forward runs on every stage, with some modules replaced: hidden states enter as
-`inputs_embeds`, so that masks, positions and rotary tables are made on each stage. Most families
-need no entry: `discovery.py` finds out by trying. For one that it cannot tell, call, before the
-model is built:
-
-    register_family("gpt2", Family(
-        "h",                                              # its list of blocks
-        first={"wte": "identity", "wpe": "zero", "drop": "identity"},  # on the first stage only
-        last={"ln_f": "identity"},                          # on the last stage only
-    ))
-
-Paths start at the base model.
+`inputs_embeds`, so that masks, positions and rotary tables are made on each stage. `discovery.py`
+finds out by trying; GPT-2's blocks are "h", its first stage alone needs {"wte": "identity", "wpe":
+"zero", "drop": "identity"}, and its last one {"ln_f": "identity"}.
 """
 
 from collections.abc import Mapping
@@ -29,7 +21,9 @@ Task = Literal["language", "classification"]
 
 @dataclass(frozen=True)
 class Family:
-    """Paths from the base model. `shared` modules are used by every stage."""
+    """Paths from the base model: of its list of blocks, of what the first and the last stage alone
+    need, and of what all use.
+    """
 
     blocks: str
     first: Mapping[str, Substitute] = field(default_factory=dict)
@@ -43,28 +37,8 @@ _DEBERTA = Family(
     {"embeddings": "inputs", "encoder.conv": "none"},
     shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
 )
-# Written once, by `register_family`: a family is a fact about code, not state of a run.
-_REGISTERED = {"deberta-v2": _DEBERTA}
-
-
-def register_family(model_type: str, family: Family) -> None:
-    """Say how the models of a family are cut, where trying cannot tell.
-
-    `model_type` is that of config.json. Call it in every process, before the model is built. The
-    self-check (`model.self_check`) compares one step of the cut model with the whole one.
-
-    Raises:
-        ValueError: the family has another entry already.
-    """
-    if _REGISTERED.setdefault(model_type, family) != family:
-        raise ValueError(
-            f"register_family({model_type!r}): has another entry already; remove one of them"
-        )
-
-
-def registered(model_type: str) -> Family | None:
-    """The entry of a family, if it needs one."""
-    return _REGISTERED.get(model_type)
+KNOWN = {"deberta-v2": _DEBERTA}
+"""By model_type, families of which trying cannot tell."""
 
 
 def task_of(config: Any) -> Task:
@@ -112,9 +86,8 @@ class IndexedBlocks(nn.ModuleList):
 
 def keep_blocks(base: Any, family: Family, first: int, stop: int) -> None:
     """Leave only blocks `first` to `stop - 1` in a base model."""
-    parent, _, name = family.blocks.rpartition(".")
     blocks = base.get_submodule(family.blocks)
-    setattr(base.get_submodule(parent), name, IndexedBlocks(blocks, first, stop))
+    base.set_submodule(family.blocks, IndexedBlocks(blocks, first, stop))
     kinds = getattr(base.config, "layer_types", None)  # kinds of masks, looked up by position
     if kinds and len(kinds) == len(blocks) > stop - first:
         base.config.layer_types = kinds[first:stop]

@@ -25,11 +25,6 @@ _FAMILIES = (
 _REMEDY = 'use packing = false and objective = "causal"'
 
 
-def needs_mask(samples: Samples) -> bool:
-    """Whether a family's own mask, of padding alone, would be wrong."""
-    return samples.segments_BT is not None or samples.prefix_BT is not None
-
-
 def takes_types(model: Any) -> bool:
     """Whether a family tells types of tokens apart, such as the texts of a pair."""
     types = getattr(model.config, "type_vocab_size", None) or 1

@@ -8,7 +8,6 @@ Axes: O outputs, I inputs.
 """
 
 import importlib
-import importlib.util
 import logging
 import math
 from typing import Any, Literal
@@ -135,19 +134,6 @@ def plain_state(module: nn.Module) -> dict[str, Tensor]:
         if isinstance(part, QuantizedLinear):
             state[f"{name}.weight"] = part.plain_weight().float()
     return state
-
-
-def check_library(form: str) -> None:
-    """Check that bitsandbytes is there.
-
-    Raises:
-        ImportError: it is not.
-    """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ImportError(
-            f'model.weights = "{form}" needs bitsandbytes: pip install "thinpipe[quantized]"; or '
-            'use "bf16"'
-        )
 
 
 def bitsandbytes() -> Any:

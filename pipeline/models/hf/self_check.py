@@ -40,7 +40,7 @@ def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
         raise ValueError(
             f"model_type = {kind!r}, cut before layers {bounds[1:-1]}: {name} differs from the "
             f"whole model's by {by:.2g} ({len(differing)} of {len(found)} tensors differ); do not "
-            "train it cut, or say how it is cut with register_family"
+            "train it cut"
         )
 
 
@@ -89,7 +89,9 @@ def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str,
         end.backward(gradient)
         if start.grad is not None:
             gradient = start.grad
-    head = _head(stages[-1]) if config.ties_embeddings else None
+    head: Any = None
+    if config.ties_embeddings:
+        head = stages[-1].model.get_output_embeddings().weight
     embedding = stages[0].model.get_input_embeddings().weight
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
@@ -100,10 +102,6 @@ def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str,
         name = next(n for n, p in stages[0].model.named_parameters() if p is embedding)
         found[name] = found[name] + head.grad
     return found
-
-
-def _head(stage: HuggingFaceStage) -> Any:
-    return stage.model.get_output_embeddings().weight
 
 
 def _batch(config: HuggingFaceConfig) -> tuple[Tensor, Samples]:

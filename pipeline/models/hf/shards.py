@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ class ShardError(ValueError):
 
 @dataclass
 class Shards:
-    """The weight files of a model folder. `opened` lists those that were read."""
+    """The weight files of a model folder."""
 
     folder: Path
-    opened: list[str] = field(default_factory=list)
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -89,8 +88,6 @@ class Shards:
         for file_name, wanted in sorted(by_file.items()):
             path = self.folder / file_name
             with _open(path, wanted[0]) as file:
-                if file_name not in self.opened:
-                    self.opened.append(file_name)
                 held = set(file.keys())
                 for name in wanted:
                     if name not in held:

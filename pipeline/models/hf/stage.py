@@ -8,7 +8,7 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
 from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
-from thinpipe.pipeline.models.hf.masks import mask_inputs, needs_mask, takes_types
+from thinpipe.pipeline.models.hf.masks import mask_inputs, takes_types
 from thinpipe.pipeline.models.hf.weight_formats import SmallWeights, check_quantizable
 from thinpipe.pipeline.models.hf.weights import Sources
+from thinpipe.pipeline.models.kind import check_range
 
 
 class HuggingFaceStage(nn.Module):
@@ -59,7 +60,8 @@ class HuggingFaceStage(nn.Module):
             ValueError: the samples are packed or have prefixes, and the family cannot do it.
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
-        if needs_mask(samples):
+        if samples.segments_BT is not None or samples.prefix_BT is not None:
+            # a family's own mask, of padding alone, would be wrong
             self._config.check_masks(x.shape[1])
             attention = self.model.config._attn_implementation
             given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
@@ -108,24 +110,21 @@ def build_stage(
         ValueError: no such range of layers, or the family cannot be cut.
         ShardError: a weight is missing, unreadable or of another shape.
     """
-    if not 0 <= first < stop <= config.layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-        )
+    check_range(first, stop, config.layers)
     family = config.family
     model = config.whole()
     sources = Sources(config.weight_files, model, family) if config.weight_files else None
     tied_to = _embedding(model) if config.ties_embeddings else []
-    read: Set[str] = set()
+    read: Set[str] = frozenset()
     _cut(model, family, first, stop)
     small = SmallWeights(model, config, _path_of_blocks(model, family))
     if torch.device(device).type != "meta":
         small.to_empty()
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        stored = sources.names(model) if sources is not None else frozenset[str]()
-        unset = initialise(model, seed=seed, tied_to=tied_to, read=stored) - small.read_later
+        if sources is not None:
+            read = sources.names(model)
+        unset = initialise(model, seed=seed, tied_to=tied_to, read=read) - small.read_later
         if unset:
             unset = fill_from_constructors(
                 model,
@@ -134,12 +133,15 @@ def build_stage(
                 seed=seed,
                 config=copy.deepcopy(config.transformers_config),
             )
-        read = sources.load(model, small.put) if sources is not None else set()
+        if sources is not None:
+            sources.load(model, small.put)
         _check_set(config, unset)  # files fill the others
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
-        _recompute(model, family, [config.recomputes(block) for block in range(first, stop)])
+        # the second name is that of older releases
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     base = {}
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
@@ -162,7 +164,7 @@ def check_folder(config: HuggingFaceConfig) -> None:
     model, family = config.whole(), config.family
     if config.weight_files is not None:
         Sources(config.weight_files, model, family).check()
-    if config.weights in ("nf4", "int8"):
+    if config.quantizes:
         check_quantizable(model, config, _path_of_blocks(model, family))
     if config.lora is not None:
         check_targets(model, config.lora)
@@ -195,19 +197,6 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
 def _path_of_blocks(model: Any, family: Family) -> str:
     has_prefix = model.base_model is not model
     return f"{model.base_model_prefix}.{family.blocks}" if has_prefix else family.blocks
-
-
-def _recompute(model: Any, family: Family, blocks: Sequence[bool]) -> None:
-    # the second name is that of older releases
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for block, again in zip(model.base_model.get_submodule(family.blocks), blocks, strict=True):
-        if not again and not hasattr(block, "gradient_checkpointing"):
-            raise ValueError(
-                f"model.activation_checkpointing: {type(block).__name__} has no switch of its own, "
-                "so that all blocks are computed again or none; use true or false"
-            )
-        block.gradient_checkpointing = again
 
 
 def _embedding(model: Any) -> list[tuple[str, nn.Module]]:

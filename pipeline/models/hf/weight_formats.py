@@ -7,6 +7,7 @@ linear layers of blocks may be codes (`quantized.py`). Without it embeddings sta
 heads that share their weight: the gradient of a frequent token is a sum of thousands.
 """
 
+import importlib.util
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from thinpipe.pipeline.models.hf.lora import trained_heads
 from thinpipe.pipeline.models.hf.quantized import (
     Quantization,
     QuantizedLinear,
-    check_library,
     linear_layers,
     quantized_nbytes,
 )
@@ -106,8 +106,11 @@ def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> N
         ImportError: the library is not there.
         ValueError: there is no such layer.
     """
-    assert config.weights is not None
-    check_library(config.weights)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f'model.weights = "{config.weights}" needs bitsandbytes: pip install '
+            '"thinpipe[quantized]"; or use "bf16"'
+        )
     if not linear_layers(model.get_submodule(blocks)):
         raise ValueError(
             f'model.weights = "{config.weights}": the blocks of '
@@ -134,16 +137,12 @@ def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
     """Ids of matrices that stay in fp32."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if config.lora is not None:
-        return {id(module.weight) for module in embeddings if _scales(module)}
+        # one that scales, as Gemma's, computes in the dtype of its weight
+        return {id(module.weight) for module in embeddings if type(module) is not nn.Embedding}
     found = {id(module.weight) for module in embeddings}
     if config.ties_embeddings:  # where a cut took the head out, it has no weight
         found.add(id(getattr(head_of(model), "weight", None)))
     return found
-
-
-def _scales(module: nn.Module) -> bool:
-    """Whether it is an embedding that computes in the dtype of its weight, as Gemma's does."""
-    return isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
 
 
 def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.pipeline.models.hf.families import Family
 from thinpipe.pipeline.models.hf.layouts import Layout, match_names
@@ -49,11 +49,11 @@ class Sources:
             if self._source(name) is not None or self._known(name) is not None
         )
 
-    def load(self, model: Any, put: Put | None = None) -> set[str]:
-        """Fill the parameters of a cut (or whole) model; return the names of those found.
+    def load(self, model: Any, put: Put) -> None:
+        """Fill the parameters of a cut (or whole) model.
 
-        `put` is given the name of each, the parameter and its values; by default it copies them.
-        Task heads and poolers that the folder lacks keep their random values, and are logged.
+        `put` is given the name of each, the parameter and its values. Task heads and poolers that
+        the folder lacks keep their random values, and are logged.
 
         Raises:
             ShardError: a tensor is missing, unreadable or of another shape.
@@ -70,7 +70,6 @@ class Sources:
                 raise self._missing(name)
             else:
                 _log.warning("%s is not in %s: it starts random", name, self.shards.folder)
-        put = put or _copy
         with torch.no_grad():
             for source, stored in self.shards.read(list(wanted)):
                 for name, tensor in wanted[source]:
@@ -78,8 +77,6 @@ class Sources:
                     put(name, tensor, stored)
             for index, tensors in converted.items():
                 self._load_converted(self.layouts[index], tensors, put)
-        found = {name for tensors in converted.values() for name in tensors}
-        return found | {name for pairs in wanted.values() for name, _ in pairs}
 
     def check(self) -> None:
         """Check every tensor of the whole model by the files' headers; needs all files.
@@ -173,14 +170,11 @@ class Sources:
         return str(self.shards.folder / self.shards.files[stored])
 
 
-def _copy(_: str, tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values)
-
-
 def tied_names(whole: Any) -> dict[str, str]:
     """Parameters that are a copy of an earlier one, and which."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(p), name) for name, p in _parameters(whole)}
+    parameters = whole.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(id(p), name) for name, p in parameters}
     return {name: source for name, source in names.items() if name != source}
 
 
@@ -208,10 +202,6 @@ def differing_copies(shards: Shards, whole: Any) -> list[str]:
         if name in on_disk and source in on_disk
         if not shards.same(on_disk[name], on_disk[source])
     ]
-
-
-def _parameters(model: nn.Module) -> Any:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def _optional_names(whole: Any) -> set[str]:

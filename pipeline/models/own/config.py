@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import torch
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import Batch, PyTree, Samples
-from thinpipe.pipeline.models.kind import ModelKind
+from thinpipe.pipeline.models.kind import ModelKind, check_range
 from thinpipe.pipeline.models.own.example import SAMPLES, Example, Functions, samples_like
 
 if TYPE_CHECKING:
@@ -142,11 +142,7 @@ class OwnModelConfig(ModelKind):
         return self.path is not None
 
     def adapted(self, batch: Batch) -> Batch:
-        """Sequential layers take one tensor, however it came.
-
-        Raises:
-            ValueError: there is more than one.
-        """
+        """Sequential layers take one tensor, however it came."""
         if self.with_inputs or isinstance(batch.inputs_BT, Tensor):
             return batch
         inputs = tree_leaves(batch.inputs_BT)
@@ -233,17 +229,13 @@ class OwnModelConfig(ModelKind):
         return (y.shape[1], y.shape[2]) if fits else None
 
     @cached_property
-    def digest(self) -> str:
-        """SHA-256 of names, shapes and types of all parameters and buffers."""
+    def structure(self) -> str:
+        """A model's identity, in words and by a digest of what its state dict holds."""
         state = self.deferred.skeleton.state_dict()
         text = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()])
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def structure(self) -> str:
-        """A model's identity, in words and by its digest."""
         numel = sum(parameter.numel() for parameter in self.deferred.skeleton.parameters())
-        return f"{self.layers} layers, {numel:,} parameters, {self.digest[:16]}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return f"{self.layers} layers, {numel:,} parameters, {digest[:16]}"
 
     def facts(self) -> dict[str, str]:
         return {"structure": self.structure}
@@ -251,9 +243,16 @@ class OwnModelConfig(ModelKind):
     def build(
         self, first: int, stop: int, *, seed: int, device: torch.device | str
     ) -> "OwnStage | ForwardStage":
-        from thinpipe.pipeline.models.own.stage import build_own
+        from thinpipe.pipeline.models.own.forward_stage import absent, as_stage
+        from thinpipe.pipeline.models.own.stage import OwnStage
 
-        return build_own(self, first, stop, seed=seed, device=device)
+        check_range(first, stop, self.layers)
+        if not self.with_inputs:
+            return OwnStage(self, first, stop, seed=seed, device=device)
+        skeleton = self.deferred.skeleton
+        constants = absent(skeleton, self.cutting, first, stop)
+        (whole,) = self.deferred.fill([skeleton], seed=seed, device=device, constants=constants)
+        return as_stage(whole, self.cutting, first, stop)
 
     def objective(self) -> "Objective":
         if self.functions.loss is None:
@@ -270,12 +269,10 @@ class OwnModelConfig(ModelKind):
     def made_up(
         self, first: int, shape: torch.Size, *, device: torch.device
     ) -> tuple[Tensor, PyTree, Samples]:
-        def zeros(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def zeros(leaf: Tensor) -> Tensor:
             return torch.zeros(shape[0], *leaf.shape, dtype=leaf.dtype, device=device)
 
-        inputs, targets = (tree_map(zeros, part) for part in self.example[:2])
+        inputs, targets = (tree_map_only(Tensor, zeros, part) for part in self.example[:2])
         ids_B = torch.arange(shape[0], device=device)
         x = ids_B if self.with_inputs else inputs
         if first > 0:
@@ -302,11 +299,7 @@ class OwnModelConfig(ModelKind):
         return max((m.p for m in modules if isinstance(m, kinds)), default=0.0)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Check that the model can be cut there; sizes only where samples are known.
-
-        Raises:
-            ValueError: layers on both sides share a parameter, or messages have no fixed size.
-        """
+        """Also without samples; then not the sizes of messages."""
         shared = self._shared(cuts)
         if shared is not None:
             before, after, cut = shared
@@ -334,11 +327,7 @@ class OwnModelConfig(ModelKind):
             self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
-        """Check that there are places to cut it into so many; only where samples are known.
-
-        Raises:
-            ValueError: there are not; says why.
-        """
+        """Only where samples are known."""
         if self._example is None or stages - 1 <= len(self.places):
             return
         where = f"pipeline.stages = {stages}: the model can be cut in {len(self.places)} places"

@@ -178,46 +178,49 @@ class DeferredModel:
             ValueError: the constructor leaves a parameter or buffer without values.
         """
         copies: list[nn.Module] = copy.deepcopy(list(modules))
-        for original, duplicate in zip(modules, copies, strict=True):
-            for before, after in zip(original.modules(), duplicate.modules(), strict=True):
-                _put_constants(before, after, constants, device)
+        holders = [
+            (path, before, after)
+            for original, duplicate in zip(modules, copies, strict=True)
+            for (path, before), after in zip(
+                original.named_modules(), duplicate.modules(), strict=True
+            )
+        ]
+        for _, before, after in holders:
+            _put_constants(before, after, constants, device)
         if torch.device(device) == _META:
             return copies
-        values = _Values(self._operations, _storages(modules, constants), seed)
+        places = [
+            (f"{type(after).__name__} {path or 'layer'}", after, name, tensor)
+            for path, before, after in holders
+            for name, tensor in _tensors(before)
+            if id(tensor) not in constants
+        ]
+        wanted = {_Ref.of(tensor).storage for *_, tensor in places if tensor.device == _META}
+        values = _Values(self._operations, wanted, seed)
         moved: dict[int, Tensor] = {}
-        for original, duplicate in zip(modules, copies, strict=True):
-            pairs = zip(original.named_modules(), duplicate.modules(), strict=True)
-            for (path, before), after in pairs:
-                own = [(n, t) for n, t in _tensors(before) if id(t) not in constants]
-                self._fill_one(own, after, path, values=values, moved=moved, device=device)
+        for layer, after, name, tensor in places:
+            if tensor.device != _META:
+                moved[id(tensor)] = getattr(after, name).to(device)
+            elif id(tensor) not in moved:
+                moved[id(tensor)] = self._value(
+                    values, tensor, f"{layer} never gives {name}", device
+                )
+            setattr(after, name, moved[id(tensor)])
         return copies
 
-    def _fill_one(
-        self,
-        tensors: Sequence[tuple[str, Tensor]],
-        after: nn.Module,
-        path: str,
-        *,
-        values: "_Values",
-        moved: dict[int, Tensor],
-        device: torch.device | str,
-    ) -> None:
-        for name, tensor in tensors:
-            if tensor.device != _META:
-                setattr(after, name, getattr(after, name).to(device))
-                continue
-            if id(tensor) not in moved:
-                value = values.of(tensor)
-                if value is None:
-                    raise ValueError(
-                        f"{self._name}: {type(after).__name__} {path or 'layer'} never gives "
-                        f"{name} a value; initialise it in the constructor, as with nn.init"
-                    )
-                value = value.to(device)
-                if isinstance(tensor, nn.Parameter):
-                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                moved[id(tensor)] = value
-            setattr(after, name, moved[id(tensor)])
+    def _value(
+        self, values: "_Values", tensor: Tensor, problem: str, device: torch.device | str
+    ) -> Tensor:
+        value = values.of(tensor)
+        if value is None:
+            raise ValueError(
+                f"{self._name}: {problem} a value; initialise it in the constructor, as with "
+                "nn.init"
+            )
+        value = value.to(device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -236,16 +239,6 @@ def _put_constants(
             one = torch.full((), constants[id(tensor)], dtype=tensor.dtype, device=device)
             delattr(after, name)
             after.__dict__[name] = one.expand(tensor.shape)
-
-
-def _storages(modules: Sequence[nn.Module], constants: Mapping[int, float]) -> set[int]:
-    return {
-        _Ref.of(tensor).storage
-        for module in modules
-        for part in module.modules()
-        for _, tensor in _tensors(part)
-        if tensor.device == _META and id(tensor) not in constants
-    }
 
 
 class _Values:

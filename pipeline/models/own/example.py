@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from thinpipe.pipeline.batch import Batch, PyTree
 
@@ -32,10 +32,10 @@ class Example(NamedTuple):
     def of(cls, batch: Batch, longest: int | None = None) -> "Example":
         """From a batch, of which the first sample is the example."""
 
-        def shape(leaf: Any) -> Any:
-            return leaf[0].to("meta") if isinstance(leaf, Tensor) else leaf
-
-        x, target = (tree_map(shape, part) for part in (batch.inputs_BT, batch.targets))
+        x, target = (
+            tree_map_only(Tensor, lambda leaf: leaf[0].to("meta"), part)
+            for part in (batch.inputs_BT, batch.targets)
+        )
         return cls(x, target, batch.inputs_BT, longest)
 
 
@@ -51,9 +51,6 @@ class Functions:
 def samples_like(sample: PyTree) -> PyTree:
     """A batch of samples like this one."""
 
-    def several(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.expand(SAMPLES, *leaf.shape).contiguous()
-
-    return tree_map(several, sample)
+    return tree_map_only(
+        Tensor, lambda leaf: leaf.expand(SAMPLES, *leaf.shape).contiguous(), sample
+    )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REMEDY = "let it call the blocks of one nn.ModuleList one after the other, each once"
 
@@ -42,12 +42,9 @@ class Returned(NamedTuple):
 
     def around(self, hidden: Tensor) -> Any:
         """The same with other hidden states, and zeros for other tensors."""
-        leaves = [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=hidden.device)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in self.leaves
-        ]
+        leaves = tree_map_only(
+            Tensor, lambda leaf: torch.zeros_like(leaf, device=hidden.device), list(self.leaves)
+        )
         leaves[self.hidden] = hidden
         return tree_unflatten(leaves, self.spec)
 
@@ -164,8 +161,7 @@ class _Seen:
     @contextmanager
     def watching(self) -> Iterator[None]:
         training = self.model.training
-        frozen = [p for p in self.outside.values() if not p.requires_grad]
-        frozen = [p for p in frozen if p.is_floating_point()]
+        frozen = [p for p in self.outside.values() if p.is_floating_point() and not p.requires_grad]
         hooks = []
         for index, block in enumerate(self.blocks):
             hooks.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True))
@@ -243,15 +239,9 @@ class _Seen:
 
     def _leaving(self, index: int) -> Any:
         def replace(_block: nn.Module, _args: Any, output: Any) -> Any:
-            returned = Returned.of(output, f"{self.where}: block {index}")
-            self.returned.append(
-                returned._replace(
-                    leaves=tuple(
-                        leaf.detach() if isinstance(leaf, Tensor) else leaf
-                        for leaf in returned.leaves
-                    )
-                )
-            )
+            values = tree_map_only(Tensor, Tensor.detach, output)
+            returned = Returned.of(values, f"{self.where}: block {index}")
+            self.returned.append(returned)
             leaves = list(returned.leaves)
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():

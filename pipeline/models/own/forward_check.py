@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.own.deferred import DeferredModel
-from thinpipe.pipeline.models.own.forward import Cutting, Returned
+from thinpipe.pipeline.models.own.forward import Cutting
 from thinpipe.pipeline.models.own.forward_stage import as_stage
+from thinpipe.pipeline.models.stand_in import StandIn
 
 
 class _Given(NamedTuple):
@@ -27,17 +28,7 @@ class _Given(NamedTuple):
     hidden: Tensor
 
 
-class _Marker(nn.Module):
-    def __init__(self, block: nn.Module, index: int, returned: Returned, log: list[_Given]) -> None:
-        super().__init__()
-        self.__dict__.update(_block=block, _index=index, _returned=returned, _log=log)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
-
+class _Marker(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         dims = self._returned.leaves[self._returned.hidden].ndim
@@ -85,7 +76,7 @@ def _difference(
         return f"its forward fails ({type(error).__name__}: {error})"
     for found, expected in zip(cut, whole[first:stop], strict=True):
         alike = len(found.tensors) == len(expected.tensors) and all(
-            map(_same, found.tensors, expected.tensors)
+            map(torch.equal, found.tensors, expected.tensors)
         )
         if found.block != expected.block or not alike:
             return (
@@ -116,7 +107,9 @@ def _given(
     log: list[_Given] = []
     blocks = model.get_submodule(cutting.path)
     for index, (name, block) in enumerate(list(blocks.named_children())):
-        blocks._modules[name] = _Marker(block, index, cutting.returned[index], log)
+        blocks._modules[name] = _Marker(
+            block, _index=index, _returned=cutting.returned[index], _log=log
+        )
     if stop == cutting.count:  # a block more, which ends the forward
         blocks.get_submodule(name).register_forward_hook(_stop)
     stage = as_stage(model, cutting, first, stop).eval()
@@ -131,7 +124,3 @@ class _OverError(BaseException):
 
 def _stop(*_: Any) -> None:
     raise _OverError
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(left, right)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.own.forward import Cutting, Returned, call_of
+from thinpipe.pipeline.models.stand_in import StandIn
 
 
 class _Reached(BaseException):
@@ -30,21 +31,7 @@ class _State:
     running = False
 
 
-class _StandIn(nn.Module):
-    """Stands for a block of another stage, whose attributes it has."""
-
-    def __init__(self, block: nn.Module, returned: Returned, state: _State) -> None:
-        super().__init__()
-        self.__dict__.update(_block=block, _returned=returned, _state=state)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
-
-
-class _Earlier(_StandIn):
+class _Earlier(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand hidden states on, which nothing depends on."""
         returned: Returned = self._returned
@@ -55,18 +42,29 @@ class _Earlier(_StandIn):
         return returned.around(torch.zeros(shape))
 
 
-class _Before(_StandIn):
+class _Before(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what came over the cut."""
         return self._returned.around(self._state.received)
 
 
-class _After(_StandIn):
+class _After(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise _Reached
 
 
-class ForwardStage(nn.Module):
+class Untied:
+    """A stage that shares no weight with another one."""
+
+    def tied_weight(self) -> None:
+        return
+
+    def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Never called: there is none."""
+        raise AssertionError("a model of one's own ties nothing across stages")
+
+
+class ForwardStage(Untied, nn.Module):
     """Mixed into the class of a module by `as_stage`; parameters keep their names."""
 
     wants_samples = True
@@ -86,14 +84,7 @@ class ForwardStage(nn.Module):
             out = state.found
         finally:
             state.received, state.found, state.running = None, None, False
-        return tree_map(_own, out)
-
-    def tied_weight(self) -> None:
-        return
-
-    def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Never called: there is none."""
-        raise AssertionError("a model of one's own ties nothing across stages")
+        return tree_map_only(Tensor, _own, out)
 
 
 def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> ForwardStage:
@@ -101,11 +92,11 @@ def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> Forwa
     state = _State()
     blocks = whole.get_submodule(cutting.path)
     for index, (name, block) in enumerate(list(blocks.named_children())):
-        kind: type[_StandIn] | None = _After if index >= stop else None
+        kind: type[StandIn] | None = _After if index >= stop else None
         if index < first:
             kind = _Before if index == first - 1 else _Earlier
         if kind is not None:
-            blocks._modules[name] = kind(block, cutting.returned[index], state)
+            blocks._modules[name] = kind(block, _returned=cutting.returned[index], _state=state)
         elif index == stop - 1 < cutting.count - 1:
             block.register_forward_hook(_keep(cutting.returned[index], state))
     mixed = type(f"{type(whole).__name__}Stage", (ForwardStage, type(whole)), {})
@@ -134,5 +125,5 @@ def _keep(returned: Returned, state: _State) -> Any:
     return keep
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value._base is not None else value
+def _own(value: Tensor) -> Tensor:
+    return value if value._base is None else value.clone()

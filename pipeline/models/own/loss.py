@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import PyTree, moved
 
@@ -59,7 +59,7 @@ class OwnLoss:
 
     def _count_by_shape(self, targets: Any) -> int:
         samples = _shapes(targets)[0][0]
-        outputs = tree_map(lambda leaf: _of_so_many(leaf, samples), self._output)
+        outputs = tree_map_only(Tensor, lambda y: _of_so_many(y, samples), self._output)
         reason = "it returned no whole number"
         try:
             found = self._call(outputs, moved(targets, torch.device("meta")))[1]
@@ -92,10 +92,8 @@ def _listed(tree: PyTree) -> str:
     return ", ".join(str(list(shape)) for shape in _shapes(tree))
 
 
-def _of_so_many(leaf: Any, samples: int) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+def _of_so_many(y: Tensor, samples: int) -> Tensor:
+    return torch.empty((samples, *y.shape[1:]), dtype=y.dtype, device="meta")
 
 
 def _kind(value: Any) -> str:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.forward_stage import ForwardStage, absent, as_stage
+from thinpipe.pipeline.models.own.forward_stage import Untied
 
 
-class OwnStage(nn.Module):
+class OwnStage(Untied, nn.Module):
     """Layers `first` to `stop - 1`; parameters carry the names they have in the whole model."""
 
     def __init__(
@@ -35,31 +35,3 @@ class OwnStage(nn.Module):
         for layer in self.children():
             x = layer(x)
         return x if x._base is None else x.clone()
-
-    def tied_weight(self) -> None:
-        return
-
-    def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Never called: there is none."""
-        raise AssertionError("a model of one's own ties nothing across stages")
-
-
-def build_own(
-    config: OwnModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
-) -> OwnStage | ForwardStage:
-    """Build the stage that holds layers `first` to `stop - 1`.
-
-    Raises:
-        ValueError: there are no such layers, or the constructor leaves parameters unset.
-    """
-    if not 0 <= first < stop <= config.layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
-            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
-        )
-    if not config.with_inputs:
-        return OwnStage(config, first, stop, seed=seed, device=device)
-    deferred, cutting = config.deferred, config.cutting
-    constants = absent(deferred.skeleton, cutting, first, stop)
-    (whole,) = deferred.fill([deferred.skeleton], seed=seed, device=device, constants=constants)
-    return as_stage(whole, cutting, first, stop)

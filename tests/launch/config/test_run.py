@@ -74,7 +74,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             "[model]\npooling = 'first'",
-            ['model.pooling = "first": a language model', 'set task = "classification"'],
+            ['model.pooling = "first": no longer a setting', "remove it"],
         ),
         ("[train]\nlr = inf", ["train.lr = inf", "finite"]),
         ("[train]\nbetas = [2.0, 0.9]", ["train.betas.0 = 2.0", "less than 1"]),

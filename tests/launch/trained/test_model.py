@@ -67,7 +67,7 @@ def test_a_loaded_model_computes_what_the_pipeline_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("gpt2", {}), ("gpt2", {"lora": {"rank": 2}}), ("llama", {}), ("mixtral", {})],
+    [("gpt2", {"lora": {"rank": 2}}), ("mixtral", {})],
 )
 def test_a_loaded_model_of_transformers_is_one_of_its_classes(
     name: str, more: dict[str, Any], tmp_path: Path
@@ -113,13 +113,13 @@ def test_text_depends_on_the_seed_alone(name: str, tmp_path: Path) -> None:
         run = run.updated(model=section(name, tmp_path / "source"))
     saved(run, steps=0)
 
-    def text(tokens: int = 40, **more: Any) -> str:
+    def text(tokens: int = 12, **more: Any) -> str:
         return "".join(generate(tmp_path / "run", "ab", Sampling(tokens, **more)))
 
-    assert text(seed=1) == text(seed=1)
-    assert text(seed=1) != text(seed=2)
-    assert text(temperature=0) == text(temperature=0, seed=5) == text(top_k=1)
-    assert text(temperature=0).startswith(text(8, temperature=0))
+    likeliest = text(temperature=0)
+    assert text(seed=1) == text(seed=1) != text(seed=2)
+    assert likeliest == text(top_k=1, seed=5)
+    assert likeliest.startswith(text(4, temperature=0))
 
 
 def test_a_model_of_transformers_writes_with_its_cache_what_it_writes_without(

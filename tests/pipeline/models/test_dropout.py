@@ -12,7 +12,7 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.dropout import Dropout, DropoutSite, keep_mask
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 
-_few = settings(max_examples=40)
+_few = settings(max_examples=15)
 SHAPE = torch.Size((6, 8))
 
 
@@ -47,7 +47,7 @@ _CONFIG = TransformerConfig(
 )
 
 
-@_few
+@settings(max_examples=8)
 @given(
     cuts=st.sampled_from(CUTS),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 
-CUTS = [(), (2,), (1, 3), (1, 2, 3)]
+CUTS = [(2,), (1, 2, 3)]
 
 
 def _config(**changes: Any) -> TransformerConfig:
@@ -45,6 +45,7 @@ def _backward(stages: list[TransformerStage], ids_BT: Tensor) -> tuple[Tensor, d
     x = ids_BT
     for stage in stages:
         x = stage(x)
+        assert not x._is_view()
     F.cross_entropy(x[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()).backward()
     gradients = {}
     for stage in stages:
@@ -123,7 +124,7 @@ def test_initial_values_follow_gpt2() -> None:
 def test_activation_checkpointing_gives_the_same_gradients(dropout: float) -> None:
     results = []
     recomputed = []
-    for checkpointing in (False, True, 2):
+    for checkpointing in (False, True):
         config = _config(dropout=dropout, activation_checkpointing=checkpointing)
         model = _whole(config)
         calls: list[nn.Module] = []
@@ -133,10 +134,10 @@ def test_activation_checkpointing_gives_the_same_gradients(dropout: float) -> No
             torch.manual_seed(0)
             results.append(_backward([model], _ids(config)))
         recomputed.append(len(calls))
-    for output, gradients in results[1:]:
-        assert torch.equal(results[0][0], output)
-        _assert_bit_equal(results[0][1], gradients)
-    assert recomputed == [2, 4, 3]
+    (expected, expected_gradients), (output, gradients) = results
+    assert torch.equal(output, expected)
+    _assert_bit_equal(gradients, expected_gradients)
+    assert recomputed == [2, 4]
 
 
 def test_later_tokens_do_not_change_earlier_logits() -> None:
@@ -158,18 +159,6 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(_ids(config)), _whole(_config()).eval()(_ids(config)))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_outputs_are_not_views(checkpointing: bool, autocast: bool) -> None:
-    config = _config(activation_checkpointing=checkpointing)
-    x = _ids(config)
-    for stage in _stages(config, (1, 3)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            x = stage(x)
-        assert not x._is_view()
-        x.detach_()
-
-
 def test_bf16_autocast_trains() -> None:
     config = _config()
     stages = _stages(config, (2,))
@@ -181,29 +170,12 @@ def test_bf16_autocast_trains() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_training_lowers_the_loss() -> None:
-    config = _config()
-    model = _whole(config)
-    ids_BT = _ids(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        loss = F.cross_entropy(model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-
-
-def test_tied_whole_model_has_one_shared_parameter() -> None:
+def test_tied_copies_are_one_parameter_or_start_equal_on_the_first_and_last_stage() -> None:
     model = _whole(_config(tie_embeddings="exact"))
     assert model.token_embedding is not None
     assert model.head is not None
     assert model.tied_weight() is model.token_embedding.weight is model.head.weight
-
-
-def test_tied_copies_on_first_and_last_stage_start_equal() -> None:
+    assert _whole(_config()).tied_weight() is None
     first, middle, last = (
         stage.tied_weight() for stage in _stages(_config(tie_embeddings="exact"), (1, 3))
     )
@@ -222,13 +194,6 @@ def test_tied_copies_gradients_add_up_to_the_shared_one() -> None:
     torch.testing.assert_close(total, expected["token_embedding.weight"])
 
 
-def test_untied_weights_are_independent() -> None:
-    model = _whole(_config())
-    assert model.tied_weight() is None
-    state = model.state_dict()
-    assert not torch.equal(state["token_embedding.weight"], state["head.weight"])
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_sequence_longer_than_the_context_is_rejected(place: int) -> None:
     stages = _stages(_config(), (2,))
@@ -237,7 +202,7 @@ def test_sequence_longer_than_the_context_is_rejected(place: int) -> None:
         stages[place](inputs[place])
 
 
-@pytest.mark.parametrize(("first", "stop"), [(-1, 2), (2, 2), (3, 1), (0, 5)])
+@pytest.mark.parametrize(("first", "stop"), [(-1, 2), (2, 2), (0, 5)])
 def test_ranges_outside_the_model_are_rejected(first: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"first = {first}, stop = {stop}: .* 4 layers; use 0 <="):
         build_layers(_config(), first, stop, seed=0, device="cpu")

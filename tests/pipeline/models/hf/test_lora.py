@@ -116,7 +116,7 @@ def test_a_stage_without_any_target_is_rejected_with_our_message(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("phi3", ["qkv_proj"]), ("olmo", ["q_proj", "v_proj"]), ("modernbert", ["Wqkv"])],
+    [("phi3", ["qkv_proj"]), ("modernbert", ["Wqkv"])],
 )
 def test_a_family_that_peft_does_not_know_gets_its_attention_s_inputs(
     name: str, expected: list[str], tmp_path: Path

@@ -14,7 +14,8 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
 
 CUTS = ((0, 2), (2, 4), (4, LAYERS))
-TIED = ("gpt2", "gpt2-inverse", "opt", "opt-350m", "gpt-neo", "llama-tied", "gemma", "gemma2")
+OFTEN = {"gpt2", "opt-350m", "llama-tied", "qwen2", "gemma2", "bert", "deberta", "mixtral"}
+"""One of each way that embeddings, masks, heads and files are made."""
 
 
 def build(
@@ -39,6 +40,7 @@ def run(stages: list[HuggingFaceStage], gradient_of: Callable[[Tensor], Tensor])
     for stage in stages:
         start = x.detach().requires_grad_(x.is_floating_point())
         x = stage.eval()(start, samples)
+        assert not x._is_view()
         ends.append((start, x))
     logits = x.detach()
     gradient = gradient_of(logits)
@@ -69,21 +71,19 @@ def summed_gradients(stages: list[HuggingFaceStage]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", mostly_slow([*MODELS, *TRIED], {*MODELS, "mixtral"}.__contains__))
+@pytest.mark.parametrize("name", mostly_slow([*MODELS, *TRIED], OFTEN.__contains__))
 def test_stages_from_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
-    check_against_the_whole_model(name, tmp_path)
-
-
-def check_against_the_whole_model(name: str, folder: Path) -> None:
-    whole = saved_model(name, folder)
-    stages = build(name, folder)
+    whole = saved_model(name, tmp_path)
+    stages = build(name, tmp_path)
     for stage in stages:
         stage.requires_grad_(True)  # shared parts are frozen: here their copies are added up
     assert torch.equal(run(stages, gradient_of), reference(whole))
     gradients = summed_gradients(stages)
     if whole.config.tie_word_embeddings and whole.get_output_embeddings() is not None:
-        head = next(n for n, p in stages[-1].model.named_parameters() if p is head_of(stages[-1]))
-        embedding = next(n for n, p in whole.named_parameters() if p is embedding_of(whole))
+        tied = stages[-1].model.get_output_embeddings().weight
+        head = next(n for n, p in stages[-1].model.named_parameters() if p is tied)
+        tied = whole.get_input_embeddings().weight
+        embedding = next(n for n, p in whole.named_parameters() if p is tied)
         gradients[embedding] = gradients[embedding] + gradients.pop(head)
     for parameter_name, parameter in whole.named_parameters():
         difference = (gradients.pop(parameter_name) - parameter.grad).abs().max()
@@ -106,15 +106,7 @@ def rounding_of_sum(stages: list[HuggingFaceStage], name: str) -> float:
     return (LAYERS - 1) * torch.finfo(torch.float32).eps * float(sum(copies[1:], copies[0]).max())
 
 
-def head_of(stage: HuggingFaceStage) -> Any:
-    return stage.model.get_output_embeddings().weight
-
-
-def embedding_of(whole: Any) -> Any:
-    return whole.get_input_embeddings().weight
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "deberta"])
+@pytest.mark.parametrize("name", ["llama", "deberta"])
 def test_a_stage_opens_only_files_with_its_own_tensors(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path))
@@ -133,7 +125,7 @@ def test_a_stage_opens_only_files_with_its_own_tensors(name: str, tmp_path: Path
     assert all(torch.isfinite(parameter).all() for parameter in stage.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, (OFTEN - {"qwen2"}).__contains__))
 def test_random_weights_do_not_depend_on_the_cut(name: str, tmp_path: Path) -> None:
     settings(name).save_pretrained(tmp_path)
     model = section(name, tmp_path)
@@ -157,6 +149,8 @@ def test_random_weights_have_the_family_s_own_spread(tmp_path: Path) -> None:
     config = HuggingFaceConfig(config=str(tmp_path))
     stage = build_stage(config, 0, LAYERS, seed=0, device="cpu")
     assert stage.model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    spread = stage.model.transformer.h[1].mlp.c_proj.weight.std().item()
+    assert spread == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.05)  # of residual branches
     assert torch.equal(stage.model.transformer.ln_f.weight, torch.ones(32))
 
 
@@ -174,23 +168,14 @@ def test_what_files_hold_is_not_drawn_before(
     assert of_stages == {"model.rotary_emb"}  # no file holds its table
 
 
-def test_parameters_carry_the_names_of_the_whole_model(tmp_path: Path) -> None:
-    saved_model("gpt2", tmp_path)
-    stages = build("gpt2", tmp_path)
-    names = [{name for name, _ in stage.model.named_parameters()} for stage in stages]
-    assert "transformer.h.3.ln_1.weight" in names[1]
-    assert names[0] & names[1] == names[1] & names[2] == set()
-    assert "lm_head.weight" in names[2]
-
-
-def test_nothing_is_allocated_for_other_stages(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path)
-    config = HuggingFaceConfig(**section("llama", tmp_path))
-    whole = sum(parameter.numel() for parameter in config.whole().parameters())
-    counts = [sum(p.numel() for p in stage.parameters()) for stage in build("llama", tmp_path)]
-    assert sum(counts) == whole
-    middle = build("llama", tmp_path, ((2, 4),))[0]
-    assert all(not parameter.is_meta for parameter in middle.parameters())
+def test_a_stage_has_its_own_part_under_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    whole = saved_model("llama", tmp_path)
+    found: dict[str, list[int]] = {}
+    for stage in build("llama", tmp_path):
+        assert all(not parameter.is_meta for parameter in stage.parameters())
+        for name, parameter in stage.model.named_parameters():
+            found.setdefault(name, []).append(parameter.numel())
+    assert found == {name: [parameter.numel()] for name, parameter in whole.named_parameters()}
 
 
 def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> None:
@@ -202,7 +187,8 @@ def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> N
     assert torch.equal(embedding, head)
     assert build("gpt2", tmp_path)[0].tied_weight() is None
     (whole,) = build("gpt2", tmp_path, ((0, LAYERS),), tie_embeddings="exact")
-    assert whole.tied_weight() is head_of(whole) is embedding_of(whole.model)
+    tied = whole.model.get_input_embeddings().weight
+    assert whole.tied_weight() is whole.model.get_output_embeddings().weight is tied
 
 
 def test_modules_that_all_stages_share_are_frozen_where_copies_would_diverge(
@@ -234,11 +220,11 @@ def test_dropout_is_the_folder_s_unless_overridden(tmp_path: Path) -> None:
         assert torch.equal(stage(x, samples), stage(x, samples)) is deterministic
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_activation_checkpointing_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
     saved_model(name, tmp_path)
     gradients, kept = [], []
-    for checkpointing in (False, 2, True):
+    for checkpointing in (False, True):
         (stage,) = build(name, tmp_path, ((0, 2),), activation_checkpointing=checkpointing)
         x, samples = padded_batch()
         saved: list[int] = []
@@ -249,16 +235,6 @@ def test_activation_checkpointing_gives_the_same_gradients(name: str, tmp_path: 
         output.square().sum().backward()
         gradients.append(summed_gradients([stage]))
         kept.append(sum(saved))
-    assert kept[0] > kept[1] > kept[2]
+    assert kept[0] > kept[1]
     for parameter_name, gradient in gradients[0].items():
-        assert all(torch.equal(gradient, other[parameter_name]) for other in gradients[1:])
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama", "opt", "bert"])
-def test_outputs_are_not_views(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
-    x, samples = padded_batch()
-    for stage in build(name, tmp_path):
-        x = stage(x, samples)
-        assert not x._is_view()
-        x = x.detach_()
+        assert torch.equal(gradient, gradients[1][parameter_name])
