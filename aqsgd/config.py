@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class MemoryConfig(BaseModel):
     """Where a rank keeps its activation cache, and how much of it.
 
-    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. Stages on a GPU
-    can keep them there ("device"), or in RAM that copies to it faster ("pinned"). `budget`, as in
+    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
     "2GB" (decimal) or "512MiB", is what all caches of the rank may take, wherever they are; every
     end of a cut holds equally many samples of it, and of two ends the smaller number counts.
     Samples that do not fit are sent like new ones at every visit.
@@ -33,7 +32,7 @@ class MemoryConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tier: Literal["ram", "pinned", "device", "disk"] = "ram"
+    tier: Literal["ram", "disk"] = "ram"
     budget: Annotated[ByteSize, Field(gt=0)] | None = None
     folder: str | None = None
 
