@@ -47,7 +47,7 @@ class AqsgdConfig(QuantizerConfig):
     `first_visit = "same"` codes first visits as changes are coded, from nothing. Changes are in
     rotated tiles, whose scales no massive activation coarsens for others; `delta = "uniform"`
     codes them as the paper does. That is the default too at 1 and 8 bits and with `scale_per`,
-    `rounding`, `rate` or `coding = "rans"`, which tiles do not have.
+    `rounding` or `rate`, which tiles do not have.
     """
 
     kind: Literal["aqsgd"] = "aqsgd"
@@ -60,7 +60,7 @@ class AqsgdConfig(QuantizerConfig):
         """Whether changes are coded in tiles."""
         if self.delta is not None:
             return self.delta == "tiles"
-        return 2 <= self.bits <= 7 and self.coding != "rans" and not self._of_uniform()
+        return 2 <= self.bits <= 7 and not self._of_uniform()
 
     def _of_uniform(self) -> list[str]:
         """Settings given that tiles do not have."""
@@ -74,10 +74,6 @@ class AqsgdConfig(QuantizerConfig):
             raise ValueError(
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
-            )
-        if self.coding == "rans" and self.delta == "tiles":
-            raise ValueError(
-                'coding = "rans" has no meaning with delta = "tiles"; use coding = "zstd"'
             )
         self.change_codec(width=1)
         return self
