@@ -1,7 +1,5 @@
 """Pretrain a small decoder, then fine-tune copies of it across compressed cuts, all in one process.
 
-Copies are fine-tuned as language models, or as classifiers of labelled sentences.
-
 Axes: B samples, T tokens.
 """
 
@@ -17,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.sentences import write_text, write_tokenizer
+from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
 from benchmarks.single_process import in_process
@@ -48,7 +46,7 @@ Weights = Mapping[str, Tensor]
 class Scale:
     """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
 
-    Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
+    Pretraining has no dropout.
     Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts. Every
     layer is a stage, unless there are to be fewer `stages`, which share them evenly.
     """
@@ -67,7 +65,6 @@ class Scale:
     microbatches: int = 2
     lr: float = 5e-4
     held_out: int = 512
-    task: Literal["language", "classification"] = "language"
     dropout: float = 0.0
     dropout_masks: DropoutMasks = "random"
     stages: int | None = None
@@ -85,22 +82,17 @@ class Scale:
 
     @property
     def model(self) -> TransformerConfig:
-        """What is fine-tuned: the decoder, or an encoder with its layers and two classes."""
-        tuned = {"task": self.task, "classes": 2 if self.task == "classification" else None}
+        """The decoder that is fine-tuned."""
         dropout = {"dropout": self.dropout, "dropout_masks": self.dropout_masks}
-        return TransformerConfig.model_validate(self.pretrained.model_dump() | tuned | dropout)
+        return self.pretrained.model_copy(update=dropout)
 
     @property
     def data(self) -> DataConfig:
-        """Data to fine-tune on, without its path; labelled sentences are in CoLA's columns."""
-        labelled = self.task == "classification"
+        """Data to fine-tune on, without its path."""
         return DataConfig(
-            format="tsv" if labelled else "auto",
-            text_field=3 if labelled else None,
-            label_field=1 if labelled else None,
             sequence_length=self.tokens,
             train_sequences=self.sequences,
-            eval_sequences="all" if labelled else self.held_out,
+            eval_sequences=self.held_out,
         )
 
     def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
@@ -149,7 +141,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three sets of samples that do not overlap, made of sequences or of labelled sentences."""
+    """Three sets of samples that do not overlap."""
 
     pretrain: SampleSet
     tune: SampleSet
@@ -164,19 +156,13 @@ def sequences(
     return load(DataConfig(path=str(path), sequence_length=scale.tokens, **sizes, **options))
 
 
-def read_corpus(
-    train: Path, evaluation: Path, scale: Scale, *, labelled: tuple[Path, Path] | None = None
-) -> Corpus:
-    """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
-
-    With subwords, these and both texts are pretrained on.
+def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
+    """Cut the files into sequences.
 
     Raises:
         ValueError: a file is missing or too short.
         ImportError: subwords need a package that is not installed.
     """
-    if labelled is not None and scale.vocab > _BYTES:
-        return _read_sentences((train, evaluation), labelled, scale)
     with TemporaryDirectory() as folder:
         options = {}
         if scale.vocab > _BYTES:
@@ -185,21 +171,8 @@ def read_corpus(
             write_tokenizer(Path(folder), both, vocab=scale.vocab)
             options = {"tokenizer": folder}
         pretrain, tune = sequences(train, scale, "all", scale.sequences, **options)
-        if labelled is not None:
-            place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
-            return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
         held_out, _ = sequences(evaluation, scale, scale.held_out, 1, **options)
         return Corpus(pretrain, tune, held_out)
-
-
-def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
-    with TemporaryDirectory() as folder:
-        text = Path(folder) / "text.txt"
-        write_text(text, texts=texts, labelled=labelled[0])
-        write_tokenizer(Path(folder), text, vocab=scale.vocab)
-        pretrain, _ = sequences(text, scale, "all", 1, tokenizer=folder)
-        place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}
-        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
 
 
 def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
@@ -316,8 +289,7 @@ def _ratio(epochs: Sequence[Epoch]) -> float:
 def _load(built: Built, weights: Weights) -> None:
     for stage in built.stages:
         module: Any = stage.submod
-        own = module.state_dict()  # a classifier's head is not pretrained
-        module.load_state_dict({name: weights.get(name, own[name]) for name in own})
+        module.load_state_dict({name: weights[name] for name in module.state_dict()})
 
 
 def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step: int) -> StepTotals:
