@@ -36,7 +36,6 @@ from thinpipe.pipeline.schedule import (
     ZERO_BUBBLE,
     build_schedule,
     fit_microbatches,
-    forward_order,
     pass_order,
 )
 from thinpipe.pipeline.shards import Shards
@@ -272,13 +271,7 @@ class PipelineEngine:
 
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
-            return run_in_order(
-                forward_order(list(self._stages), microbatches=count),
-                self._stages,
-                inputs,
-                finish=finish,
-                train=False,
-            )
+            return run_in_order(self._stages, inputs, finish=finish, train=False)
 
     def take_events(self) -> list[ComputeEvent]:
         """Events of this rank's stages in the last step."""

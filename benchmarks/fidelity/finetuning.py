@@ -3,7 +3,6 @@
 Axes: B samples, T tokens.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,15 +18,12 @@ from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
 from benchmarks.single_process import in_process
-from thinpipe.aqsgd.coded_memory import CodedMemory
-from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.loss import mean_loss
 from thinpipe.pipeline.metrics import Measures, named_metrics
 from thinpipe.pipeline.models.dropout import DropoutMasks
@@ -125,7 +121,8 @@ class Epoch:
     """One epoch of fine-tuning. `loss` is the mean over its tokens, in nats, compression on.
 
     Bytes are counted at the links, headers included; `values` is how many numbers they stand for.
-    `change` is |m' - m| / |m'| of AQ-SGD's memories m before and m' after, the mean over cuts.
+    `change` is how far activations were from AQ-SGD's cached ones, relative to their size: the mean
+    over cuts and steps.
     """
 
     loss: float
@@ -215,7 +212,7 @@ def fine_tune(
     the boundaries of their direction.
 
     Raises:
-        RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
+        RuntimeError: a step was not finite.
     """
     start = time.perf_counter()
     sampler = EpochSampler(
@@ -226,7 +223,6 @@ def fine_tune(
         seed=config.run.seed,
     )
     steps = config.train.epochs * sampler.steps_per_epoch
-    numel = math.prod(config.message_shape)
     with in_process(config, total_steps=steps) as built:
         if weights is not None:
             _load(built, weights)
@@ -238,14 +234,12 @@ def fine_tune(
                 "loss"
             ]
         epochs: list[Epoch] = []
-        memory: list[Tensor] = []
         for epoch in range(config.train.epochs):
             totals = [
                 _train_step(built, corpus.tune, sampler, epoch * sampler.steps_per_epoch + step)
                 for step in range(sampler.steps_per_epoch)
             ]
-            previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
-            epochs.append(_epoch(totals, _change(previous, memory)))
+            epochs.append(_epoch(totals))
         after = _after(built, corpus.held_out, eval_batch)
         return Row(
             method,
@@ -302,14 +296,16 @@ def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step:
     return totals
 
 
-def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
+def _epoch(totals: Sequence[StepTotals]) -> Epoch:
     wire = [part for step in totals for part in step.wire]
+    seen = [part.change for part in wire if part.direction == "forward"]
+    changes = [change for change in seen if change is not None]
     return Epoch(
         loss=sum(step.loss * step.tokens for step in totals) / sum(step.tokens for step in totals),
         forward_bytes=sum(part.nbytes for part in wire if part.direction == "forward"),
         backward_bytes=sum(part.nbytes for part in wire if part.direction == "backward"),
         values=sum(part.values for part in wire),
-        change=change,
+        change=sum(changes) / len(changes) if changes else None,
     )
 
 
@@ -327,40 +323,3 @@ def _evaluate(
         "loss": mean_loss(loss, count),
         **measures.values(engine.transport.gather(measures.packed())),
     }
-
-
-def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
-    """Every cut's memory of all samples [samples, numel]; empty when the method has none.
-
-    Raises:
-        RuntimeError: the two ends of a cut remember different bits.
-    """
-    ids = torch.arange(samples)
-    memories: list[Tensor] = []
-    for upper, lower in zip(built.stages, built.stages[1:], strict=False):
-        activations = _memory(upper.channels.activations_out, lower.channels.activations_in)
-        _memory(lower.channels.gradients_out, upper.channels.gradients_in)
-        if activations is not None:
-            memories.append(activations.read(ids, numel))
-    return memories
-
-
-def _memory(sender: Channel | None, receiver: Channel | None) -> CodedMemory | None:
-    """What both ends of a direction remember, after a check that it is the same, if as values."""
-    assert sender is not None, "every stage has a channel to its neighbours"
-    assert receiver is not None
-    ends = [channel.codec.training for channel in (sender, receiver)]
-    memories = [end.memory for end in ends if isinstance(end.memory, SampleMemory)]
-    if len({memory.digest() for memory in memories}) > 1:
-        raise RuntimeError(
-            f"the ends of {sender.codec.name} remember different bits; the results are invalid"
-        )
-    return memories[0] if memories and isinstance(memories[0], CodedMemory) else None
-
-
-def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:
-    """How far an epoch moved the memories, relative to their size; the mean over cuts."""
-    ratios = [
-        float((now - then).norm() / now.norm()) for then, now in zip(previous, memory, strict=False)
-    ]
-    return sum(ratios) / len(ratios) if ratios else None

@@ -5,7 +5,7 @@ Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -129,6 +129,8 @@ class Stateless:
     codec: Codec
     key: int = 0
     error_meter: ErrorMeter = field(default_factory=ErrorMeter, compare=False)
+    memory: ClassVar[None] = None
+    take_gradients: ClassVar[None] = None
 
     @property
     def codec_id(self) -> int:
@@ -137,12 +139,6 @@ class Stateless:
     @property
     def bits(self) -> int:
         return self.codec.bits
-
-    @property
-    def memory(self) -> None: ...
-
-    @property
-    def take_gradients(self) -> None: ...
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD))
