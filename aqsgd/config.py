@@ -15,10 +15,11 @@ from thinpipe.pipeline.wire.codec import Codec
 
 if TYPE_CHECKING:
     from thinpipe.aqsgd.delta import DeltaBoundary
-    from thinpipe.aqsgd.delta_codec import ChangeCodec
     from thinpipe.aqsgd.store import Store
     from thinpipe.pipeline.comm.boundary import Boundary
     from thinpipe.pipeline.comm.message import Mode
+    from thinpipe.pipeline.wire.hadamard import Hadamard
+    from thinpipe.pipeline.wire.uniform import Uniform
 
 
 class MemoryConfig(BaseModel):
@@ -78,7 +79,7 @@ class AqsgdConfig(QuantizerConfig):
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> "ChangeCodec":
+    def change_codec(self, width: int) -> "Uniform | Hadamard":
         """What codes changes of tokens of `width` channels."""
         if self.tiled:
             return TileConfig(bits=self.bits).quantizer()
@@ -86,11 +87,9 @@ class AqsgdConfig(QuantizerConfig):
 
     def first_visit_codec(self, width: int) -> Codec:
         """What codes tokens of samples without history."""
-        if self.first_visit != "same":
-            return build_codec(self.first_visit, width)
-        if self.tiled:
-            return TileConfig(bits=self.bits).quantizer()
-        return self.quantizer(width)
+        if self.first_visit == "same":
+            return self.change_codec(width)
+        return build_codec(self.first_visit, width)
 
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None

@@ -23,9 +23,7 @@ import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
 from benchmarks.fidelity.report import BASELINE, LOSSES, table
-from benchmarks.fidelity.tah_quant import TahQuant
 from benchmarks.harness import Records, Row, command_line, parse_options, with_baseline, with_gaps
-from thinpipe.pipeline.wire.told import Direction
 
 
 def _published(kind: str) -> dict[str, Any]:
@@ -90,11 +88,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
 }
-TAH_QUANT: dict[str, tuple[Direction, ...]] = {
-    "tah-quant fw4/bw6": ("forward",),
-    "tah-quant fw4/bw4": ("forward", "backward"),
-}
-"""Directions that it codes, whatever `METHODS` says; gradients at 6 bits are the paper's."""
 CODED: dict[str, dict[str, Any]] = {
     "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
     "aq rate 0.5/0.5, first tiles 5": _rate("aqsgd", 0.5, 0.5, first_visit=_tiles(5)),
@@ -170,8 +163,7 @@ GPT2 = Scale(
 """GPT-2's shape with subwords, in four stages."""
 SETTINGS = {"bytes": Scale(), "gpt2": GPT2}
 _QUICK = ("aq rate 0.6/0.5", "both rate 0.6/0.5", "transform .6/.6", "transform .8/.8")
-_REST = {name: {**_method("direct", 4, 6), "forward": {"kind": "raw"}} for name in TAH_QUANT}
-METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE, **_REST}
+METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -189,7 +181,6 @@ GROUPS = {
     "coded": list(CODED),
     "both": list(BOTH),
     "transform": list(TRANSFORM),
-    "tah-quant": list(TAH_QUANT),
 }
 
 
@@ -214,8 +205,7 @@ def compare(
         for at in [replace(scale, lr=rate) for rate in rates or [scale.lr]]:
             for method in methods:
                 config = at.run(METHODS[method], seed)
-                codecs = {way: TahQuant(at.width) for way in TAH_QUANT.get(method, ())}
-                found = fine_tune(corpus, config, weights, method=method, codecs=codecs)
+                found = fine_tune(corpus, config, weights, method=method)
                 rows.append(with_gaps(found, rows, BASELINE, LOSSES))
                 records.add({"scale": asdict(at), "run": config.shared()}, rows[-1])
                 print(rows[-1], flush=True)
