@@ -15,17 +15,17 @@ from thinpipe.pipeline.wire.codec import Codec
 
 if TYPE_CHECKING:
     from thinpipe.aqsgd.delta import DeltaBoundary
-    from thinpipe.aqsgd.delta_codec import ChangeCodec
     from thinpipe.aqsgd.store import Store
     from thinpipe.pipeline.comm.boundary import Boundary
     from thinpipe.pipeline.comm.message import Mode
+    from thinpipe.pipeline.wire.hadamard import Hadamard
+    from thinpipe.pipeline.wire.uniform import Uniform
 
 
 class MemoryConfig(BaseModel):
     """Where a rank keeps its activation cache, and how much of it.
 
-    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. Stages on a GPU
-    can keep them there ("device"), or in RAM that copies to it faster ("pinned"). `budget`, as in
+    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
     "2GB" (decimal) or "512MiB", is what all caches of the rank may take, wherever they are; every
     end of a cut holds equally many samples of it, and of two ends the smaller number counts.
     Samples that do not fit are sent like new ones at every visit.
@@ -33,7 +33,7 @@ class MemoryConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tier: Literal["ram", "pinned", "device", "disk"] = "ram"
+    tier: Literal["ram", "disk"] = "ram"
     budget: Annotated[ByteSize, Field(gt=0)] | None = None
     folder: str | None = None
 
@@ -48,7 +48,7 @@ class AqsgdConfig(QuantizerConfig):
     `first_visit = "same"` codes first visits as changes are coded, from nothing. Changes are in
     rotated tiles, whose scales no massive activation coarsens for others; `delta = "uniform"`
     codes them as the paper does. That is the default too at 1 and 8 bits and with `scale_per`,
-    `rounding`, `rate` or `coding = "rans"`, which tiles do not have.
+    `rounding` or `rate`, which tiles do not have.
     """
 
     kind: Literal["aqsgd"] = "aqsgd"
@@ -61,7 +61,7 @@ class AqsgdConfig(QuantizerConfig):
         """Whether changes are coded in tiles."""
         if self.delta is not None:
             return self.delta == "tiles"
-        return 2 <= self.bits <= 7 and self.coding != "rans" and not self._of_uniform()
+        return 2 <= self.bits <= 7 and not self._of_uniform()
 
     def _of_uniform(self) -> list[str]:
         """Settings given that tiles do not have."""
@@ -76,14 +76,10 @@ class AqsgdConfig(QuantizerConfig):
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
             )
-        if self.coding == "rans" and self.delta == "tiles":
-            raise ValueError(
-                'coding = "rans" has no meaning with delta = "tiles"; use coding = "zstd"'
-            )
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> "ChangeCodec":
+    def change_codec(self, width: int) -> "Uniform | Hadamard":
         """What codes changes of tokens of `width` channels."""
         if self.tiled:
             return TileConfig(bits=self.bits).quantizer()
@@ -91,11 +87,9 @@ class AqsgdConfig(QuantizerConfig):
 
     def first_visit_codec(self, width: int) -> Codec:
         """What codes tokens of samples without history."""
-        if self.first_visit != "same":
-            return build_codec(self.first_visit, width)
-        if self.tiled:
-            return TileConfig(bits=self.bits).quantizer()
-        return self.quantizer(width)
+        if self.first_visit == "same":
+            return self.change_codec(width)
+        return build_codec(self.first_visit, width)
 
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None

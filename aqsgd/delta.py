@@ -20,7 +20,6 @@ from thinpipe.aqsgd.coded_memory import CodedMemory, Visit
 from thinpipe.aqsgd.delta_codec import ChangeCodec
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
-from thinpipe.pipeline.comm.payload import rows_of
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
@@ -74,12 +73,9 @@ class DeltaBoundary:
         prints_B = self.memory.fingerprints(ids_B)
         known_B, numel = prints_B != 0, shape_BTD[1:].numel()
         known = int(known_B.sum())
-        rows = tuple(
-            rows_of(codec, count, codec.capacity(numel), numel)
-            for codec, count in ((self._first_visit, len(ids_B) - known), (self._delta, known))
-        )
-        nbytes = sum(part.samples * part.nbytes for part in rows)
-        return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B), rows)
+        nbytes = (len(ids_B) - known) * self._first_visit.capacity(numel)
+        nbytes += known * self._delta.capacity(numel)
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B))
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         x_BN = x_BTD.detach().reshape(len(plan.ids_B), -1)

@@ -11,10 +11,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-_PIECE_ROWS = 1024
-_PIECE_NBYTES = 256 * 2**20
-"""Pinned memory is had in powers of two, so rows share a piece of it."""
-
 
 def row_checksum(row: Tensor) -> int:
     """32 bits of the XXH3-64 of a row in host memory; some 20 GB/s."""
@@ -79,18 +75,11 @@ class Store(Protocol):
 class RamStore:
     """Rows in memory; those that others replaced are filled again.
 
-    Rows in host memory carry a checksum. Every row of a step is verified once, before the step
-    begins (`is_lost`): that reads it once more, at some 20 GB/s.
+    Rows carry a checksum. Every row of a step is verified once, before the step begins
+    (`is_lost`): that reads it once more, at some 20 GB/s.
     """
 
-    def __init__(
-        self,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
-        *,
-        pinned: bool = False,
-    ) -> None:
-        """The memory is that of `device`; host memory can be pinned, for copies to a GPU."""
-        self._device, self._pinned = device, pinned
+    def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
         self._sums: dict[int, int] = {}
@@ -107,12 +96,7 @@ class RamStore:
             row = self._spare.pop()
             if row.numel() == nbytes:
                 return row
-        if not self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        rows = min(max(1, _PIECE_NBYTES // nbytes), _PIECE_ROWS)
-        piece = torch.empty(rows, nbytes, dtype=torch.uint8, pin_memory=True)
-        self._spare.extend(piece.unbind())
-        return self._spare.pop()
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def give_back(self, row: Tensor) -> None:
         self._spare.append(row)
@@ -123,12 +107,13 @@ class RamStore:
     def put(self, sample: int, row: Tensor) -> None:
         if sample in self._rows:
             self._spare.append(self._rows[sample])
-        self._rows[sample] = row
-        self._renew(sample, row)
+        self._rows[sample], self._sums[sample] = row, row_checksum(row)
+        self._verify_again(sample)
 
     def drop(self, sample: int) -> None:
         self._spare.append(self._rows.pop(sample))
-        self._renew(sample, None)
+        del self._sums[sample]
+        self._verify_again(sample)
 
     def prefetch(self, samples: Iterable[int]) -> None:
         """Rows are here; those of the step after the next one will be verified again."""
@@ -139,37 +124,25 @@ class RamStore:
         for known in (self._checked, self._checked_before):
             if sample in known:
                 return known[sample]
-        row = self._rows[sample]
-        lost = sample in self._sums and row_checksum(row) != self._sums[sample]
+        lost = row_checksum(self._rows[sample]) != self._sums[sample]
         self._checked[sample] = lost
         return lost
 
     def checksum(self, sample: int) -> int:
-        """0 on a GPU."""
-        return self._sums.get(sample, 0)
+        return self._sums[sample]
 
     def end_step(self) -> None:
         """Nothing to do."""
 
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         rows = [self._rows[sample] for sample in samples]
-        packed = torch.empty(len(rows), rows[0].numel() if rows else 0, dtype=torch.uint8)
-        for place, row in zip(packed, rows, strict=True):
-            place.copy_(row)
-        sums = [
-            self._sums[sample] if sample in self._sums else row_checksum(place)
-            for sample, place in zip(samples, packed, strict=True)
-        ]
-        places = torch.arange(len(samples))
-        return packed.flatten(), places, torch.tensor(sums, dtype=torch.int64)
+        packed = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+        sums = [self._sums[sample] for sample in samples]
+        return packed, torch.arange(len(samples)), torch.tensor(sums, dtype=torch.int64)
 
     def close(self) -> None:
         """Nothing: rows go with this object."""
 
-    def _renew(self, sample: int, row: Tensor | None) -> None:
-        """Remember the checksum of a row that was put, or nothing of one that was dropped."""
+    def _verify_again(self, sample: int) -> None:
         self._checked.pop(sample, None)
         self._checked_before.pop(sample, None)
-        self._sums.pop(sample, None)
-        if row is not None and row.device.type == "cpu":
-            self._sums[sample] = row_checksum(row)

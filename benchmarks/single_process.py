@@ -20,7 +20,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.schedule import Action, LossFunction, forward_order
+from thinpipe.pipeline.schedule import LossFunction
 from thinpipe.pipeline.stage import CompressedStage
 
 
@@ -111,13 +111,6 @@ class _InOrder:
     ) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
         self._microbatches, self._loss = microbatches, loss
-        forward = forward_order(list(self._stages), microbatches=microbatches)
-        backward = [
-            Action("B", stage, m)
-            for stage in sorted(self._stages, reverse=True)
-            for m in range(microbatches)
-        ]
-        self._actions = [*forward, *backward]
 
     def step(
         self, inputs_BT: Tensor, *, target: Tensor, losses: list[Tensor], return_outputs: bool
@@ -125,7 +118,6 @@ class _InOrder:
         """Run one pass and add every microbatch's loss to `losses`."""
         targets = target.tensor_split(self._microbatches)
         found = run_in_order(
-            self._actions,
             self._stages,
             inputs_BT.tensor_split(self._microbatches),
             finish=lambda logits, m: self._loss(logits, targets[m]),

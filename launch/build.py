@@ -273,7 +273,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             boundaries=spec.build(
                 width=config.message_shape[1],
                 key=config.run.seed | (2 * cut + direction) << 32,
-                store=_store(config, spec, device) if row_nbytes(config, spec) else None,
+                store=_store(config, spec) if row_nbytes(config, spec) else None,
                 capacity=sample_capacity(config, config.stage_ranks[stage]),
             ),
             run_id=run_id,
@@ -292,12 +292,9 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
     )
 
 
-def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
-    tier = config.memory.tier
-    if tier != "disk":
-        return RamStore(
-            device if tier == "device" else torch.device("cpu"), pinned=tier == "pinned"
-        )
+def _store(config: RunConfig, spec: Spec) -> Store:
+    if config.memory.tier != "disk":
+        return RamStore()
     from thinpipe.aqsgd.disk import DiskStore, RowFile
 
     folder = memory_folder(config)

@@ -44,18 +44,18 @@ class CacheConsistency:
     ) -> None:
         """`cuts` are all cuts of the pipeline, in the order that every rank uses."""
         self._transport = transport
-        self._places = [(cut, direction) for cut in cuts for direction in (FORWARD, BACKWARD)]
+        self.places = [(cut, direction) for cut in cuts for direction in (FORWARD, BACKWARD)]
         self._memories: dict[tuple[int, int], Memory] = {}
         """By place and end."""
         for channel in channels:
             codec, end = channel.codec, isinstance(channel, IncomingChannel)
             if codec.memory is not None:
-                place = self._places.index((codec.cut, codec.direction))
+                place = self.places.index((codec.cut, codec.direction))
                 self._memories[place, int(end)] = codec.memory
 
     @property
     def size(self) -> int:
-        return 1 + 2 * len(self._places)
+        return 1 + 2 * len(self.places)
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
@@ -81,7 +81,7 @@ class CacheConsistency:
 
     def numbers(self, ids_B: Tensor) -> list[float]:
         """This rank's part of a shared vector: for each end, what it holds of these samples."""
-        digests_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
+        digests_CE = torch.zeros(len(self.places), 2, dtype=torch.float64)
         for end, memory in self._memories.items():
             prints_B = memory.fingerprints(ids_B)
             digests_CE[end] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
@@ -107,7 +107,7 @@ class CacheConsistency:
         for i, place in enumerate(places):
             self._forget(place, ids_B[wrong_RCB[dp_rank, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
-        found = [((self._places[place][0], n),) for place, n in zip(places, counts, strict=True)]
+        found = [((self.places[place][0], n),) for place, n in zip(places, counts, strict=True)]
         return Repair(_sum(*found), shared_nbytes(shared_WN))
 
     def _compare(self, ids_B: Tensor) -> Repaired:
@@ -119,7 +119,7 @@ class CacheConsistency:
             if (place, end) in self._memories and len(ids_B):
                 self._memories[place, end].forget(ids_B)
                 if end == 1:
-                    cut, direction = self._places[place]
+                    cut, direction = self.places[place]
                     _log.warning(
                         "cut %d %s: the activation caches of its ends differed for, or lost, %d "
                         "samples (%s); they will be sent like new ones",
@@ -131,7 +131,7 @@ class CacheConsistency:
 
     def _agree_on_room(self, ids_B: Tensor) -> None:
         """The smaller capacity of two ends counts."""
-        rooms_CE = torch.full((len(self._places), 2), float("inf"), dtype=torch.float64)
+        rooms_CE = torch.full((len(self.places), 2), float("inf"), dtype=torch.float64)
         for end, memory in self._memories.items():
             if memory.capacity is not None:
                 rooms_CE[end] = memory.capacity
@@ -142,7 +142,7 @@ class CacheConsistency:
 
     def _agree_on_what_was_learned(self) -> None:
         """Ends that have learned different things besides samples start again."""
-        known_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
+        known_CE = torch.zeros(len(self.places), 2, dtype=torch.float64)
         for key, memory in self._memories.items():
             known_CE[key] = memory.learned()
         shared_PN = self._transport.share(known_CE.flatten(), "pipeline")
@@ -152,7 +152,7 @@ class CacheConsistency:
                 continue
             memory.reset()
             if end == 1:
-                cut, direction = self._places[place]
+                cut, direction = self.places[place]
                 _log.warning(
                     "cut %d %s: its ends had learned different things, and start again",
                     cut,

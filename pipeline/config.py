@@ -236,8 +236,6 @@ class QuantizerConfig(BoundaryKind):
     """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
-    "rans" makes changes shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
-    quarter below 1 bit.
     With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
     once coded, 0.5 about 3.
     """
@@ -254,7 +252,7 @@ class QuantizerConfig(BoundaryKind):
             raise ValueError(
                 f"rate = {self.rate} with bits = {self.bits} and coding = "
                 f'"{self.coding}": it saves bytes only when its 16 levels are coded; '
-                'set bits = 4 and coding = "zstd" or "rans"'
+                'set bits = 4 and coding = "zstd"'
             )
         self.quantizer(width=1)
         return self
@@ -266,7 +264,7 @@ class QuantizerConfig(BoundaryKind):
     def words(self) -> str:
         """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
         if self.rate is not None:
-            return f"{self.kind} rate {self.rate:g}" + (" rans" if self.coding == "rans" else "")
+            return f"{self.kind} rate {self.rate:g}"
         return f"{self.kind} {self.bits}-bit" + _named(self.coding)
 
     @property
@@ -320,7 +318,7 @@ class StatelessConfig(TileConfig, BoundaryKind):
     `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
     """
 
-    coding: Literal["none", "zstd"] = "none"
+    coding: Coding = "none"
 
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None

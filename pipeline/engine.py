@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.pipeline.batch import Batch, PyTree, moved, split_samples, take_samples
 from thinpipe.pipeline.cache_consistency import Repaired
@@ -36,7 +36,6 @@ from thinpipe.pipeline.schedule import (
     ZERO_BUBBLE,
     build_schedule,
     fit_microbatches,
-    forward_order,
     pass_order,
 )
 from thinpipe.pipeline.shards import Shards
@@ -109,8 +108,12 @@ class PipelineEngine:
             self._step_optimizer = StateInRam(optimizer, device).step
             self._kept = ActivationsInRam([stage.submod for stage in stages], device)
         self._shards = shards
-        self._parameters = _unique_parameters(stages)
-        self._once_per_microbatch = _once_per_microbatch(stages)
+        modules: list[Any] = [stage.submod for stage in stages]
+        every = [parameter for module in modules for parameter in module.parameters()]
+        self._parameters = list(dict.fromkeys(every))
+        split = any(getattr(module, "whole_backward_only", False) for module in modules)
+        # a parameter that stages share gets several gradients of a microbatch
+        self._once_per_microbatch = len(self._parameters) == len(every) and not split
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
@@ -192,14 +195,16 @@ class PipelineEngine:
         if self.tied is not None:
             self.tied.sum_gradients()
         own = RankStep(
-            loss=_sum(losses),
+            # in double precision, in order; a GPU is waited for once
+            loss=sum(torch.stack(losses).tolist()) if losses else 0.0,
             tokens=self.objective.count(batch.targets),
             square_norm=self._square_norm(),
             seconds=time.perf_counter() - start,
             sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
         )
-        return self._finished(self._stats.share(own, self._scope(step)))
+        scope: Scope = "world" if self._sync.due(step) else "replica"
+        return self._finished(self._stats.share(own, scope))
 
     @property
     def last_shared(self) -> Tensor:
@@ -272,13 +277,7 @@ class PipelineEngine:
 
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
-            return run_in_order(
-                forward_order(list(self._stages), microbatches=count),
-                self._stages,
-                inputs,
-                finish=finish,
-                train=False,
-            )
+            return run_in_order(self._stages, inputs, finish=finish, train=False)
 
     def take_events(self) -> list[ComputeEvent]:
         """Events of this rank's stages in the last step."""
@@ -380,9 +379,6 @@ class PipelineEngine:
             return exchanged, 0, 0
         return exchanged, self._shards.weight_bytes, self._shards.gradient_bytes
 
-    def _scope(self, step: int) -> Scope:
-        return "world" if self._sync.due(step) else "replica"
-
     def _count_tokens(self, batch: Batch) -> float:
         """Divisor of losses; only ranks that need it ask other replicas."""
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
@@ -445,11 +441,6 @@ def square_norm(tensors: Sequence[Tensor]) -> float:
     return math.fsum(norm * norm for norm in together.tolist())
 
 
-def _sum(losses: list[Tensor]) -> float:
-    """In double precision, in order; a GPU is waited for once."""
-    return sum(torch.stack(losses).tolist()) if losses else 0.0
-
-
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
     ids = Counter(batch.ids_B.tolist())
     if not ids:
@@ -464,19 +455,6 @@ def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
             f"sample ids {batch.ids_B[~known_B].tolist()[:8]} are none of this replica's; samples "
             "keep to one replica, which caches them"
         )
-
-
-def _unique_parameters(stages: Sequence[CompressedStage]) -> list[nn.Parameter]:
-    modules: list[Any] = [stage.submod for stage in stages]
-    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
-
-
-def _once_per_microbatch(stages: Sequence[CompressedStage]) -> bool:
-    """Whether a parameter gets one gradient per microbatch: not if stages share it."""
-    modules: list[Any] = [stage.submod for stage in stages]
-    every = [parameter for module in modules for parameter in module.parameters()]
-    split = any(getattr(module, "whole_backward_only", False) for module in modules)
-    return len(set(every)) == len(every) and not split
 
 
 @contextlib.contextmanager

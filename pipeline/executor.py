@@ -1,7 +1,6 @@
-"""Our own in-order executor: runs compute orders over the same stages, without torch's schedules.
+"""Our own in-order executor: runs stages without torch's schedules, whose compute it does not use.
 
-It is the oracle that torch's schedules are tested against, the way evaluation runs, and insurance
-against changes of torch's private base class, whose compute it does not use.
+It is the way evaluation runs, and runs of all stages in one process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,35 +8,35 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.schedule import Action
 from thinpipe.pipeline.stage import CompressedStage
 
 OutputFunction = Callable[[Tensor, int], Tensor]
 
 
 def run_in_order(
-    actions: Sequence[Action],
     stages: Mapping[int, CompressedStage],
     inputs: Sequence[Tensor],
     *,
     finish: OutputFunction,
     train: bool,
 ) -> dict[int, Tensor]:
-    """Run this rank's `actions`; every stage's `begin_pass` was called before.
+    """Run this rank's stages one after the other; every stage's `begin_pass` was called before.
 
-    `inputs` are the first stage's microbatches; `finish` turns the last stage's output and the
-    microbatch number into the loss. Gradients accumulate in the parameters when `train`.
+    `inputs` are the first stage's microbatches, which every stage takes in ascending order;
+    `finish` turns the last stage's output and the microbatch number into the loss. Gradients
+    accumulate in the parameters when `train`.
 
     Returns:
         What `finish` returned, by microbatch; empty on ranks without the last stage.
     """
     run = _Run(stages, inputs, finish, train)
     with torch.set_grad_enabled(train):
-        for action in actions:
-            if action.kind == "F":
-                run.forward(stages[action.stage], action.microbatch)
-            else:
-                run.backward(stages[action.stage], action.microbatch)
+        for index in sorted(stages):
+            for m in range(len(inputs)):
+                run.forward(stages[index], m)
+        for index in sorted(stages, reverse=True) if train else ():
+            for m in range(len(inputs)):
+                run.backward(stages[index], m)
     for stage in stages.values():
         stage.end_pass()
     return run.results

@@ -28,37 +28,40 @@ class Objective(Protocol):
         """How many losses the sum has; training divides by their number over all replicas."""
 
 
+class _Counted:
+    """Counts targets; -100 is not counted."""
+
+    def count(self, targets: Tensor) -> int:
+        return int((targets != IGNORED_TARGET).sum())
+
+
 @dataclass(frozen=True)
-class NextToken:
-    """Cross entropy of every token: logits [B, T, V], targets [B, T]; -100 is not counted."""
+class NextToken(_Counted):
+    """Cross entropy of every token: logits [B, T, V], targets [B, T]."""
 
     metrics: tuple[str, ...] = ()
 
-    def loss_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        return _cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-    def count(self, targets_BT: Tensor) -> int:
-        return int((targets_BT != IGNORED_TARGET).sum())
+    def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, -2).float(),
+            targets.flatten(),
+            ignore_index=IGNORED_TARGET,
+            reduction="sum",
+        )
 
 
 @dataclass(frozen=True)
-class Classification:
-    """Cross entropy of one label per sample: logits [B, C], targets [B]; -100 is not counted."""
+class Classification(NextToken):
+    """Cross entropy of one label per sample: logits [B, C], targets [B]."""
 
     metrics: tuple[str, ...] = ("accuracy", "matthews")
 
-    def loss_sum(self, logits_BC: Tensor, targets_B: Tensor) -> Tensor:
-        return _cross_entropy(logits_BC, targets_B)
-
-    def count(self, targets_B: Tensor) -> int:
-        return int((targets_B != IGNORED_TARGET).sum())
-
 
 @dataclass(frozen=True)
-class SeveralLabels:
+class SeveralLabels(_Counted):
     """Binary cross entropy of C labels per sample: logits [B, C], targets [B, C], 0 or 1.
 
-    As in transformers, the mean is over samples and labels. -100 is not counted.
+    As in transformers, the mean is over samples and labels.
     """
 
     metrics: tuple[str, ...] = ("accuracy", "f1")
@@ -69,15 +72,12 @@ class SeveralLabels:
         )
         return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
 
-    def count(self, targets_BC: Tensor) -> int:
-        return int((targets_BC != IGNORED_TARGET).sum())
-
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(_Counted):
     """Squared error of C numbers per sample: outputs [B, C], targets [B, C].
 
-    As in transformers, the mean is over samples and numbers. -100 is not counted.
+    As in transformers, the mean is over samples and numbers.
     """
 
     metrics: tuple[str, ...] = ("pearson", "spearman")
@@ -85,9 +85,6 @@ class Regression:
     def loss_sum(self, outputs_BC: Tensor, targets_BC: Tensor) -> Tensor:
         each_BC = (outputs_BC.float() - targets_BC).square()
         return each_BC.where(targets_BC != IGNORED_TARGET, 0).sum()
-
-    def count(self, targets_BC: Tensor) -> int:
-        return int((targets_BC != IGNORED_TARGET).sum())
 
 
 def mean_loss(total: float, count: float) -> float:
@@ -98,7 +95,3 @@ def mean_loss(total: float, count: float) -> float:
 def loss_head(loss: Tensor, count: int) -> Tensor:
     """What evaluation adds up over batches and replicas: loss sum and count (float64)."""
     return torch.stack([loss.double().cpu(), torch.tensor(float(count), dtype=torch.float64)])
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")

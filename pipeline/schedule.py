@@ -7,9 +7,8 @@ has a message to carry. GPipe, 1F1B and Deep1F1B run one stage per rank, the oth
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +41,13 @@ class PassOrder(NamedTuple):
         return PassOrder(range(microbatches), range(microbatches))
 
 
-@dataclass(frozen=True)
-class Action:
-    """Compute of one stage on one microbatch; F forward, B whole backward."""
+class Action(NamedTuple):
+    """Compute of one stage on one microbatch.
 
-    kind: Literal["F", "B"]
+    Kinds are F, B, and where a backward is in two parts I (inputs) and W (weights).
+    """
+
+    kind: str
     stage: int
     microbatch: int
 
@@ -136,20 +137,11 @@ def single_stage_order(
 
 def rank_orders(
     name: ScheduleName, *, stages: int, ranks: int, microbatches: int, depth: int = DEPTH
-) -> list[list[tuple[str, int, int]]]:
-    """Actions of each rank of a pipeline, in order: (kind, stage, microbatch).
-
-    Kinds are F, B, and where a backward is in two parts I (inputs) and W (weights). Nothing needs
-    to be connected.
-    """
+) -> list[list[Action]]:
+    """Actions of each rank of a pipeline, in order. Nothing needs to be connected."""
     if name in _SINGLE:
         return [
-            [
-                (action.kind, stage, action.microbatch)
-                for action in single_stage_order(
-                    name, stage, stages=stages, microbatches=microbatches, depth=depth
-                )
-            ]
+            single_stage_order(name, stage, stages=stages, microbatches=microbatches, depth=depth)
             for stage in range(stages)
         ]
     own = [s for s, rank in stage_to_rank(name, stages=stages, ranks=ranks).items() if rank == 0]
@@ -174,7 +166,7 @@ def rank_orders(
     }
     return [
         [
-            (kinds[action.computation_type], action.stage_index, action.microbatch_index)
+            Action(kinds[action.computation_type], action.stage_index, action.microbatch_index)
             for action in schedule.pipeline_order[rank]
             if action is not None and action.computation_type in kinds
         ]
@@ -198,11 +190,6 @@ def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
         [m for kind, m in actions if kind == _ComputationType.FORWARD],
         [m for kind, m in actions if kind in backwards],
     )
-
-
-def forward_order(stages: Sequence[int], *, microbatches: int) -> list[Action]:
-    """Evaluation: each of a rank's stages, every microbatch."""
-    return [Action("F", stage, m) for stage in sorted(stages) for m in range(microbatches)]
 
 
 class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):

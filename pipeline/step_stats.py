@@ -12,7 +12,7 @@ from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
 from thinpipe.pipeline.comm.error_stats import SUMS, error_stats
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
 from thinpipe.pipeline.replica_sync import LossScope
-from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD, ComputeEvent, WireTotal
+from thinpipe.pipeline.wire.told import DIRECTIONS, ComputeEvent, WireTotal
 
 
 class _Scalars(NamedTuple):
@@ -92,7 +92,7 @@ class StepStats:
         """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike;
         `loss_scope` says whose tokens a rank's loss is divided by.
         """
-        self._transport, self._cuts, self._loss_scope = transport, tuple(cuts), loss_scope
+        self._transport, self._loss_scope = transport, loss_scope
         self._outgoing = [end for end in channels if isinstance(end, OutgoingChannel)]
         self._sent = (0, 0, 0)
         self.shared_WN = torch.empty(0, 0, dtype=torch.float64)
@@ -172,17 +172,14 @@ class StepStats:
             counts = [traffic.nbytes, traffic.messages, traffic.values]
             sent[codec.cut, codec.direction] = counts + codec.take_sums()
         nothing = [0.0] * (_COUNTS + SUMS)
-        return [number for place in self._places() for number in sent.get(place, nothing)]
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
+        return [n for place in self.consistency.places for n in sent.get(place, nothing)]
 
     def _wire(self, all_WN: torch.Tensor, alike: int) -> tuple[WireTotal, ...]:
         """Of the ranks W, each of which stands for as many others as there are replicas alike."""
         rows_PWN = all_WN.reshape(len(all_WN), -1, _COUNTS + SUMS).transpose(0, 1).tolist()
         return tuple(
             _wire_total(*place, rows * alike)
-            for place, rows in zip(self._places(), rows_PWN, strict=True)
+            for place, rows in zip(self.consistency.places, rows_PWN, strict=True)
         )
 
 

@@ -7,10 +7,9 @@
 
 For every seed a byte-level decoder is pretrained, uncompressed, on the first nine tenths of the
 training text. From these weights every method fine-tunes a copy for some epochs on a fixed set of
-sequences from the last tenth (with `--labelled` on sentences, as a classifier), with every layer a
-stage of its own, all in one process (`benchmarks/single_process.py`: boundaries, messages and
-bytes are those of a run over a network). The seed sets the initial weights and the order of the
-data.
+sequences from the last tenth, with every layer a stage of its own, all in one process
+(`benchmarks/single_process.py`: boundaries, messages and bytes are those of a run over a network).
+The seed sets the initial weights and the order of the data.
 """
 
 import argparse
@@ -23,10 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
-from benchmarks.fidelity.report import BASELINE, LOSSES, draw, table
-from benchmarks.fidelity.tah_quant import TahQuant
+from benchmarks.fidelity.report import BASELINE, LOSSES, table
 from benchmarks.harness import Records, Row, command_line, parse_options, with_baseline, with_gaps
-from thinpipe.pipeline.wire.told import Direction
 
 
 def _published(kind: str) -> dict[str, Any]:
@@ -91,11 +88,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
 }
-TAH_QUANT: dict[str, tuple[Direction, ...]] = {
-    "tah-quant fw4/bw6": ("forward",),
-    "tah-quant fw4/bw4": ("forward", "backward"),
-}
-"""Directions that it codes, whatever `METHODS` says; gradients at 6 bits are the paper's."""
 CODED: dict[str, dict[str, Any]] = {
     "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
     "aq rate 0.5/0.5, first tiles 5": _rate("aqsgd", 0.5, 0.5, first_visit=_tiles(5)),
@@ -171,14 +163,13 @@ GPT2 = Scale(
 """GPT-2's shape with subwords, in four stages."""
 SETTINGS = {"bytes": Scale(), "gpt2": GPT2}
 _QUICK = ("aq rate 0.6/0.5", "both rate 0.6/0.5", "transform .6/.6", "transform .8/.8")
-_REST = {name: {**_method("direct", 4, 6), "forward": {"kind": "raw"}} for name in TAH_QUANT}
-METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE, **_REST}
+METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
     "tokens": "per sequence",
-    "vocab": "size: 256 for bytes; more, with --labelled, for learned subwords",
-    "sequences": "or sentences to fine-tune on",
+    "vocab": "size: 256 for bytes; more for learned subwords",
+    "sequences": "to fine-tune on",
     "batch": "of fine-tuning, in sequences",
     "epochs": "of fine-tuning",
     "pretrain_steps": "of pretraining",
@@ -190,7 +181,6 @@ GROUPS = {
     "coded": list(CODED),
     "both": list(BOTH),
     "transform": list(TRANSFORM),
-    "tah-quant": list(TAH_QUANT),
 }
 
 
@@ -215,8 +205,7 @@ def compare(
         for at in [replace(scale, lr=rate) for rate in rates or [scale.lr]]:
             for method in methods:
                 config = at.run(METHODS[method], seed)
-                codecs = {way: TahQuant(at.width) for way in TAH_QUANT.get(method, ())}
-                found = fine_tune(corpus, config, weights, method=method, codecs=codecs)
+                found = fine_tune(corpus, config, weights, method=method)
                 rows.append(with_gaps(found, rows, BASELINE, LOSSES))
                 records.add({"scale": asdict(at), "run": config.shared()}, rows[-1])
                 print(rows[-1], flush=True)
@@ -235,11 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **given,
         dropout=options.dropout,
         dropout_masks=options.dropout_masks,
-        task="language" if options.labelled is None else "classification",
     )
     named = [m for name in options.methods for m in GROUPS.get(name, [name])]
     rows = compare(
-        read_corpus(options.train, options.eval, scale, labelled=options.labelled),
+        read_corpus(options.train, options.eval, scale),
         scale,
         methods=with_baseline(named, BASELINE),
         seeds=range(options.first_seed, options.first_seed + options.seeds),
@@ -247,8 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rates=options.lr or (),
     )
     print(f"\n{table(rows)}")
-    if options.plot is not None:
-        draw(rows, options.plot)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -271,16 +257,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         flag = f"--{name.replace('_', '-')}"
         command.add_argument(flag, type=int, help=f"{meaning} (default: the setting's)")
     command.add_argument("--lr", type=float, nargs="+", help="peak rates of fine-tuning")
-    command.add_argument(
-        "--labelled",
-        nargs=2,
-        type=Path,
-        metavar=("TRAIN.TSV", "DEV.TSV"),
-        help="fine-tune as a classifier of sentences in CoLA's columns",
-    )
     command.add_argument("--dropout", type=float, default=0.0, help="of fine-tuning")
     command.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
-    command.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
     command.add_argument("--share", type=float, default=1.0, help="of --sequences (default 1)")
     quick = {"methods": list(_QUICK), "seeds": 1, "share": 0.5, "epochs": 4}
     return parse_options(command, arguments, "quick", quick)

@@ -1,11 +1,8 @@
 """Pretrain a small decoder, then fine-tune copies of it across compressed cuts, all in one process.
 
-Copies are fine-tuned as language models, or as classifiers of labelled sentences.
-
 Axes: B samples, T tokens.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,26 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.sentences import write_text, write_tokenizer
-from benchmarks.fidelity.tah_quant import send_with
+from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.harness import Row
 from benchmarks.single_process import in_process
-from thinpipe.aqsgd.coded_memory import CodedMemory
-from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.loss import mean_loss
 from thinpipe.pipeline.metrics import Measures, named_metrics
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
-from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.told import Direction
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -48,7 +39,7 @@ Weights = Mapping[str, Tensor]
 class Scale:
     """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
 
-    Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
+    Pretraining has no dropout.
     Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts. Every
     layer is a stage, unless there are to be fewer `stages`, which share them evenly.
     """
@@ -67,7 +58,6 @@ class Scale:
     microbatches: int = 2
     lr: float = 5e-4
     held_out: int = 512
-    task: Literal["language", "classification"] = "language"
     dropout: float = 0.0
     dropout_masks: DropoutMasks = "random"
     stages: int | None = None
@@ -85,22 +75,17 @@ class Scale:
 
     @property
     def model(self) -> TransformerConfig:
-        """What is fine-tuned: the decoder, or an encoder with its layers and two classes."""
-        tuned = {"task": self.task, "classes": 2 if self.task == "classification" else None}
+        """The decoder that is fine-tuned."""
         dropout = {"dropout": self.dropout, "dropout_masks": self.dropout_masks}
-        return TransformerConfig.model_validate(self.pretrained.model_dump() | tuned | dropout)
+        return self.pretrained.model_copy(update=dropout)
 
     @property
     def data(self) -> DataConfig:
-        """Data to fine-tune on, without its path; labelled sentences are in CoLA's columns."""
-        labelled = self.task == "classification"
+        """Data to fine-tune on, without its path."""
         return DataConfig(
-            format="tsv" if labelled else "auto",
-            text_field=3 if labelled else None,
-            label_field=1 if labelled else None,
             sequence_length=self.tokens,
             train_sequences=self.sequences,
-            eval_sequences="all" if labelled else self.held_out,
+            eval_sequences=self.held_out,
         )
 
     def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
@@ -133,7 +118,8 @@ class Epoch:
     """One epoch of fine-tuning. `loss` is the mean over its tokens, in nats, compression on.
 
     Bytes are counted at the links, headers included; `values` is how many numbers they stand for.
-    `change` is |m' - m| / |m'| of AQ-SGD's memories m before and m' after, the mean over cuts.
+    `change` is how far activations were from AQ-SGD's cached ones, relative to their size: the mean
+    over cuts and steps.
     """
 
     loss: float
@@ -149,7 +135,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three sets of samples that do not overlap, made of sequences or of labelled sentences."""
+    """Three sets of samples that do not overlap."""
 
     pretrain: SampleSet
     tune: SampleSet
@@ -164,19 +150,13 @@ def sequences(
     return load(DataConfig(path=str(path), sequence_length=scale.tokens, **sizes, **options))
 
 
-def read_corpus(
-    train: Path, evaluation: Path, scale: Scale, *, labelled: tuple[Path, Path] | None = None
-) -> Corpus:
-    """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
-
-    With subwords, these and both texts are pretrained on.
+def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
+    """Cut the files into sequences.
 
     Raises:
         ValueError: a file is missing or too short.
         ImportError: subwords need a package that is not installed.
     """
-    if labelled is not None and scale.vocab > _BYTES:
-        return _read_sentences((train, evaluation), labelled, scale)
     with TemporaryDirectory() as folder:
         options = {}
         if scale.vocab > _BYTES:
@@ -185,21 +165,8 @@ def read_corpus(
             write_tokenizer(Path(folder), both, vocab=scale.vocab)
             options = {"tokenizer": folder}
         pretrain, tune = sequences(train, scale, "all", scale.sequences, **options)
-        if labelled is not None:
-            place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
-            return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
         held_out, _ = sequences(evaluation, scale, scale.held_out, 1, **options)
         return Corpus(pretrain, tune, held_out)
-
-
-def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
-    with TemporaryDirectory() as folder:
-        text = Path(folder) / "text.txt"
-        write_text(text, texts=texts, labelled=labelled[0])
-        write_tokenizer(Path(folder), text, vocab=scale.vocab)
-        pretrain, _ = sequences(text, scale, "all", 1, tokenizer=folder)
-        place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}
-        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
 
 
 def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
@@ -233,16 +200,14 @@ def fine_tune(
     weights: Weights | None,
     *,
     method: str,
-    codecs: Mapping[Direction, Codec] | None = None,
     eval_batch: int = _EVAL_BATCH,
 ) -> Row:
     """Train a copy of `weights` as `config` says and evaluate it.
 
-    None are those that `config` names; then nothing is evaluated before. `codecs` take the place of
-    the boundaries of their direction.
+    None are those that `config` names; then nothing is evaluated before.
 
     Raises:
-        RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
+        RuntimeError: a step was not finite.
     """
     start = time.perf_counter()
     sampler = EpochSampler(
@@ -253,11 +218,9 @@ def fine_tune(
         seed=config.run.seed,
     )
     steps = config.train.epochs * sampler.steps_per_epoch
-    numel = math.prod(config.message_shape)
     with in_process(config, total_steps=steps) as built:
         if weights is not None:
             _load(built, weights)
-        send_with(built, codecs or {})
         torch.manual_seed(config.run.seed)  # random dropout
         losses = {}
         if weights is not None:
@@ -265,14 +228,12 @@ def fine_tune(
                 "loss"
             ]
         epochs: list[Epoch] = []
-        memory: list[Tensor] = []
         for epoch in range(config.train.epochs):
             totals = [
                 _train_step(built, corpus.tune, sampler, epoch * sampler.steps_per_epoch + step)
                 for step in range(sampler.steps_per_epoch)
             ]
-            previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
-            epochs.append(_epoch(totals, _change(previous, memory)))
+            epochs.append(_epoch(totals))
         after = _after(built, corpus.held_out, eval_batch)
         return Row(
             method,
@@ -316,8 +277,7 @@ def _ratio(epochs: Sequence[Epoch]) -> float:
 def _load(built: Built, weights: Weights) -> None:
     for stage in built.stages:
         module: Any = stage.submod
-        own = module.state_dict()  # a classifier's head is not pretrained
-        module.load_state_dict({name: weights.get(name, own[name]) for name in own})
+        module.load_state_dict({name: weights[name] for name in module.state_dict()})
 
 
 def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step: int) -> StepTotals:
@@ -330,14 +290,16 @@ def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step:
     return totals
 
 
-def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
+def _epoch(totals: Sequence[StepTotals]) -> Epoch:
     wire = [part for step in totals for part in step.wire]
+    seen = [part.change for part in wire if part.direction == "forward"]
+    changes = [change for change in seen if change is not None]
     return Epoch(
         loss=sum(step.loss * step.tokens for step in totals) / sum(step.tokens for step in totals),
         forward_bytes=sum(part.nbytes for part in wire if part.direction == "forward"),
         backward_bytes=sum(part.nbytes for part in wire if part.direction == "backward"),
         values=sum(part.values for part in wire),
-        change=change,
+        change=sum(changes) / len(changes) if changes else None,
     )
 
 
@@ -355,40 +317,3 @@ def _evaluate(
         "loss": mean_loss(loss, count),
         **measures.values(engine.transport.gather(measures.packed())),
     }
-
-
-def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
-    """Every cut's memory of all samples [samples, numel]; empty when the method has none.
-
-    Raises:
-        RuntimeError: the two ends of a cut remember different bits.
-    """
-    ids = torch.arange(samples)
-    memories: list[Tensor] = []
-    for upper, lower in zip(built.stages, built.stages[1:], strict=False):
-        activations = _memory(upper.channels.activations_out, lower.channels.activations_in)
-        _memory(lower.channels.gradients_out, upper.channels.gradients_in)
-        if activations is not None:
-            memories.append(activations.read(ids, numel))
-    return memories
-
-
-def _memory(sender: Channel | None, receiver: Channel | None) -> CodedMemory | None:
-    """What both ends of a direction remember, after a check that it is the same, if as values."""
-    assert sender is not None, "every stage has a channel to its neighbours"
-    assert receiver is not None
-    ends = [channel.codec.training for channel in (sender, receiver)]
-    memories = [end.memory for end in ends if isinstance(end.memory, SampleMemory)]
-    if len({memory.digest() for memory in memories}) > 1:
-        raise RuntimeError(
-            f"the ends of {sender.codec.name} remember different bits; the results are invalid"
-        )
-    return memories[0] if memories and isinstance(memories[0], CodedMemory) else None
-
-
-def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:
-    """How far an epoch moved the memories, relative to their size; the mean over cuts."""
-    ratios = [
-        float((now - then).norm() / now.norm()) for then, now in zip(previous, memory, strict=False)
-    ]
-    return sum(ratios) / len(ratios) if ratios else None

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from benchmarks.fidelity.finetuning import Corpus, fine_tune
-from benchmarks.fidelity.tah_quant import TahQuant
 from benchmarks.harness import (
     Row,
     command_line,
@@ -41,7 +40,6 @@ from benchmarks.harness import (
 )
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.load import load
-from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 BASELINE = "fp32"
 _SCORE = "matthews"
@@ -90,7 +88,6 @@ AGAIN: dict[str, dict[str, Any]] = {
 }
 ONCE: dict[str, dict[str, Any]] = {
     "stateless 5/4": AGAIN["stateless 5/4"],
-    "tah-quant fw4/bw4": _both(_RAW, _RAW),
     "once .05/.3": _once(0.05, 0.3),
     "once .1/.3": _once(0.1, 0.3),
     "once .15/.5": _once(0.15, 0.5),
@@ -110,7 +107,6 @@ METHODS = {
 }
 _WEIGHTS = [name for name in SETTINGS if "model" in SETTINGS[name]]
 GROUPS = {"again": list(AGAIN), "once": list(ONCE), "small": _WEIGHTS}
-_CODED: dict[str, tuple[Direction, ...]] = {"tah-quant fw4/bw4": DIRECTIONS}
 _QUICK = ["stateless 5/4", "transform .3/.3", "transform .7/.9"]
 
 
@@ -194,15 +190,8 @@ def _measure(
     options: argparse.Namespace, config: RunConfig, method: str, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     tune, held_out = load(config.data)
-    codecs = {way: TahQuant(config.message_shape[1]) for way in _CODED.get(method, ())}
-    found = fine_tune(
-        Corpus(tune, tune, held_out),
-        config,
-        None,
-        method=method,
-        codecs=codecs,
-        eval_batch=_EVAL_BATCH,
-    )
+    corpus = Corpus(tune, tune, held_out)
+    found = fine_tune(corpus, config, None, method=method, eval_batch=_EVAL_BATCH)
     numbers, epochs = found.numbers, [epoch["loss"] for epoch in found.detail["epochs"]]
     losses = {name: numbers[kind] for name, kind in _LOSSES.items()}
     scores = {_SCORE: numbers[_SCORE]} if _SCORE in numbers else {}

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --page gpu.md --json gpu.jsonl
 
 The tests marked `gpu`; kernels against the reference and against a copy; pipelines of 2 and 4
-stages on one card against one process; tiers of the activation cache; memory against its count;
+stages on one card against one process; memory against its count;
 steps over limited links, which needs root. A part that fails is reported and the next one begins.
 `--rehearse` runs all of it on the CPU, with a tiny model: no result, but every line of this.
 """
@@ -189,8 +189,6 @@ def _compared(rows: Mapping[str, Row]) -> list[str]:
     for one, other in (
         ("2 stages, raw", "1 stage"),
         ("4 stages, raw", "1 stage"),
-        ("4 stages, AQ-SGD, pinned", "4 stages, AQ-SGD, ram"),
-        ("4 stages, AQ-SGD, device", "4 stages, AQ-SGD, ram"),
     ):
         if one in rows and other in rows:
             found.append(f"{one} and {other}: losses differ by {apart(rows, one, other):.2g}.")

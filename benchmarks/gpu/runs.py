@@ -32,7 +32,6 @@ class Case:
     name: str
     stages: int = 1
     boundary: str = "raw"
-    tier: str = "ram"
     precision: str = "fp32"
     rate: str | None = None
 
@@ -40,9 +39,7 @@ class Case:
 LOOPBACK = (
     Case("1 stage"),
     Case("4 stages, raw", 4),
-    Case("4 stages, AQ-SGD, ram", 4, "AQ-SGD"),
-    Case("4 stages, AQ-SGD, device", 4, "AQ-SGD", "device"),
-    Case("4 stages, AQ-SGD, pinned", 4, "AQ-SGD", "pinned"),
+    Case("4 stages, AQ-SGD", 4, "AQ-SGD"),
     Case("2 stages, raw", 2),
     Case("4 stages, transform", 4, "transform"),
     Case("1 stage, bf16", precision="bf16"),
@@ -92,7 +89,6 @@ class Shape:
                 "device": device,
                 "precision": case.precision,
             },
-            "memory": {"tier": case.tier if device == "cuda" else "ram"},
             "train": {"epochs": self.epochs, "batch_size": self.batch, "lr": 3e-4},
             "eval": {"every_epochs": self.epochs},
             "checkpoint": {"every_epochs": self.epochs},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.links.runners import Method, Runner, make_runner
-from benchmarks.links.workloads import Workload
+from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab.network import ShapedNetwork
@@ -31,8 +31,7 @@ class RankResult:
 
     `steps_s` are from the common start to this rank's end. `first_visit_s` is the step of first
     visits, None for methods without memory. `nbytes` is what the rank sent in one later step, our
-    headers included. `compute_s` is the median forward and backward of its stage,
-    None if the runtime does not report it.
+    headers included.
     """
 
     method: str
@@ -40,24 +39,21 @@ class RankResult:
     steps_s: tuple[float, ...]
     first_visit_s: float | None
     nbytes: int
-    compute_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What all ranks measure, in this order: every rate, every method, that many steps.
 
-    Rates and delay are those of the emulated links; `dilation` is how much slower they are than
-    the nominal ones. `keep_window` disables TCP slow start after idle on the emulated hosts. With a
-    `key`, messages go through the overlay.
+    `keep_window` disables TCP slow start after idle on the emulated hosts. With a `key`, messages
+    go through the overlay.
     """
 
-    workload: Workload
+    workload: PaperShape
     methods: Sequence[Method]
     rates: Sequence[float | None]
     steps: int
     delay_s: float = 0.0
-    dilation: float = 1.0
     keep_window: bool = False
     key: Path | None = None
 
@@ -137,15 +133,13 @@ class _RankBench:
     ) -> RankResult:
         first_visit_s = self.step(runner, ids_S) if method.remembers else None
         runner.take_sent()
-        runner.take_compute()
         steps_s = tuple(self.step(runner, ids_S) for _ in range(self._plan.steps))
         nbytes = runner.take_sent() // self._plan.steps
         if self._transport.mesh.rank == 0:
             print(
                 f"{method.name} at {rate_bps} bit/s: {[round(s, 3) for s in steps_s]} s", flush=True
             )
-        compute_s = runner.take_compute()
-        return RankResult(method.name, rate_bps, steps_s, first_visit_s, nbytes, compute_s)
+        return RankResult(method.name, rate_bps, steps_s, first_visit_s, nbytes)
 
     def step(self, runner: Runner, ids_S: Tensor) -> float:
         """Seconds from the common start to the end of this rank."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from benchmarks.links.ranks import RankResult
 from benchmarks.links.runners import Method
-from benchmarks.links.workloads import PaperShape, Workload
+from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.cuts.message_cost import Message, measure_message
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
@@ -17,17 +17,13 @@ from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 Messages = tuple[Message, Message]
 """Activations and gradients of a method."""
 
-Compute = tuple[tuple[float, float], ...]
-"""Seconds of a forward and a backward of one microbatch, by stage."""
-
 
 @dataclass(frozen=True)
 class Row:
     """One method on one network; rates in bit/s (None: unlimited), times in seconds.
 
-    `rate_bps` and `delay_s` are those of the emulated links; nominal rates are `dilation` times
-    higher, nominal delays lower. `depth` is that of Deep1F1B; other schedules have none.
-    `compute_s` is the forward and backward of a microbatch by stage.
+    `rate_bps` and `delay_s` are those of the emulated links. `depth` is that of Deep1F1B; other
+    schedules have none.
     `step_s` is the median of `steps_s`, `first_visit_s` the step of first visits.
     `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
     data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
@@ -37,7 +33,6 @@ class Row:
     is whether TCP slow start after idle was disabled.
     """
 
-    form: str
     method: str
     schedule: str
     depth: int
@@ -58,8 +53,6 @@ class Row:
     probe: float | None
     load: float
     keep_window: bool
-    dilation: float
-    compute_s: Compute
     unthrottled_tokens_per_s: float | None = None
     fp32_tokens_per_s: float | None = None
 
@@ -73,10 +66,9 @@ class Circumstances:
     probe: float | None
     load: float
     keep_window: bool = False
-    dilation: float = 1.0
 
 
-def measure_messages(method: Method, workload: Workload) -> Messages:
+def measure_messages(method: Method, workload: PaperShape) -> Messages:
     """Sizes of the messages of known samples, and the seconds to encode and decode them.
 
     torch's own pipelining sends tensors as they are.
@@ -92,43 +84,33 @@ def measure_messages(method: Method, workload: Workload) -> Messages:
 
 def bound_s(
     method: Method,
-    workload: Workload,
+    workload: PaperShape,
     messages: Messages,
     *,
-    compute: Compute,
+    stages: int,
     rate_bps: float | None,
     delay_s: float,
 ) -> float:
     """The best step time of the method's schedule."""
-    cuts = len(compute) - 1
+    cuts = stages - 1
     step = Step(
         replicas=1,
         schedule=method.schedule,
         microbatches=workload.microbatches,
-        forward_s=tuple(forward_s for forward_s, _ in compute),
-        backward_s=tuple(backward_s for _, backward_s in compute),
+        forward_s=(workload.forward_s,) * stages,
+        backward_s=(workload.backward_s,) * stages,
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
         depth=method.depth,
     )
-    return simulate(step, Network.uniform(len(compute), rate_bps, delay_s)).step_s
-
-
-def compute_of(workload: Workload, ranks: Sequence[RankResult]) -> Compute | None:
-    """Compute times of the stages: as slept, or as measured in these results, if they were."""
-    if isinstance(workload, PaperShape):
-        return ((workload.forward_s, workload.backward_s),) * len(ranks)
-    measured = [rank.compute_s for rank in ranks if rank.compute_s is not None]
-    return tuple(measured) if len(measured) == len(ranks) else None
+    return simulate(step, Network.uniform(stages, rate_bps, delay_s)).step_s
 
 
 def make_row(
     method: Method,
     ranks: Sequence[RankResult],
-    workload: Workload,
+    workload: PaperShape,
     messages: Messages,
-    *,
-    compute: Compute,
     at: Circumstances,
 ) -> Row:
     """Combine the ranks' results of a method at a rate."""
@@ -138,11 +120,10 @@ def make_row(
     firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
     busiest = max(rank.nbytes for rank in ranks)
     limit_s = bound_s(
-        method, workload, messages, compute=compute, rate_bps=rate_bps, delay_s=at.delay_s
+        method, workload, messages, stages=len(ranks), rate_bps=rate_bps, delay_s=at.delay_s
     )
     samples, tokens, _ = workload.boundary
     return Row(
-        form=workload.form,
         method=method.name,
         schedule=method.schedule,
         depth=method.depth,
@@ -158,7 +139,6 @@ def make_row(
         utilization=8 * busiest / (rate_bps * PAYLOAD_SHARE * step_s) if rate_bps else None,
         encode_s=(messages[0].encode_s, messages[1].encode_s),
         decode_s=(messages[0].decode_s, messages[1].decode_s),
-        compute_s=compute,
         **asdict(at),
     )
 
@@ -167,7 +147,7 @@ def with_references(rows: Sequence[Row]) -> list[Row]:
     """Add the speeds of the same method without a limit, and of ours with fp32 on this link."""
 
     def conditions(row: Row) -> tuple[object, ...]:
-        return (row.form, row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
+        return (row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
 
     speeds = {(*conditions(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
     return [

@@ -1,10 +1,9 @@
 """`python -m benchmarks.links`: compares methods by their training step over slow links.
 
-On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.links.workloads`):
-paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
-as its stages are slower than the paper's. Methods are our stage with several boundaries, and
-torch's own pipelining. Every row has the measured step, the best step of the schedule
-on that link (`launch/plan/placement/events.py`), and the measured rate of an idle link.
+On an emulated network (`thinpipe shaped`), with slept compute (`benchmarks.links.workloads`).
+Methods are our stage with several boundaries, and torch's own pipelining. Every row has the
+measured step, the best step of the schedule on that link (`launch/plan/placement/events.py`), and
+the measured rate of an idle link.
 """
 
 import argparse
@@ -18,20 +17,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Records, command_line, format_table, parse_options
-from benchmarks.links.figure import draw
 from benchmarks.links.ranks import Plan, RankResult, run_host, set_rate
 from benchmarks.links.rows import (
     Circumstances,
-    Compute,
     Messages,
     Row,
-    compute_of,
     make_row,
     measure_messages,
     with_references,
 )
 from benchmarks.links.runners import METHODS, Method
-from benchmarks.links.workloads import PaperShape, Training
+from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.host.links import format_rate, parse_rate, parse_time
 from thinpipe.launch.lab.network import ShapedNetwork
@@ -67,22 +63,11 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
         job = partial(run_host, plan=plan, set_rate=partial(set_rate, network))
         by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
     by_name = {method.name: method for method in plan.methods}
-    rows, known = [], dict[float | None, Compute]()
+    rows = []
     for ranks in zip(*by_rank, strict=True):
         method, rate_bps = by_name[ranks[0].method], ranks[0].rate_bps
-        # runtimes that do not report compute times get those of ours at this rate
-        compute = compute_of(plan.workload, ranks) or known[rate_bps]
-        known.setdefault(rate_bps, compute)
-        at = Circumstances(
-            stages,
-            plan.delay_s,
-            probes[rate_bps],
-            load,
-            keep_window=plan.keep_window,
-            dilation=plan.dilation,
-        )
-        row = make_row(method, ranks, plan.workload, messages[method], compute=compute, at=at)
-        rows.append(row)
+        at = Circumstances(stages, plan.delay_s, probes[rate_bps], load, plan.keep_window)
+        rows.append(make_row(method, ranks, plan.workload, messages[method], at))
     return rows
 
 
@@ -95,8 +80,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.method,
         str(row.stages),
-        format_rate(row.rate_bps and row.rate_bps * row.dilation),
-        f"{row.delay_s / row.dilation * 1e3:g}",
+        format_rate(row.rate_bps),
+        f"{row.delay_s * 1e3:g}",
         f"{row.step_s:.2f}",
         f"{row.bound_s:.2f}",
         f"{row.bound_fraction:.3f}",
@@ -120,7 +105,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command = command_line("benchmarks.links", __doc__)
-    command.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
     command.add_argument("--stages", type=int, nargs="+", default=[4])
     command.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
     command.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
@@ -141,7 +125,6 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     command.add_argument(
         "--open", action="store_true", help="without the overlay: plain connections between hosts"
     )
-    command.add_argument("--figure", type=Path, metavar="FILE")
     full = {"stages": _FULL_STAGES, "rates": _FULL_RATES, "delays": _FULL_DELAYS, "methods": names}
     options = parse_options(command, arguments, "full", full)
     if options.depth < 0:
@@ -155,22 +138,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         for method in METHODS
         if method.name in arguments.methods
     ]
-    workload: PaperShape | Training = (
-        PaperShape(microbatches=arguments.microbatches)
-        if arguments.form == "paper-shaped"
-        else Training(microbatches=arguments.microbatches)
-    )
-    dilation = workload.dilation() if isinstance(workload, Training) else 1.0
-    nominal = [parse_rate(rate) for rate in arguments.rates]
-    rates = [None, *(rate and rate / dilation for rate in nominal)]
-    return Plan(
-        workload,
-        methods,
-        rates,
-        arguments.steps,
-        dilation=dilation,
-        keep_window=arguments.keep_window,
-    )
+    workload = PaperShape(microbatches=arguments.microbatches)
+    rates = [None, *map(parse_rate, arguments.rates)]
+    return Plan(workload, methods, rates, arguments.steps, keep_window=arguments.keep_window)
 
 
 def main() -> None:
@@ -186,7 +156,7 @@ def main() -> None:
     messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
     records, rows = Records(arguments.json), list[Row]()
     for delay in arguments.delays:
-        delayed = replace(plan, delay_s=parse_time(delay) * plan.dilation)
+        delayed = replace(plan, delay_s=parse_time(delay))
         for stages in arguments.stages:
             for row in with_references(measure_network(delayed, stages, messages)):
                 rows.append(row)
@@ -194,8 +164,4 @@ def main() -> None:
     print(
         f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
     )
-    if plan.dilation != 1:
-        print(f"rates and delays are nominal: links are {plan.dilation:.3g} times slower")
     print(table(rows))
-    if arguments.figure is not None:
-        draw(rows, arguments.figure)

@@ -7,14 +7,13 @@ Axes: B samples of a microbatch, T tokens, D channels, S samples of a step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.links.workloads import SleptStage, Workload
+from benchmarks.links.workloads import PaperShape
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
@@ -29,7 +28,7 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.schedule import DEPTH, build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
-from thinpipe.pipeline.wire.told import BACKWARD, FORWARD, ComputeEvent, ScheduleName
+from thinpipe.pipeline.wire.told import BACKWARD, FORWARD, ScheduleName
 
 RUN_ID = 1
 _RAW = RawConfig()
@@ -112,11 +111,8 @@ class Runner(Protocol):
     def take_sent(self) -> int:
         """Bytes sent since the last call."""
 
-    def take_compute(self) -> tuple[float, float] | None:
-        """Median seconds of a forward and a backward since the last call, where measured."""
 
-
-def make_runner(method: Method, workload: Workload, transport: GlooTransport) -> Runner:
+def make_runner(method: Method, workload: PaperShape, transport: GlooTransport) -> Runner:
     """This rank's end of a method; all ranks call it alike."""
     kind = TorchRunner if method.runtime == "torch" else ThinPipeRunner
     return kind(method, workload, transport)
@@ -125,7 +121,7 @@ def make_runner(method: Method, workload: Workload, transport: GlooTransport) ->
 class ThinPipeRunner:
     """Our stage and links, as in a training run."""
 
-    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
+    def __init__(self, method: Method, workload: PaperShape, transport: GlooTransport) -> None:
         mesh = transport.mesh
         rank, stages = mesh.position, mesh.pipeline_ranks
         module = workload.module(rank, stages, torch.float32)
@@ -137,20 +133,18 @@ class ThinPipeRunner:
             gradients_in and IncomingChannel(*gradients_in),
             gradients_out and OutgoingChannel(*gradients_out),
         )
-        self._stage = CompressedStage(
+        self.stage = CompressedStage(
             module, rank, stages, channels=channels, group=transport.pipeline_group
         )
         self._schedule = build_schedule(
             method.schedule,
-            [self._stage],
+            [self.stage],
             workload.microbatches,
             loss=workload.loss,
             depth=method.depth,
         )
         self._module, self._mesh, self._workload, self._passes = module, mesh, workload, 0
         self._first_error = FirstError()
-        self._optimizer = workload.optimizer(module)
-        self._events: list[ComputeEvent] = []
 
     def step(self, number: int, ids_S: Tensor) -> None:
         """Run one step and commit the boundaries' memories."""
@@ -158,35 +152,24 @@ class ThinPipeRunner:
             Microbatch(self._workload.boundary, Samples(ids_B))
             for ids_B in ids_S.tensor_split(self._workload.microbatches)
         ]
-        self._stage.begin_pass(Pass(self._passes, number, "train", microbatches, self._first_error))
+        self.stage.take_events()
+        self.stage.begin_pass(Pass(self._passes, number, "train", microbatches, self._first_error))
         self._passes += 1
-        if isinstance(self._module, SleptStage):
-            self._module.begin_step(ids_S)
+        self._module.begin_step(ids_S)
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
-        self._stage.end_pass()
-        _update(self._optimizer)
-        for channel in self._stage.channels.all():
+        self.stage.end_pass()
+        for channel in self.stage.channels.all():
             channel.codec.finish_step(keep=True)
-        self._events += self._stage.take_events()
 
     def take_sent(self) -> int:
         """Bytes sent since the last call, headers included."""
-        return sum(end.take_traffic().nbytes for end in self._stage.channels.outgoing())
-
-    def take_compute(self) -> tuple[float, float] | None:
-        """Medians of the stage's own events."""
-        events, self._events = self._events, []
-        spans = {
-            kind: [event.end_s - event.start_s for event in events if event.kind == kind]
-            for kind in ("F", "B")
-        }
-        return (median(spans["F"]), median(spans["B"])) if events else None
+        return sum(end.take_traffic().nbytes for end in self.stage.channels.outgoing())
 
 
 class TorchRunner:
     """torch.distributed.pipelining, unchanged."""
 
-    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
+    def __init__(self, method: Method, workload: PaperShape, transport: GlooTransport) -> None:
         mesh = transport.mesh
         rank, stages = mesh.position, mesh.pipeline_ranks
         module = workload.module(rank, stages, method.dtype)
@@ -196,14 +179,12 @@ class TorchRunner:
         kind = getattr(schedules, f"Schedule{method.schedule}")
         self._schedule = kind(stage, workload.microbatches, loss_fn=workload.loss)
         self._mesh, self._workload = mesh, workload
-        self._optimizer = workload.optimizer(module)
         neighbours = (rank > 0) + (rank < stages - 1)
         numel = workload.boundary.numel() * workload.microbatches * neighbours
         self._step_nbytes, self._sent = numel * method.dtype.itemsize, 0
 
     def step(self, number: int, ids_S: Tensor) -> None:
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
-        _update(self._optimizer)
         self._sent += self._step_nbytes
 
     def take_sent(self) -> int:
@@ -211,20 +192,11 @@ class TorchRunner:
         sent, self._sent = self._sent, 0
         return sent
 
-    def take_compute(self) -> None:
-        return
-
 
 def _run_schedule(schedule: Any, mesh: Mesh, batch: tuple[Tensor, Tensor]) -> None:
     inputs = (batch[0],) if mesh.position == 0 else ()
     is_last = mesh.position == mesh.pipeline_ranks - 1
     schedule.step(*inputs, return_outputs=False, **({"target": batch[1]} if is_last else {}))
-
-
-def _update(optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
 
 def _places(rank: int, stages: int) -> Sequence[tuple[int, int, int]]:
@@ -235,7 +207,7 @@ def _places(rank: int, stages: int) -> Sequence[tuple[int, int, int]]:
 
 def _wire(
     method: Method,
-    workload: Workload,
+    workload: PaperShape,
     transport: GlooTransport,
     upper: int,
     direction: int,

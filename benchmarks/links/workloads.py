@@ -1,63 +1,26 @@
-"""Workloads of the link benchmark: slept compute at published times, or a small real decoder.
+"""The workload of the link benchmark: slept compute at published times.
 
-Axes: B samples of a microbatch, T tokens, D channels, M microbatches, S samples of a step (M x B).
+Axes: B samples of a microbatch, T tokens, D channels, S samples of a step.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinpipe.launch.cuts.message_cost import mixing
-from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.load import load
-from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 
-Form = Literal["paper-shaped", "training"]
-PAPER_BALANCE_BPS = 485e6
-_WARM, _TIMED = 2, 7
 _VISITS = 3
 _CHANGES = (0.1, 0.3)
 """Of values from their mean over visits, forward and backward: gradients of two visits then have a
 cosine of 0.92, between the 0.86 and 0.99 that were measured in fine-tuning."""
-
-
-class Workload(Protocol):
-    """One training step, divided into stages. Sample ids may be any numbers."""
-
-    @property
-    def form(self) -> Form:
-        """Its name in rows."""
-
-    @property
-    def boundary(self) -> torch.Size:
-        """Shape [B, T, D] of what crosses a cut for one microbatch."""
-
-    @property
-    def microbatches(self) -> int:
-        """M."""
-
-    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        """A stage with inputs and outputs of that type at its cuts."""
-
-    def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the first stage and targets of the last."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Loss of one microbatch."""
-
-    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer of a stage's parameters, if it has any."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -135,13 +98,13 @@ class PaperShape:
     samples: int = 1
     recorded: Path | None = None
 
-    form: Literal["paper-shaped"] = "paper-shaped"
-
     @property
     def boundary(self) -> torch.Size:
+        """Shape [B, T, D] of what crosses a cut for one microbatch."""
         return torch.Size((self.samples, self.tokens, self.width))
 
-    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
+    def module(self, stage: int, stages: int, wire: torch.dtype) -> SleptStage:
+        """A stage with inputs and outputs of that type at its cuts."""
         return SleptStage(self, stage, stages, wire)
 
     def visits(
@@ -165,91 +128,8 @@ class PaperShape:
         ]
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the first stage and targets of the last."""
         return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output.float() - target).sum()
-
-    def optimizer(self, module: nn.Module) -> None:
-        return
-
-
-class _CastEnds(nn.Module):
-    """A stage computing in fp32 between cuts of another type."""
-
-    def __init__(self, stage: nn.Module, wire: torch.dtype, *, first: bool, last: bool) -> None:
-        super().__init__()
-        self.stage, self._wire, self._first, self._last = stage, wire, first, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.stage(x if self._first else x.float())
-        return y if self._last else y.to(self._wire)
-
-
-@dataclass(frozen=True)
-class Training:
-    """Real training of a byte-level decoder on the source of Python's standard library.
-
-    Stages on small processors are slower than the paper's, so links are slowed down by the same
-    factor (`dilation`): where the transfer of an fp32 boundary took as long as half of a
-    microbatch's compute at 485 Mbit/s there, it does here at 485 Mbit/s divided by it.
-    """
-
-    width: int = 256
-    blocks: int = 2
-    heads: int = 4
-    tokens: int = 128
-    samples: int = 4
-    microbatches: int = 8
-    lr: float = 1e-4
-
-    form: Literal["training"] = "training"
-
-    @property
-    def boundary(self) -> torch.Size:
-        return torch.Size((self.samples, self.tokens, self.width))
-
-    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        config = TransformerConfig(
-            layers=self.blocks * stages, width=self.width, heads=self.heads, context=self.tokens
-        )
-        first = self.blocks * stage
-        layers = build_layers(config, first, first + self.blocks, seed=0, device="cpu")
-        if wire == torch.float32:
-            return layers
-        return _CastEnds(layers, wire, first=stage == 0, last=stage == stages - 1)
-
-    def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        batch = self._text.batch(ids_S % len(self._text))
-        return batch.inputs_BT, batch.targets
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=self.lr)
-
-    def dilation(self) -> float:
-        """How much slower links must be here; measured on one stage, on an idle machine."""
-        module = self.module(1, 3, torch.float32)
-        x_BTD = torch.randn(self.boundary, requires_grad=True)
-        gradient_BTD = torch.randn(self.boundary)
-        compute_s = _median_s(lambda: module(x_BTD).backward(gradient_BTD))
-        balance_bps = 8 * 4 * self.boundary.numel() / (compute_s / 2)
-        return PAPER_BALANCE_BPS / balance_bps
-
-    @cached_property
-    def _text(self) -> SampleSet:
-        config = DataConfig(
-            sequence_length=self.tokens, train_sequences=256, eval_sequences=1, max_bytes=1 << 20
-        )
-        return load(config)[0]
-
-
-def _median_s(work: Callable[[], None]) -> float:
-    times_s = []
-    for _ in range(_WARM + _TIMED):
-        begin_s = time.perf_counter()
-        work()
-        times_s.append(time.perf_counter() - begin_s)
-    return sorted(times_s[_WARM:])[_TIMED // 2]

@@ -41,6 +41,14 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
     ),
     ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
     ("boundary.*.*ward*.coding", "auto", 'use "zstd" or "none"'),
+    (
+        "boundary.*.*ward*.coding",
+        "rans",
+        'use "zstd", which is shorter or quicker; kind = "aqsgd" also needs delta = "uniform" to '
+        "go on with the same changes",
+    ),
+    ("memory.tier", "pinned", 'use "ram", which is as fast'),
+    ("memory.tier", "device", 'use "ram", which is as fast'),
     ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
     ("boundary.*.*ward.scale_per", "tensor", 'use "token", or how many values share a scale'),
 )

@@ -159,12 +159,11 @@ def _ends(config: RunConfig, sequences: int) -> list[End]:
 
 
 def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: ModelMemory) -> int:
-    found = _counted(config, ends, [(position, model)], reports=position == 0)
     if device_type(config.pipeline.device) == "cpu":
-        return found.total
+        return _counted(config, ends, [(position, model)], reports=position == 0).total
     # torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
     held = model.total - _offloaded(config, model).total
-    return held + int(_GAPS_ON_GPU * held) + found.memories.device
+    return held + int(_GAPS_ON_GPU * held)
 
 
 def _offloaded(config: RunConfig, model: ModelMemory) -> ModelMemory:

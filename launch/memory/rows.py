@@ -17,7 +17,7 @@ from rich.table import Table
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
+from thinpipe.launch.host.device import device_type, gpu_count
 from thinpipe.launch.host.disk import existing
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
@@ -51,23 +51,20 @@ class End:
 class HostBytes:
     """Bytes that the activation cache needs on one host.
 
-    `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM or on a GPU.
-    `device` is for the GPU that needs most.
+    `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM.
     """
 
     rows: int
     ram: int
     disk: int
-    device: int
 
 
 @dataclass(frozen=True)
 class Free:
-    """Bytes that a host has free for them; None for a GPU that it lacks."""
+    """Bytes that a host has free for them."""
 
     ram: int
     disk: int
-    device: int | None
 
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
@@ -117,49 +114,19 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
 
 def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> HostBytes:
     """Bytes of the caches of ranks at these pipeline positions, all on one host."""
-    rows, written = [], []
-    for position in positions:
-        here = [end for end in ends if end.position == position]
-        rows.append(sum(end.nbytes for end in here))
-        written.append(_batch(config) * sum(end.row_nbytes for end in here))
-    held, batch = sum(rows), sum(written)
-    tier = config.memory.tier
-    ram = {"disk": _ROWS_IN_FLIGHT * batch, "device": held}.get(tier, 2 * held + batch)
-    at_once = [sum(both) for both in zip(rows, written, strict=True)]
-    return HostBytes(
-        rows=held,
-        ram=ram,
-        disk=held if tier == "disk" else 0,
-        device=busiest(at_once, config.pipeline.devices_per_rank) if tier == "device" else 0,
-    )
+    ends = list(ends)
+    here = [end for position in positions for end in ends if end.position == position]
+    held = sum(end.nbytes for end in here)
+    batch = _batch(config) * sum(end.row_nbytes for end in here)
+    if config.memory.tier == "disk":
+        return HostBytes(rows=held, ram=_ROWS_IN_FLIGHT * batch, disk=held)
+    return HostBytes(rows=held, ram=2 * held + batch, disk=0)
 
 
 def free(config: RunConfig) -> Free:
     """Free bytes of this host."""
-    on_gpu = config.memory.tier == "device"
-    return Free(
-        ram=free_memory(),
-        disk=shutil.disk_usage(existing(memory_folder(config))).free,
-        device=free_gpu_memory(config.pipeline.devices_per_rank) if on_gpu else None,
-    )
-
-
-def _why_no_gpu(config: RunConfig) -> str:
-    chosen = config.pipeline.device == "cpu"
-    return 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
-
-
-def _check_device(config: RunConfig) -> None:
-    on_cpu = device_type(config.pipeline.device) == "cpu"
-    if config.memory.tier in ("device", "pinned") and on_cpu:
-        raise ConfigError(
-            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but '
-            f'{_why_no_gpu(config)}; use "ram" or "disk"'
-        )
-    if config.pipeline.offload and on_cpu:
-        raise ConfigError(
-            f"pipeline.offload = true is for stages on a GPU, but {_why_no_gpu(config)}; remove it"
-        )
+    folder = existing(memory_folder(config))
+    return Free(ram=free_memory(), disk=shutil.disk_usage(folder).free)
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
@@ -168,15 +135,12 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
-    _check_device(config)
+    if config.pipeline.offload and device_type(config.pipeline.device) == "cpu":
+        chosen = config.pipeline.device == "cpu"
+        why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
+        raise ConfigError(f"pipeline.offload = true is for stages on a GPU, but {why}; remove it")
     positions = [config.mesh(rank).position for rank in ranks]
     found, here = needs(config, plan_memory(config, sequences), positions), free(config)
-    if here.device is not None and found.device > here.device:
-        raise ConfigError(
-            f"the activation cache takes {format_bytes(found.device)} of a GPU's memory, but "
-            f'{format_bytes(here.device)} are free; use memory.tier = "pinned" or "disk", '
-            "set memory.budget to less, or the boundaries' memory to 8 or 4"
-        )
     if found.disk > here.disk:
         raise ConfigError(
             f"the activation cache takes {format_bytes(found.disk)} on disk, but "
@@ -247,10 +211,6 @@ def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterato
     if config.memory.tier == "disk":
         yield f"disk {format_bytes(found.disk)} of {format_bytes(here.disk)} free;"
         parts = "rows being read and written"
-    elif config.memory.tier == "device":
-        gpu = "unknown" if here.device is None else format_bytes(here.device)
-        yield f"GPU {format_bytes(found.device)} of {gpu} free;"
-        parts = "a copy of the rows while a checkpoint is saved"
     else:
         rows, written = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
         parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "

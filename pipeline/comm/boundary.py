@@ -5,13 +5,12 @@ Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
-from thinpipe.pipeline.comm.payload import Rows, rows_of
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
@@ -60,9 +59,9 @@ class Memory(Protocol):
 class MessagePlan:
     """A message as both ends know it before it exists.
 
-    `capacity` is the most payload bytes it can have, `known_B` says which samples are cached,
-    `checksum` stands for what is remembered of them (0 without a memory), and `rows` tells coders
-    what the payload is made of. A payload that is not `exact` may be shorter than its capacity.
+    `capacity` is the most payload bytes it can have, `known_B` says which samples are cached, and
+    `checksum` stands for what is remembered of them (0 without a memory). A payload that is not
+    `exact` may be shorter than its capacity.
     """
 
     ids_B: Tensor
@@ -71,7 +70,6 @@ class MessagePlan:
     capacity: int
     known_B: Tensor | None = None
     checksum: int = 0
-    rows: tuple[Rows, ...] = ()
     exact: bool = True
 
 
@@ -131,6 +129,8 @@ class Stateless:
     codec: Codec
     key: int = 0
     error_meter: ErrorMeter = field(default_factory=ErrorMeter, compare=False)
+    memory: ClassVar[None] = None
+    take_gradients: ClassVar[None] = None
 
     @property
     def codec_id(self) -> int:
@@ -140,16 +140,8 @@ class Stateless:
     def bits(self) -> int:
         return self.codec.bits
 
-    @property
-    def memory(self) -> None: ...
-
-    @property
-    def take_gradients(self) -> None: ...
-
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
-        nbytes, numel = self.codec.capacity(shape_BTD[1:].numel()), shape_BTD[1:].numel()
-        rows = rows_of(self.codec, shape_BTD[0], nbytes, numel)
-        return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD), rows=(rows,))
+        return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD))
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         return shape_BTD[0] * self.codec.capacity(shape_BTD[1:].numel())

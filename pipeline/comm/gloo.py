@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, lost, wait
+from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
 from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
@@ -124,11 +124,9 @@ class GlooTransport:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Lengths first, then the bytes."""
-        mine = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if data
-            else torch.empty(0, dtype=torch.uint8)
-        )
+        mine = torch.empty(0, dtype=torch.uint8)
+        if data:
+            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         lengths = self.share(torch.tensor([len(data)], dtype=torch.float64), "world")
         ranks = self._ranks("world")
         found = self._swap(mine, ranks, lengths[:, 0].to(torch.int64).tolist())
@@ -182,14 +180,12 @@ class GlooTransport:
         return f"rank {source} -> rank {target}: lost in an exchange of control messages"
 
     def _group(self, ranks: Sequence[int], traffic: Traffic) -> dist.ProcessGroup:
-        try:
+        with naming(f"ranks {list(ranks)}: connecting failed"):
             group = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=self._timeout_s),
                 pg_options=traffic,
                 use_local_synchronization=True,
             )
-        except RuntimeError as error:
-            raise lost(f"ranks {list(ranks)}: connecting failed", error) from error
         assert isinstance(group, dist.ProcessGroup)
         return group

@@ -6,6 +6,8 @@ before any compute, tags are unique within two passes, and every posted receive 
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,53 +21,42 @@ from thinpipe.pipeline.wire.pinned import host_bytes
 MAX_MICROBATCHES = 4096
 
 
-def isend(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
-    """Send to a rank of the group; `edge` is how errors call where it goes.
-
-    Raises:
-        TransportError: the peer is gone.
-    """
-    try:
-        work = dist.isend(x, group=group, group_dst=peer, tag=tag)
-    except RuntimeError as error:
-        raise lost(edge, error) from error
-    assert work is not None
-    return work
-
-
-def irecv(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
-    """Post a receive from a rank of the group.
-
-    Raises:
-        TransportError: the peer is gone.
-    """
-    try:
-        work = dist.irecv(x, group=group, group_src=peer, tag=tag)
-    except RuntimeError as error:
-        raise lost(edge, error) from error
-    assert work is not None
-    return work
-
-
-def wait(work: dist.Work, *, edge: str) -> None:
-    """Wait for a send or a receive.
+@contextmanager
+def naming(edge: str) -> Iterator[None]:
+    """Errors of gloo inside name an edge, with its first sentence, less the place in its source and
+    the port, whose bytes are in the wrong order.
 
     Raises:
         TransportError: the peer is gone, or silent for longer than the group's timeout.
     """
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
-        raise lost(edge, error) from error
+        reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
+        raise TransportError(f"{edge}: {reason}") from error
 
 
-def lost(edge: str, error: RuntimeError) -> TransportError:
-    """The error of an edge, with gloo's first sentence, less the place in its source and the port,
-    whose bytes are in the wrong order.
-    """
-    reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
-    reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
-    return TransportError(f"{edge}: {reason}")
+def isend(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
+    """Send to a rank of the group; `edge` is how errors call where it goes."""
+    with naming(edge):
+        work = dist.isend(x, group=group, group_dst=peer, tag=tag)
+    assert work is not None
+    return work
+
+
+def irecv(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
+    """Post a receive from a rank of the group."""
+    with naming(edge):
+        work = dist.irecv(x, group=group, group_src=peer, tag=tag)
+    assert work is not None
+    return work
+
+
+def wait(work: dist.Work, *, edge: str) -> None:
+    """Wait for a send or a receive."""
+    with naming(edge):
+        work.wait()
 
 
 @dataclass

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, GradientSink, Memory, MessagePlan
-from thinpipe.pipeline.comm.payload import NUMBERS, compress_payload, expand_payload
-from thinpipe.pipeline.wire.coding.entropy import Coding
+from thinpipe.pipeline.wire.coding.entropy import Coding, compress, expand
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 from thinpipe.pipeline.wire.pinned import host_bytes
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
 Mode = Literal["train", "eval", "eval_compressed"]
+
+_ZSTD = 1
+"""In a header's `coding`; 0: the payload is as the boundary wrote it."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class MessageCodec:
         if self._mode == "train" and self.scale != 1.0:
             x_BTD = x_BTD.float() * self.scale
         length = self._boundary.encode(plan, x_BTD, message[HEADER_NBYTES:])
-        coding, message = self._shorten(message[: HEADER_NBYTES + length], plan)
+        coding, message = self._shorten(message[: HEADER_NBYTES + length])
         self._header(microbatch, plan, message.numel() - HEADER_NBYTES, coding).write(message)
         return message
 
@@ -72,7 +74,7 @@ class MessageCodec:
         """
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         coding, length = coding_and_length(message)
-        if not coding or coding != NUMBERS[self.coding]:
+        if coding != _ZSTD or self.coding == "none":
             coding, length = 0, plan.capacity if plan.exact else length
         length = min(length, plan.capacity)
         message = message[: HEADER_NBYTES + length]
@@ -80,7 +82,7 @@ class MessageCodec:
         payload = message[HEADER_NBYTES:]
         if coding:
             payload = host_bytes(plan.capacity, self.device)
-            expand_payload(coding, message[HEADER_NBYTES:], payload, plan.rows)
+            expand(message[HEADER_NBYTES:], payload)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
         self._boundary.decode(plan, payload, out_BTD)
         if self._mode == "train" and self.gradient_sink is not None:
@@ -113,14 +115,13 @@ class MessageCodec:
     def _boundary(self) -> Boundary:
         return self.boundaries[self._mode]
 
-    def _shorten(self, message: Tensor, plan: MessagePlan) -> tuple[int, Tensor]:
+    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""
         if self.coding == "none" or self._mode == "eval":
             return 0, message
-        coded, coding = torch.empty_like(message), NUMBERS[self.coding]
-        payload, room = message[HEADER_NBYTES:], coded[HEADER_NBYTES:]
-        length = compress_payload(coding, payload, room, plan.rows)
-        return (0, message) if length is None else (coding, coded[: HEADER_NBYTES + length])
+        coded = torch.empty_like(message)
+        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        return (0, message) if length is None else (_ZSTD, coded[: HEADER_NBYTES + length])
 
     def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
         return Header(

@@ -9,7 +9,7 @@ which holds the length that was meant, is checked before a byte is used. 52 byte
     4       1      direction: 0 forward, 1 backward
     5       1      codec id
     6       1      bits per value
-    7       1      coding of the payload: 0 none, 1 zstd, 2 rANS
+    7       1      coding of the payload: 0 none, 1 zstd
     8       8      run id
     16      8      step
     24      4      cut: index of the first layer after it

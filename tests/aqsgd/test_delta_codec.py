@@ -49,7 +49,7 @@ def make_ends(spec: AqsgdConfig) -> list[DeltaBoundary]:
     delta=st.sampled_from(["uniform", "tiles"]),
     bits=st.integers(2, 6),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_memories_stay_equal_whatever_is_sent(
     seed: int, jumps: list[bool], memory: Any, delta: Any, bits: int
 ) -> None:

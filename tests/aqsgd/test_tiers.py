@@ -22,7 +22,7 @@ from thinpipe.launch.checkpoint.state_file import load_state, save_state
 from thinpipe.pipeline.config import build_codec
 
 TOKENS, WIDTH = 6, 16
-FORMATS: list[Any] = ["fp32", "bf16", 8, 4]
+FORMATS: list[Any] = ["bf16", 8]
 
 MakeEnd = Callable[..., DeltaBoundary]
 
@@ -146,8 +146,9 @@ def test_where_rows_are_coded_changes_nothing(make_end: MakeEnd, form: Any, tier
     assert len({end.memory.digest() for end in (*near, *far)}) == 1
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("tiers", [("disk", "disk"), ("ram", "disk"), ("disk", "ram")])
+@pytest.mark.parametrize(
+    ("form", "tiers"), [("bf16", ("disk", "disk")), (8, ("ram", "disk")), (4, ("disk", "ram"))]
+)
 def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
     make_end: MakeEnd, form: Any, tiers: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -181,7 +182,7 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     assert "rows of 1 samples (7, ...) were damaged" in caplog.text
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     capacity=st.integers(0, 6),
     visits=st.lists(

@@ -156,7 +156,7 @@ def test_a_run_leaves_everything_in_its_folder(
             id="disk, not all samples",
         ),
         pytest.param(
-            ["--set", "pipeline.device=cuda", "--set", "memory.tier=device"],
+            ["--set", "pipeline.device=cuda"],
             id="ranks that share a GPU",
             marks=[
                 pytest.mark.gpu,

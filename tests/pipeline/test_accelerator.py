@@ -35,8 +35,10 @@ WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transfor
 
 OFFLOADED: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "muon": {"train": {"optimizer": "muon"}},
-    "checkpointing": {"model": {"activation_checkpointing": True}},
+    "muon, checkpointing": {
+        "train": {"optimizer": "muon"},
+        "model": {"activation_checkpointing": 2},
+    },
 }
 
 
@@ -69,7 +71,6 @@ def compare_offload(form: str) -> int:
         for offload in (False, True)
     )
     expected = offloaded_steps(alone, range(3))[:2]
-    assert offloaded_steps(run, range(3))[:2] == expected
     losses, _, saved = offloaded_steps(run, range(2))
     again, digests, _ = offloaded_steps(run, range(2, 3), saved)
     assert ([*losses, *again], digests) == expected

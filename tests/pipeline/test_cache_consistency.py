@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, config, start
 from thinpipe.aqsgd.disk import DiskStore
 from thinpipe.aqsgd.memory import SampleMemory
@@ -75,6 +75,7 @@ def run(
         whole = step < after or (step > after and accident not in BROKEN_DISKS)
         digests = {c: m.digest() for c, m in memories(built).items()} if whole else {}
         found.append((totals, digests, shares))
+    GlooTransport.share = share  # type: ignore[method-assign]
     built.engine.close()
     return found
 
@@ -85,34 +86,6 @@ def settings(folder: Path, tier: str = "disk", boundary: Any = AQSGD, **memory: 
         boundary=boundary,
         memory={"tier": tier, "folder": str(folder), **memory},
     )
-
-
-def repaired(results: Any) -> list[dict[int, int]]:
-    """What was repaired after each step, which all ranks know alike; memories are equal."""
-    for steps in zip(*results, strict=True):
-        digests = [digests for _, digests, _ in steps]
-        assert len({totals.repaired for totals, _, _ in steps}) == 1
-        assert digests[0].get(1) == digests[1].get(1)
-        assert digests[1].get(2) == digests[2].get(2)
-    return [dict(totals.repaired) for totals, _, _ in results[0]]
-
-
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_nothing_extra_is_exchanged_while_the_ends_agree(
-    ranks: Ranks, tmp_path: Path, tier: str
-) -> None:
-    results = ranks(3, run, settings(tmp_path, tier), None, -1)
-    assert repaired(results) == [{}] * len(STEPS)
-    assert [shares for _, _, shares in results[0]] == [1] * len(STEPS)
-
-
-def test_the_tiers_train_alike(ranks: Ranks, tmp_path: Path) -> None:
-    found = [
-        [(totals.loss, totals.wire, digests) for totals, digests, _ in rank]
-        for tier in ("ram", "disk")
-        for rank in ranks(3, run, settings(tmp_path, tier), None, -1)
-    ]
-    assert found[:3] == found[3:]
 
 
 def lose_the_file(rank: int, built: Built) -> None:
@@ -156,22 +129,67 @@ def forget_a_few(rank: int, built: Built) -> None:
         memories(built)[2].forget(torch.tensor([8, 12]))
 
 
-@pytest.mark.parametrize(
-    ("accident", "after", "expected"),
-    [
-        # found a step later, when the rows of the step after that are fetched
-        (lose_the_file, 2, {3: {1: 8}}),
-        (flip_a_bit_at_both_ends, 1, {2: {1: 1}}),
-        (forget_a_few, 1, {2: {2: 2}}),
-        (fill_the_disk, 1, {3: {1: 8}, 4: {1: 5}}),  # step 3 fetches what step 2 could not write
-        (break_the_disk, 1, {2: {2: 5}, 3: {2: 8}, 4: {2: 5}}),
-    ],
-)
-def test_what_one_end_lost_both_forget_and_train_on(
-    ranks: Ranks, tmp_path: Path, accident: Accident, after: int, expected: dict[int, Any]
-) -> None:
-    results = ranks(3, run, settings(tmp_path), accident, after)
-    assert {step: found for step, found in enumerate(repaired(results)) if found} == expected
+ACCIDENTS: dict[str, tuple[Accident, int, dict[int, Any]]] = {
+    # found a step later, when the rows of the step after that are fetched
+    "lost file": (lose_the_file, 2, {3: {1: 8}}),
+    "flipped bit": (flip_a_bit_at_both_ends, 1, {2: {1: 1}}),
+    "forgotten": (forget_a_few, 1, {2: {2: 2}}),
+    # step 3 fetches what step 2 could not write
+    "full disk": (fill_the_disk, 1, {3: {1: 8}, 4: {1: 5}}),
+    "broken disk": (break_the_disk, 1, {2: {2: 5}, 3: {2: 8}, 4: {2: 5}}),
+}
+"""What happens after which step, and what is repaired of which cut in later ones."""
+
+
+def all_at_once(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        tier: run(rank, settings(folder, tier), None, -1) for tier in ("ram", "disk")
+    }
+    for name, (accident, after, _) in ACCIDENTS.items():
+        found[name] = run(rank, settings(folder), accident, after)
+    gradients = settings(folder, boundary=GRADIENTS)
+    found["gradients"] = run(rank, gradients, *ACCIDENTS["lost file"][:2])
+    found["apart"] = start_apart(rank, settings(folder))
+    found["fresh end"] = resume_with_one_fresh_end(rank)
+    found["budgets"] = with_own_budget(rank, folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By scenario, what each of three ranks saw."""
+    by_rank = run_ranks(3, all_at_once, tmp_path_factory.mktemp("rows"))
+    return {name: [one[name] for one in by_rank] for name in by_rank[0]}
+
+
+def repaired(results: Any) -> list[dict[int, int]]:
+    """What was repaired after each step, which all ranks know alike; memories are equal."""
+    for steps in zip(*results, strict=True):
+        digests = [digests for _, digests, _ in steps]
+        assert len({totals.repaired for totals, _, _ in steps}) == 1
+        assert digests[0].get(1) == digests[1].get(1)
+        assert digests[1].get(2) == digests[2].get(2)
+    return [dict(totals.repaired) for totals, _, _ in results[0]]
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_nothing_extra_is_exchanged_while_the_ends_agree(found: Any, tier: str) -> None:
+    assert repaired(found[tier]) == [{}] * len(STEPS)
+    assert [shares for _, _, shares in found[tier][0]] == [1] * len(STEPS)
+
+
+def test_the_tiers_train_alike(found: Any) -> None:
+    in_ram, on_disk = (
+        [[(totals.loss, totals.wire, digests) for totals, digests, _ in rank] for rank in found[t]]
+        for t in ("ram", "disk")
+    )
+    assert in_ram == on_disk
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_what_one_end_lost_both_forget_and_train_on(found: Any, name: str) -> None:
+    results, expected = found[name], ACCIDENTS[name][2]
+    assert {step: cuts for step, cuts in enumerate(repaired(results)) if cuts} == expected
     shares = [shares for _, _, shares in results[0]]
     assert shares == [2 if step in expected else 1 for step in range(len(STEPS))]
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
@@ -182,21 +200,14 @@ def test_what_one_end_lost_both_forget_and_train_on(
         assert control[step] - control[-1] == 3 * 2 * named
 
 
-@pytest.mark.parametrize(
-    ("accident", "after", "expected"),
-    [(lose_the_file, 2, {3: {1: 8}}), (forget_a_few, 1, {2: {2: 2}})],
-)
-def test_gradients_that_one_end_lost_both_forget(
-    ranks: Ranks, tmp_path: Path, accident: Accident, after: int, expected: dict[int, Any]
-) -> None:
-    results = ranks(3, run, settings(tmp_path, boundary=GRADIENTS), accident, after)
-    assert {step: found for step, found in enumerate(repaired(results)) if found} == expected
+def test_gradients_that_one_end_lost_both_forget(found: Any) -> None:
+    results = found["gradients"]
+    assert {step: cuts for step, cuts in enumerate(repaired(results)) if cuts} == {3: {1: 8}}
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
 
 
-def test_repaired_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks(3, run, settings(tmp_path), None, -1)[0]
-    hurt = ranks(3, run, settings(tmp_path), forget_a_few, 1)[0]
+def test_repaired_samples_are_sent_like_new_ones(found: Any) -> None:
+    whole, hurt = found["disk"][0], found["forgotten"][0]
     sizes = [
         {wire.cut: wire.nbytes for wire in totals.wire if wire.direction == "forward"}
         for totals, _, _ in (whole[3], hurt[3], whole[1])
@@ -222,17 +233,16 @@ def start_apart(rank: int, run_settings: Any) -> Any:
     return found, held, again.engine.train_step(STEPS[2], 2).loss > 0
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_a_cut_whose_state_is_missing_at_one_end_starts_empty(
-    ranks: Ranks, tmp_path: Path, tier: str
-) -> None:
-    results = ranks(3, start_apart, settings(tmp_path, tier))
-    assert [found for found, _, _ in results] == [((1, 13),)] * 3
+def test_a_cut_whose_state_is_missing_at_one_end_starts_empty(found: Any) -> None:
+    results = found["apart"]
+    assert [cuts for cuts, _, _ in results] == [((1, 13),)] * 3
     assert [held for _, held, _ in results] == [{1: 0}, {1: 0, 2: 13}, {2: 13}]
 
 
-def resume_with_one_fresh_end(rank: int, run_settings: Any) -> Any:
+def resume_with_one_fresh_end(rank: int) -> Any:
     """What is known of the first cut, forwards, is lost at its upper end."""
+    boundary: Any = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
+    run_settings = config(pipeline={"cuts": [1, 2]}, boundary=boundary)
     built = start(run_settings)
     for step, item in enumerate(STEPS[:4]):
         built.engine.train_step(item, step)
@@ -248,11 +258,8 @@ def resume_with_one_fresh_end(rank: int, run_settings: Any) -> Any:
     return held, losses, digests
 
 
-def test_ends_that_learned_different_things_start_again(ranks: Ranks) -> None:
-    boundary: Any = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
-    results = ranks(
-        3, resume_with_one_fresh_end, config(pipeline={"cuts": [1, 2]}, boundary=boundary)
-    )
+def test_ends_that_learned_different_things_start_again(found: Any) -> None:
+    results = found["fresh end"]
     (first, losses, _), (middle, _, _), (last, _, _) = results
     assert first == {"cut 1 forward": 0, "cut 1 backward": 13}
     assert middle == {**first, "cut 2 forward": 13, "cut 2 backward": 13}
@@ -263,8 +270,10 @@ def test_ends_that_learned_different_things_start_again(ranks: Ranks) -> None:
         assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
 
 
-def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
-    built = start(all_settings[rank])
+def with_own_budget(rank: int, folder: Path) -> Any:
+    # a row has 12 * (16 / 2 + 2) = 120 bytes; a middle rank has two ends
+    budget = [10**6, 4 * 240, 120][rank]
+    built = start(settings(folder, budget=budget))
     built.engine.begin(ALL, STEPS[0].ids_B)
     hits = []
     for step, item in enumerate(STEPS):
@@ -275,12 +284,8 @@ def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
     return {c: (m.capacity, len(m), m.digest()) for c, m in memories(built).items()}, hits
 
 
-def test_the_end_with_less_room_decides(ranks: Ranks, tmp_path: Path) -> None:
-    # a row has 12 * (16 / 2 + 2) = 120 bytes; a middle rank has two ends
-    budgets = [10**6, 4 * 240, 120]
-    everyone = [settings(tmp_path, budget=budget) for budget in budgets]
-    found = ranks(3, with_own_budget, everyone)
-    (first, hits), (middle, _), (last, _) = found
+def test_the_end_with_less_room_decides(found: Any) -> None:
+    (first, hits), (middle, _), (last, _) = found["budgets"]
     assert (middle[1][0], last[2][0]) == (4, 1)
     assert first[1][1:] == middle[1][1:]
     assert middle[2][1:] == last[2][1:]

@@ -8,88 +8,80 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.single_process import in_process
 from tests.ranks import Ranks
-from tests.training import TORCH_2_13, batch, config, share, single_process, start, train_steps
+from tests.training import TORCH_2_13, batch, config, share, single_process, start
 from thinpipe.pipeline.comm.errors import TransportError
 
-pytestmark = pytest.mark.dist
-
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
-
-
-def rejected(rank: int, run: Any, ids: list[int]) -> str:
-    built = start(run)
-    built.engine.begin(torch.arange(1, 8), torch.tensor(ids))
-    wrong = replace(batch([1, 2, 3, 4]), ids_B=torch.tensor(ids))
-    with pytest.raises(ValueError, match="sample") as caught:
-        built.engine.train_step(wrong, 0)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([5, 6, 5, 7], "sample ids [5] appear twice"),
-        ([5, 6, 8, -1], "sample ids [8, -1] are none of this replica's"),
+        ([5, 6, 5, 7], r"sample ids \[5\] appear twice"),
+        ([5, 6, 8, -1], r"sample ids \[8, -1\] are none of this replica's"),
     ],
 )
-def test_ids_that_no_memory_can_serve_are_rejected(
-    ranks: Ranks, ids: list[int], message: str
-) -> None:
-    for reported in ranks(2, rejected, config(boundary=AQSGD), ids):
-        assert reported.startswith(message)
+def test_ids_that_no_memory_can_serve_are_rejected(ids: list[int], message: str) -> None:
+    wrong = replace(batch([1, 2, 3, 4]), ids_B=torch.tensor(ids))
+    with in_process(config(boundary=AQSGD), total_steps=1) as built:
+        built.engine.begin(torch.arange(1, 8), wrong.ids_B)
+        with pytest.raises(ValueError, match=message):
+            built.engine.train_step(wrong, 0)
 
 
-def test_a_short_batch_is_split_into_fewer_parts(ranks: Ranks) -> None:
+def test_a_short_batch_is_split_into_fewer_parts() -> None:
     run = config(train={"accumulate": 4, "clip_norm": 0})
     batches = [batch([1, 2, 3, 4, 5, 6, 7, 8]), batch([9, 10, 11])]
-    losses, _, _ = ranks(2, train_steps, run, batches)[0]
+    with in_process(run, total_steps=2) as built:
+        losses = [built.engine.train_step(item, step).loss for step, item in enumerate(batches)]
     expected, _ = single_process(config(train={"clip_norm": 0}), batches)
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def evaluate(rank: int, run: Any, ids: list[int]) -> list[tuple[float, int]]:
-    built = start(run)
-    part = share(batch(ids), rank // run.pipeline.pipeline_ranks, run.pipeline.replicas)
-    return [built.engine.eval_step(part, 0, compressed=compressed) for compressed in (False, True)]
+PLACEMENTS = ["Deep1F1B", "Interleaved1F1B"]
+if not TORCH_2_13.args[0]:
+    PLACEMENTS.append("ZBVZeroBubble")
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    ["Deep1F1B", "Interleaved1F1B", pytest.param("ZBVZeroBubble", marks=TORCH_2_13)],
-)
-def test_evaluation_is_the_same_under_every_placement(ranks: Ranks, schedule: str) -> None:
-    cuts = [1] if schedule == "Deep1F1B" else [1, 2, 3]
-    run = config(pipeline={"schedule": schedule, "cuts": cuts})
-    (loss, tokens), _ = ranks(2, evaluate, run, [1, 2, 3, 4, 5])[0]
-    (expected, _), _ = ranks(1, evaluate, config(pipeline={"cuts": []}), [1, 2, 3, 4, 5])[0]
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert tokens == batch([1, 2, 3, 4, 5]).targets.numel()
+def evaluate_under_all(rank: int) -> list[tuple[float, int]]:
+    found = []
+    for schedule in PLACEMENTS:
+        cuts = [1] if schedule == "Deep1F1B" else [1, 2, 3]
+        built = start(config(pipeline={"schedule": schedule, "cuts": cuts}))
+        found.append(built.engine.eval_step(batch([1, 2, 3, 4, 5]), 0, compressed=False))
+    return found
 
 
-def test_a_replica_without_held_out_samples_takes_part(ranks: Ranks) -> None:
-    run = config(pipeline={"cuts": [2], "replicas": 2})
-    everyone = ranks(4, evaluate, run, [3])
+@pytest.mark.dist
+def test_evaluation_is_the_same_under_every_placement(ranks: Ranks) -> None:
+    with in_process(config(pipeline={"cuts": []}), total_steps=1) as built:
+        expected, count = built.engine.eval_step(batch([1, 2, 3, 4, 5]), 0, compressed=False)
+    assert count == batch([1, 2, 3, 4, 5]).targets.numel()
+    for loss, tokens in ranks(2, evaluate_under_all)[0]:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert tokens == count
+
+
+def of_two_replicas(rank: int, run: Any) -> tuple[Any, list[tuple[float, int]]]:
+    """Totals of a step, and an evaluation in which the second replica has no samples."""
+    built, replica = start(run), rank // 2
+    totals = built.engine.train_step(share(batch(list(range(8))), replica, 2), 0)
+    part = share(batch([3]), replica, 2)
+    return totals, [built.engine.eval_step(part, 0, compressed=on) for on in (False, True)]
+
+
+@pytest.mark.dist
+def test_all_ranks_see_the_same_totals_and_one_without_samples_takes_part(ranks: Ranks) -> None:
+    everyone = ranks(4, of_two_replicas, config(pipeline={"replicas": 2}, boundary=AQSGD))
     assert all(found == everyone[0] for found in everyone)
-    assert everyone[0][0][1] == batch([3]).targets.numel()
-
-
-def totals_of(rank: int, run: Any) -> Any:
-    built = start(run)
-    whole = batch(list(range(8)))
-    part = share(whole, rank // run.pipeline.pipeline_ranks, run.pipeline.replicas)
-    return built.engine.train_step(part, 0)
-
-
-def test_all_ranks_see_the_same_totals(ranks: Ranks) -> None:
-    run = config(pipeline={"cuts": [2], "replicas": 2}, boundary=AQSGD)
-    everyone = ranks(4, totals_of, run)
-    for totals in everyone:
-        assert totals == everyone[0]
-    assert everyone[0].tokens == batch(list(range(8))).targets.numel()
-    assert 0 <= everyone[0].bubble < 1
-    assert [w.messages for w in everyone[0].wire] == [8, 8]  # 4 microbatches x 2 replicas
-    assert everyone[0].sync_bytes > 0
+    totals, evaluated = everyone[0]
+    assert evaluated[0][1] == batch([3]).targets.numel()
+    assert totals.tokens == batch(list(range(8))).targets.numel()
+    assert 0 <= totals.bubble < 1
+    assert [w.messages for w in totals.wire] == [8, 8]  # 4 microbatches x 2 replicas
+    assert totals.sync_bytes > 0
 
 
 def fall_silent(rank: int, account: Path) -> None:
@@ -106,6 +98,7 @@ def fall_silent(rank: int, account: Path) -> None:
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
 
 
+@pytest.mark.dist
 def test_a_silent_peer_is_given_up_after_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
     account = tmp_path / "account"
     ranks(2, fall_silent, account)

@@ -10,8 +10,6 @@ from benchmarks.single_process import in_process
 from tests.training import batch, config, weights
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
-from thinpipe.aqsgd.memory import ROWS
-from thinpipe.aqsgd.store import RamStore
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
@@ -70,10 +68,10 @@ def test_what_lies_in_ram_trains_the_same_bits_in_less_memory(
     assert peaks[1] < peaks[0]
 
 
-@pytest.mark.parametrize("memory", ["fp32", "bf16", 8, 4])
+@pytest.mark.parametrize("memory", ["bf16", 8])
 def test_every_tier_trains_alike_and_both_ends_agree(memory: Any, tmp_path: Any) -> None:
     digests, trained = set(), []
-    for tier in ("ram", "pinned", "device", "disk"):
+    for tier in ("ram", "disk"):
         run = config(
             run={"folder": str(tmp_path / tier)},
             pipeline={"device": "cuda"},
@@ -126,19 +124,3 @@ def test_a_gpu_and_a_cpu_join_one_cut_bit_for_bit(
             assert torch.isfinite(out_BTD).all()
             if isinstance(sender, DeltaBoundary) and isinstance(receiver, DeltaBoundary):
                 assert sender.memory.digest() == receiver.memory.digest()
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_memory_on_a_gpu_survives_a_restart_in_any_tier(pinned: bool) -> None:
-    spec, ids_B = AqsgdConfig(bits=3), torch.tensor([1, 2])
-    on_gpu = build_delta(spec, width=WIDTH, key=0, store=RamStore(GPU))
-    x_BTD = torch.randn(2, TOKENS, WIDTH, device=GPU)
-    plan = on_gpu.plan(ids_B, x_BTD.shape, step=0)
-    on_gpu.encode(plan, x_BTD, host_bytes(plan.capacity, GPU))
-    on_gpu.finish_step(keep=True)
-    state = on_gpu.state_dict()
-    assert state[ROWS].device == CPU
-    for store in (RamStore(pinned=pinned), RamStore(GPU)):
-        again = build_delta(spec, width=WIDTH, key=0, store=store)
-        again.load_state_dict(state)
-        assert again.memory.digest() == on_gpu.memory.digest()

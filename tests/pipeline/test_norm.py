@@ -20,9 +20,9 @@ def tensors_of(seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * 10.0**-i for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_parts_of_tensors_clip_as_whole_ones_do(seed: int) -> None:
-    """With norms in fp32 they did not, for 19 of these seeds."""
+    """With norms in fp32 they did not, for 19 of 20 seeds."""
     whole = tensors_of(seed)
     for shards in (2, 3, 7):
         parts = [part for tensor in whole for part in tensor.chunk(shards)]

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from thinpipe.pipeline.schedule import check_schedule, fit_microbatches, stage_to_rank
+from thinpipe.pipeline.schedule import (
+    check_schedule,
+    fit_microbatches,
+    single_stage_order,
+    stage_to_rank,
+)
 from thinpipe.pipeline.wire.told import ScheduleName
 
 
@@ -44,3 +49,39 @@ def test_placement_goes_round_or_turns_back() -> None:
     assert stage_to_rank("Interleaved1F1B", stages=4, ranks=2) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert stage_to_rank("ZBVZeroBubble", stages=4, ranks=2) == {0: 0, 1: 1, 2: 1, 3: 0}
     assert stage_to_rank("Deep1F1B", stages=3, ranks=3) == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Deep1F1B"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (4, 8)])
+def test_orders_hold_every_action_once_and_never_deadlock(
+    name: ScheduleName, stages: int, microbatches: int
+) -> None:
+    orders = [
+        single_stage_order(name, stage, stages=stages, microbatches=microbatches)
+        for stage in range(stages)
+    ]
+    done: set[tuple[str, int, int]] = set()
+    positions = [0] * stages
+    progress = True
+    while progress:
+        progress = False
+        for stage, order in enumerate(orders):
+            while positions[stage] < len(order):
+                action = order[positions[stage]]
+                before = ("F", stage - 1) if action.kind == "F" else ("B", stage + 1)
+                if 0 <= before[1] < stages and (*before, action.microbatch) not in done:
+                    break
+                done.add((action.kind, stage, action.microbatch))
+                positions[stage] += 1
+                progress = True
+    assert positions == [2 * microbatches] * stages
+
+
+def test_depth_bounds_what_is_in_flight() -> None:
+    for depth in (0, 1, 2):
+        order = single_stage_order("Deep1F1B", 0, stages=4, microbatches=16, depth=depth)
+        live = peak = 0
+        for action in order:
+            live += 1 if action.kind == "F" else -1
+            peak = max(peak, live)
+        assert peak == 4 + 3 * depth

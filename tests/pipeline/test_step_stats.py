@@ -14,7 +14,7 @@ from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
-STEPS = 5
+STEPS = 3
 Losses = dict[str, list[tuple[bool, float, int]]]
 """By method and step: whether replicas met, the loss, and of how many tokens."""
 

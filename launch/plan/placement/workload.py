@@ -18,7 +18,7 @@ from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
-from thinpipe.pipeline.schedule import DEPTH, rank_orders, stage_to_rank
+from thinpipe.pipeline.schedule import DEPTH, Action, rank_orders, stage_to_rank
 from thinpipe.pipeline.wire.told import ScheduleName
 
 _MEASURED_REPLICAS = 8
@@ -79,7 +79,7 @@ class Workload:
         return tuple(found[stage] for stage in range(self.stages))
 
     @cached_property
-    def orders(self) -> list[list[tuple[str, int, int]]]:
+    def orders(self) -> list[list[Action]]:
         """Actions of each rank of a pipeline: kind, stage, microbatch."""
         return rank_orders(
             self.schedule,

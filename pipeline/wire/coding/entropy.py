@@ -12,7 +12,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-Coding = Literal["none", "zstd", "rans"]
+Coding = Literal["none", "zstd"]
 
 _LEVEL = 1
 

@@ -101,8 +101,7 @@ def test_a_step_that_does_not_count_leaves_nothing_behind() -> None:
     assert left[0].memory.digest() == right[0].memory.digest()
 
 
-@pytest.mark.parametrize("stop", [1, 2, 5, 9])
-@pytest.mark.parametrize("dimensions", [1.0, 0.6])
+@pytest.mark.parametrize(("stop", "dimensions"), [(1, 1.0), (2, 0.6), (5, 1.0), (9, 0.6)])
 def test_state_survives_a_restart_bit_for_bit(stop: int, dimensions: float) -> None:
     whole = ends(dimensions=dimensions)
     train(*whole, range(stop))
@@ -125,7 +124,7 @@ def test_what_an_earlier_version_cached_is_not_read(caplog: pytest.LogCaptureFix
     assert train(*new, range(3)) == train(*ends(), range(3))
 
 
-@pytest.mark.parametrize("stop", [1, 2, 6])
+@pytest.mark.parametrize("stop", [1, 6])
 def test_ends_that_start_again_find_a_basis_again(
     monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
@@ -188,7 +187,7 @@ def test_directions_that_come_up_later_are_coded_as_well() -> None:
         assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
 
 
-@pytest.mark.parametrize("zeros", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("zeros", [0.3, 0.9])
 def test_tokens_that_are_zero_do_not_make_the_others_finer(zeros: float) -> None:
     """As gradients of padding are, often most tokens of a batch of sentences."""
     ids, used, error = list(range(8)), {}, {}
@@ -328,7 +327,7 @@ def digests(rank: int, run: Any) -> list[dict[str, tuple[str, int]]]:
     replica = rank // run.pipeline.pipeline_ranks
     own = [share(whole, replica, run.pipeline.replicas).ids_B for whole in EPOCH]
     built.engine.begin(torch.cat(own), own[0])
-    for step, whole in enumerate(EPOCH * 4):
+    for step, whole in enumerate(EPOCH * 3):
         part = share(whole, replica, run.pipeline.replicas)
         totals = built.engine.train_step(part, step, own[(step + 1) % 2])
         assert not totals.skipped
@@ -343,30 +342,16 @@ def _digest(end: Any) -> tuple[str, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("schedule", "precision", "memory", "tier"),
-    [
-        ("Deep1F1B", "fp32", True, "disk"),
-        pytest.param("1F1B", "bf16", True, "ram", marks=pytest.mark.slow),
-        ("GPipe", "fp32", False, "ram"),
-    ],
-)
-def test_both_ends_of_a_pipeline_are_alike(
-    ranks: Ranks, tmp_path: Path, schedule: str, precision: str, memory: bool, tier: str
-) -> None:
-    boundary = [{way: {**spec, "memory": memory} for way, spec in BOTH[0].items()}]
+def test_both_ends_of_a_pipeline_are_alike(ranks: Ranks, tmp_path: Path) -> None:
     run = config(
-        pipeline={"cuts": [1, 3], "schedule": schedule, "replicas": 2, "precision": precision},
-        boundary=boundary,  # type: ignore[arg-type]
-        memory={"tier": tier, "folder": str(tmp_path)},
+        pipeline={"cuts": [2], "schedule": "Deep1F1B", "replicas": 2},
+        boundary=BOTH,
+        memory={"tier": "disk", "folder": str(tmp_path)},
     )
-    everyone = ranks(6, digests, run)
-    for step in range(8):
-        for first in (0, 3):
-            upper, middle, lower = (everyone[first + stage][step] for stage in range(3))
-            for way in ("forward", "backward"):
-                assert upper[f"cut 1 {way}"] == middle[f"cut 1 {way}"]
-                assert middle[f"cut 3 {way}"] == lower[f"cut 3 {way}"]
+    everyone = ranks(4, digests, run)
+    for step in range(6):
+        for first in (0, 2):
+            assert everyone[first][step] == everyone[first + 1][step]
 
 
 def test_gradients_have_a_coarser_first_step() -> None:

@@ -78,7 +78,7 @@ def test_where_a_basis_gains_little_channels_are_sent_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("small_costs")
-@pytest.mark.parametrize("stop", [1, 6, 17])
+@pytest.mark.parametrize("stop", [1, 17])
 def test_changing_over_survives_a_restart(stop: int) -> None:
     whole, again = ends(), ends()
     before = follow(*whole, range(stop), until=6)

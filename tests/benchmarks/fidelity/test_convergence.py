@@ -19,9 +19,7 @@ from benchmarks.fidelity.finetuning import (
     read_corpus,
     sizes,
 )
-from benchmarks.fidelity.report import BASELINE, LOSSES, draw, read_rows, table
-from benchmarks.fidelity.sentences import write_text
-from benchmarks.fidelity.tah_quant import TahQuant
+from benchmarks.fidelity.report import BASELINE, LOSSES, read_rows, table
 from benchmarks.harness import Records, Row, with_gaps
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
@@ -40,13 +38,19 @@ TINY = Scale(
 CUTS, MESSAGES, VALUES = 2, 2 * 3, 12 * 16 * 16  # messages and values of a direction, per epoch
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
+    folder = tmp_path_factory.mktemp("texts")
     for name, seed in (("train", 1), ("eval", 2)):
         text = "".join(random.Random(seed).choices(words, k=1000))
-        (tmp_path / name).write_text(text)
-    return read_corpus(tmp_path / "train", tmp_path / "eval", TINY)
+        (folder / name).write_text(text)
+    return folder / "train", folder / "eval"
+
+
+@pytest.fixture(scope="module")
+def corpus(texts: tuple[Path, Path]) -> Corpus:
+    return read_corpus(*texts, TINY)
 
 
 def test_pretraining_learns_and_depends_on_the_seed_alone(corpus: Corpus) -> None:
@@ -61,11 +65,13 @@ def epochs(row: Row) -> list[Epoch]:
     return [Epoch(**epoch) for epoch in row.detail["epochs"]]
 
 
-def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
-    methods = ["fp32", "aq fw3/bw6", "direct fw2/bw4", "tah-quant fw4/bw6"]
+def test_methods_start_from_the_same_weights_and_send_what_their_codecs_say(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    methods = ["fp32", "aq fw3/bw6", "direct fw2/bw4"]
     path = tmp_path / "out.jsonl"
     rows = compare(corpus, TINY, methods=methods, seeds=[0], records=Records(path))
-    plain, delta, direct, tiles = map(epochs, rows)
+    plain, delta, direct = map(epochs, rows)
     scales = VALUES // TINY.width * 2
     fixed = MESSAGES * HEADER_NBYTES
     assert plain[0].nbytes == 2 * CUTS * (4 * VALUES + fixed)
@@ -73,9 +79,6 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
     assert [epoch.forward_bytes for epoch in delta] == [
         CUTS * (VALUES * bits // 8 + scales + fixed) for bits in (8, 3, 3)
     ]
-    coded = TahQuant(TINY.width).capacity(VALUES // TINY.sequences) * TINY.sequences
-    assert tiles[0].forward_bytes == CUTS * (coded + fixed)
-    assert tiles[0].backward_bytes == CUTS * (VALUES * 6 // 8 + scales + fixed)
     assert delta[1].values == 2 * CUTS * VALUES
     assert [row.method for row in rows] == methods
     assert rows[0].numbers["loss gap"] == rows[0].numbers["held out gap"] == 0.0
@@ -88,35 +91,27 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
     assert read_rows(path) == rows
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[1]["config"]["run"]["boundary"][0]["forward"]["bits"] == 3
+    assert len({row.numbers["before"] for row in rows}) == 1
+    assert len({row.numbers["loss"] for row in rows}) == len(methods)
+    assert [epoch.change for epoch in plain + direct] == [None] * 6
+    assert delta[0].change is None
+    assert all(epoch.change is not None and 0 < epoch.change < 1 for epoch in delta[1:])
 
 
-def test_methods_start_from_the_same_weights_and_differ_in_training(corpus: Corpus) -> None:
-    methods = ["fp32", "direct fw2/bw4", "aq fw2/bw4"]
-    rows = compare(corpus, TINY, methods=methods, seeds=range(2), records=Records(None))
-    assert [row.seed for row in rows] == [0, 0, 0, 1, 1, 1]
-    assert len({(row.seed, row.numbers["before"]) for row in rows}) == 2
-    assert len({row.numbers["loss"] for row in rows}) == 6
-    changes = [[epoch.change for epoch in epochs(row)] for row in rows[:3]]
-    assert changes[:2] == [[None] * 3] * 2
-    assert changes[2][0] is None
-    assert all(ratio is not None and 0 < ratio < 1 for ratio in changes[2][1:])
-
-
-@pytest.mark.parametrize("switch", [[], ["--quick"]])
 def test_the_methods_that_are_named_are_run_and_no_others(
-    corpus: Corpus, tmp_path: Path, switch: list[str], capsys: pytest.CaptureFixture[str]
+    texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "eval").write_text("thin pipe sends few bytes\n" * 500)
     sizes = {"layers": 2, "width": 16, "tokens": 16, "sequences": 8, "epochs": 1, "batch": 4}
     words = [str(word) for name, size in sizes.items() for word in (f"--{name}", size)]
-    texts = ["--train", str(tmp_path / "train"), "--eval", str(tmp_path / "eval")]
+    files = ["--train", str(texts[0]), "--eval", str(tmp_path / "eval")]
     named = ["--methods", "direct fw2/bw4", "--seeds", "1", "--pretrain-steps", "2"]
-    main([*switch, *texts, *words, *named, "--json", str(tmp_path / "out.jsonl")])
+    main(["--quick", *files, *words, *named, "--json", str(tmp_path / "out.jsonl")])
     rows = read_rows(tmp_path / "out.jsonl")
     assert [row.method for row in rows] == [BASELINE, "direct fw2/bw4"]
     said = capsys.readouterr().out
     assert f"{BASELINE} is measured too: the others are compared with it" in said
-    assert ("--quick: share = 0.5 instead of 1.0" in said) == bool(switch)
+    assert "--quick: share = 0.5 instead of 1.0" in said
 
 
 @pytest.mark.parametrize("stages", [3, 1])
@@ -128,64 +123,11 @@ def test_stages_share_the_layers(stages: int) -> None:
 def test_memories_in_both_directions_and_a_transform_are_compared(corpus: Corpus) -> None:
     methods = ["fp32", "both rate 0.6/0.5", "transform .6/.6"]
     scale = replace(TINY, vocab=256, epochs=2)
-    rows = compare(
-        corpus, scale, methods=methods, seeds=[0], records=Records(None), rates=[1e-3, 1e-4]
-    )
-    assert [row.conditions["lr"] for row in rows] == [1e-3] * 3 + [1e-4] * 3
-    for row in rows[1:3]:
+    rows = compare(corpus, scale, methods=methods, seeds=[0], records=Records(None), rates=[1e-3])
+    assert [row.conditions["lr"] for row in rows] == [1e-3] * 3
+    for row in rows[1:]:
         first, second = epochs(row)
         assert first.nbytes > second.nbytes
-
-
-def test_classifiers_start_from_the_language_model(corpus: Corpus, tmp_path: Path) -> None:
-    rows = [f"x\t{i % 2}\t\t{('thin', 'slow')[i % 2]} pipe {i}" for i in range(12)]
-    path = tmp_path / "labelled.tsv"
-    path.write_text("\n".join(rows))
-    scale = replace(TINY, task="classification", dropout=0.1, epochs=12, lr=5e-3)
-    labelled = read_corpus(tmp_path / "train", tmp_path / "eval", scale, labelled=(path, path))
-    weights = pretrain(corpus, TINY, seed=0)
-    changes = {}
-    for masks in ("random", "repeated"):
-        config = replace(scale, dropout_masks=masks).run(METHODS["aq fw4/bw8"], 0)
-        found = fine_tune(labelled, config, weights, method="aq fw4/bw8")
-        changes[masks] = epochs(found)[-1].change  # where the rate has decayed
-    assert found.numbers["accuracy"] > 0.9
-    assert found.numbers["matthews"] > 0.8
-    assert changes["repeated"] is not None
-    assert changes["random"] is not None
-    assert changes["repeated"] < 0.6 * changes["random"]
-
-
-def test_sentences_are_classified_in_subwords(tmp_path: Path) -> None:
-    rows = [
-        f"x\t{i % 2}\t*\tthe {('pipe', 'slow')[i % 2]} link number {i} is thin." for i in range(40)
-    ]
-    for name in ("train.tsv", "dev.tsv"):
-        (tmp_path / name).write_text("\n".join(rows))
-    for name in ("train", "eval"):
-        (tmp_path / name).write_text("a well @-@ known text , which is thin . \n" * 200)
-    scale = replace(TINY, task="classification", vocab=270, sequences=40, batch=8)
-    labelled = (tmp_path / "train.tsv", tmp_path / "dev.tsv")
-    corpus = read_corpus(tmp_path / "train", tmp_path / "eval", scale, labelled=labelled)
-    assert (len(corpus.tune), len(corpus.held_out)) == (40, 40)
-    assert int(corpus.pretrain.batch([0]).inputs_BT.max()) >= 256  # learned tokens occur
-    found = fine_tune(
-        corpus,
-        replace(scale, epochs=12, lr=5e-3).run(METHODS["aq fw4/bw8"], 0),
-        pretrain(corpus, scale, seed=0),
-        method="aq fw4/bw8",
-    )
-    assert found.numbers["matthews"] > 0.8
-    assert found.numbers["matthews, compressed"] > 0.8
-
-
-def test_pretraining_text_has_acceptable_sentences_and_ordinary_spelling(tmp_path: Path) -> None:
-    (tmp_path / "cola.tsv").write_text("a\t1\t\tIt rains.\nb\t0\t*\tRains it the.\n")
-    (tmp_path / "wiki").write_text("A well @-@ known 1 @,@ 000 , he 's here .")
-    write_text(tmp_path / "out", texts=[tmp_path / "wiki"], labelled=tmp_path / "cola.tsv")
-    assert (tmp_path / "out").read_text(
-        encoding="utf-8"
-    ) == "It rains.\nA well-known 1,000, he's here."
 
 
 def row(method: str, seed: int, losses: Sequence[float], nbytes: int = 100) -> Row:
@@ -233,15 +175,3 @@ def test_scores_are_tabled_with_and_without_compression() -> None:
     ]
     found = cells(scored)
     assert (found["matthews"], found["x, compressed"]) == ("0.200", "0.500")
-
-
-def test_the_picture_is_a_small_png(tmp_path: Path) -> None:
-    rows = [
-        row(method, seed, [3.0, 2.0, 1.0 + index / 9])
-        for seed in range(2)
-        for index, method in enumerate(METHODS)
-    ]
-    draw(rows, tmp_path / "loss.png")
-    picture = (tmp_path / "loss.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) < 200_000

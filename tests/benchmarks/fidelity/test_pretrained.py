@@ -50,16 +50,12 @@ def test_rows_have_gaps_and_are_measured_once(
     assert base["ratio_fp32"] == pytest.approx(1.0, abs=0.02)  # headers
     assert coded["train_gap"] == coded["epoch_losses"][1] - base["epoch_losses"][1] != 0
     assert 4 < coded["ratio_fp32"] < 7.2
-    again = rows(folder, "stateless 5/4", "tah-quant fw4/bw4")
+    again = rows(folder, "stateless 5/4", "once .05/.3")
     assert again[:2] == [base, coded]
-    assert [row["method"] for row in again[2:]] == ["tah-quant fw4/bw4"]
-    assert "stateless 5/4" in capsys.readouterr().out.split("tah-quant fw4/bw4, seed 0")[-1]
-    other = rows(folder, "stateless 5/4", "weights bf16", more=("--lora", "2"))
-    assert [(row["method"], row["lora"]) for row in other[3:]] == [
-        ("fp32", 2),
-        ("stateless 5/4", 2),
-        ("weights bf16", 2),
-    ]
+    assert [row["method"] for row in again[2:]] == ["once .05/.3"]
+    assert "stateless 5/4" in capsys.readouterr().out.split("once .05/.3, seed 0")[-1]
+    other = rows(folder, "weights bf16", more=("--lora", "2"))
+    assert [(row["method"], row["lora"]) for row in other[3:]] == [("fp32", 2), ("weights bf16", 2)]
     assert 0 != other[-1]["held_out_gap"] == pytest.approx(0, abs=0.05)
 
 

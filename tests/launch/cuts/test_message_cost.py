@@ -17,7 +17,6 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
         (AqsgdConfig(bits=3), "aqsgd 3-bit"),
         (DirectConfig(bits=8, coding="zstd"), "direct 8-bit zstd"),
         (AqsgdConfig(bits=4, rate=0.5, coding="zstd"), "aqsgd rate 0.5"),
-        (AqsgdConfig(bits=4, rate=2.0, coding="rans"), "aqsgd rate 2 rans"),
         (StatelessConfig(bits=5), "stateless 5-bit"),
         (TransformConfig(step=0.8), "transform step 0.8"),
         (StatelessConfig(bits=4, coding="zstd"), "stateless 4-bit zstd"),

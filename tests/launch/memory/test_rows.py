@@ -125,26 +125,11 @@ def test_cuts_without_memories_need_nothing() -> None:
             r"the activation cache takes 7.70 GB on disk, but .* 1",
         ),
         ("ram", {"disk": 0, "ram": 10**9}, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
-        ("pinned", {"ram": 10**9}, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
-        (
-            "device",
-            {"device": 10**9},
-            r"the activation cache takes 3.86 GB of a GPU's memory.* 1.00 GB",
-        ),
-        (
-            "device",
-            {"ram": 10**9},
-            "the activation cache takes 7.70 GB of RAM",
-        ),  # a checkpoint's copy
     ],
 )
 def test_memories_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(planned, "gpu_count", lambda: 2)
-    monkeypatch.setattr(planned, "device_type", lambda _: "cuda")
-    monkeypatch.setattr(planned, "free_gpu_memory", lambda _: 10**12)
-
     def on_a_small_host(run: RunConfig) -> Free:
         return replace(planned_free(run), **free)
 
@@ -161,26 +146,10 @@ def test_a_gpu_holds_the_memories_of_the_ranks_that_use_it(
     assert [planned.busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
 
 
-@pytest.mark.parametrize("tier", ["pinned", "device"])
-def test_gpu_tiers_are_refused_on_a_host_without_gpus(tier: str) -> None:
-    run = config(pipeline={"device": "cpu"}, memory={"tier": tier})
-    refusal = rf'memory.tier = "{tier}" is for stages on a GPU, but pipeline.device = "cpu"; use'
-    with pytest.raises(ConfigError, match=refusal):
-        check_memory(run, 8, range(2))
-
-
 def test_offload_is_refused_on_a_host_without_gpus() -> None:
     refusal = r'pipeline.offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
     with pytest.raises(ConfigError, match=refusal):
         check_memory(config(pipeline={"device": "cpu", "offload": True}), 8, range(2))
-
-
-def test_a_budget_on_a_gpu_includes_the_rows_of_a_step() -> None:
-    on_gpu = xl(4, budget="2GB", tier="device")
-    assert sample_capacity(on_gpu, 0) == sample_capacity(xl(4, budget="2GB"), 0)
-    found = needs(on_gpu, plan_memory(on_gpu, 10_000), [1])
-    assert found.device <= 2_000_000_000
-    assert found.disk == 0
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
@@ -251,9 +220,8 @@ def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_file: Path) -> None:
-    code, output = dry_run(run_file, "pipeline.device=cuda", "memory.tier=device")
+    code, output = dry_run(run_file, "pipeline.device=cuda")
     assert code == 0, output
-    assert "of unknown free" in output
     assert "model, activations and what is cached on a GPU: up to" in output
     assert "note: torch finds no GPU on this host" in output
     done = Command("train", run_file, "--set", "pipeline.device=cuda").done()
