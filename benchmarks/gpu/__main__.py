@@ -3,8 +3,8 @@
     python -m benchmarks.gpu --page gpu.md --json gpu.jsonl
 
 The tests marked `gpu`; kernels against the reference and against a copy; pipelines of 2 and 4
-stages on one card against one process; tiers of the activation cache; memory against its count;
-steps over limited links, which needs root. A part that fails is reported and the next one begins.
+stages on one card against one process; tiers of the activation cache; memory against its count. A
+part that fails is reported and the next one begins.
 `--rehearse` runs all of it on the CPU, with a tiny model: no result, but every line of this.
 """
 
@@ -17,12 +17,11 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Row, Shape, apart
+from benchmarks.gpu.runs import LOOPBACK, Row, Shape, apart
 from benchmarks.harness import Records, card, command_line, environment, format_table, read_results
 from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.host.words import format_bytes
@@ -146,7 +145,7 @@ def memory(work: Work) -> str:
     return format_table(["case", "counted", "peak", "error", "held", "reserved"], cells)
 
 
-def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
+def loopback(work: Work) -> str:
     """Runs of the command line, one after another.
 
     Raises:
@@ -154,24 +153,24 @@ def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
     """
     shape, device = (_TINY, "cpu") if work.rehearse else (Shape(), "cuda")
     rows, problems, late = dict[str, Row](), list[str](), list[str]()
-    for number, case in enumerate(cases):
-        file, run = work.folder / f"{part}{number}.toml", work.folder / f"{part}{number}"
+    for number, case in enumerate(LOOPBACK):
+        file, run = work.folder / f"{number}.toml", work.folder / f"{number}"
         file.write_text(shape.run_file(case, device), encoding="utf-8")
         try:
-            _run(work, shape.command(case, file, run), _RUN_S)
+            train = [sys.executable, "-m", "thinpipe.launch", "train", str(file)]
+            _run(work, [*train, "--set", f"run.folder={run}"], _RUN_S)
             rows[case.name] = Row.read(case.name, run, shape.warm)
         except LateError as error:
             late.append(f"{case.name}: {error}")
         except (FailedError, OSError, ValueError) as error:
             problems.append(f"**{case.name}**: {error}")
         else:
-            work.records.add(
-                {"part": part, **asdict(case), **asdict(shape)}, asdict(rows[case.name])
-            )
+            about = {"part": "loopback", **asdict(case), **asdict(shape)}
+            work.records.add(about, asdict(rows[case.name]))
             print(f"{case.name}: {rows[case.name].step_s:.3f} s", flush=True)
     text = "\n\n".join([_table(rows, shape), *_compared(rows), *late, *problems])
     if problems:
-        raise FailedError(f"{len(problems)} of {len(cases)} runs\n\n{text}")
+        raise FailedError(f"{len(problems)} of {len(LOOPBACK)} runs\n\n{text}")
     return text
 
 
@@ -200,9 +199,8 @@ def _compared(rows: Mapping[str, Row]) -> list[str]:
 PARTS: dict[str, Callable[[Work], str]] = {
     "tests": tests,
     "memory": memory,
-    "loopback": partial(runs, cases=LOOPBACK, part="loopback"),
+    "loopback": loopback,
     "kernels": kernels,
-    "shaped": partial(runs, cases=SHAPED, part="shaped"),
 }
 
 

@@ -1,7 +1,6 @@
 """Whole runs of `thinpipe train` whose ranks share a GPU: which there are, and what each showed."""
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,9 @@ import tomlkit
 from thinpipe.launch.view.report.metrics import read_metrics
 
 _RAW = {"kind": "raw", "format": "fp32"}
-_BF16 = {"kind": "raw", "format": "bf16"}
 _TRANSFORM = {"kind": "transform", "step": 0.7}
 _BOUNDARIES = {
     "raw": {"forward": _RAW, "backward": _RAW},
-    "raw bf16": {"forward": _BF16, "backward": _BF16},
     "AQ-SGD": {
         "forward": {"kind": "aqsgd", "bits": 3},
         "backward": {"kind": "direct", "bits": 6},
@@ -27,14 +24,13 @@ _BOUNDARIES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its stages and what crosses their cuts, on links of that rate."""
+    """A run: its stages and what crosses their cuts."""
 
     name: str
     stages: int = 1
     boundary: str = "raw"
     tier: str = "ram"
     precision: str = "fp32"
-    rate: str | None = None
 
 
 LOOPBACK = (
@@ -47,11 +43,6 @@ LOOPBACK = (
     Case("4 stages, transform", 4, "transform"),
     Case("1 stage, bf16", precision="bf16"),
     Case("4 stages, AQ-SGD, bf16", 4, "AQ-SGD", precision="bf16"),
-)
-SHAPED = tuple(
-    Case(f"{rate}, {boundary}", 4, boundary, rate=rate)
-    for boundary in ("raw bf16", "AQ-SGD", "transform", "raw")
-    for rate in ("100mbit", "1gbit")
 )
 
 
@@ -100,15 +91,6 @@ class Shape:
         if cuts:
             found["boundary"] = [_BOUNDARIES[case.boundary]]
         return tomlkit.dumps(found)
-
-    def command(self, case: Case, file: Path, folder: Path) -> list[str]:
-        """What runs it."""
-        thinpipe = [sys.executable, "-m", "thinpipe.launch"]
-        train = [*thinpipe, "train", str(file), "--set", f"run.folder={folder}"]
-        if case.rate is None:
-            return train
-        hosts = ["--hosts", str(case.stages), "--rate", case.rate]
-        return [*thinpipe, "shaped", *hosts, "--", *train]
 
 
 @dataclass(frozen=True)

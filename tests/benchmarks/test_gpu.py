@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.memory import CASES, run_config
-from benchmarks.gpu.runs import LOOPBACK, SHAPED, Row, Shape, apart
+from benchmarks.gpu.runs import LOOPBACK, Row, Shape, apart
 from benchmarks.harness import read_results
 from thinpipe.launch.config.run import load_config
 
@@ -25,7 +25,7 @@ def test_a_part_that_fails_is_named_and_the_next_one_runs(
 ) -> None:
     case = LOOPBACK[0]
     monkeypatch.setitem(gpu.PARTS, "memory", lambda work: 1 // 0)  # type: ignore[arg-type]
-    monkeypatch.setitem(gpu.PARTS, "loopback", lambda work: gpu.runs(work, cases=[case], part="x"))
+    monkeypatch.setattr(gpu, "LOOPBACK", [case])
     page, json = tmp_path / "page.md", tmp_path / "rows.jsonl"
     options = ["--rehearse", "--parts", "memory", "loopback", "--page", str(page)]
     assert gpu.main([*options, "--json", str(json)]) == 1
@@ -38,13 +38,13 @@ def test_a_part_that_fails_is_named_and_the_next_one_runs(
 
 def test_what_is_late_is_left_out_by_name(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    options = ["--rehearse", "--minutes", "0.01", "--parts", "shaped", "--page", str(page)]
+    options = ["--rehearse", "--minutes", "0.01", "--parts", "loopback", "--page", str(page)]
     assert gpu.main(options) == 0
-    assert page.read_text(encoding="utf-8").count("left out: the time was up") == len(SHAPED)
+    assert page.read_text(encoding="utf-8").count("left out: the time was up") == len(LOOPBACK)
 
 
 def test_every_run_has_settings_that_hold(tmp_path: Path) -> None:
-    for case in (*LOOPBACK, *SHAPED):
+    for case in LOOPBACK:
         (tmp_path / "run.toml").write_text(Shape().run_file(case, "cuda"), encoding="utf-8")
         assert load_config(tmp_path / "run.toml").pipeline.stages == case.stages
     for name in CASES:
