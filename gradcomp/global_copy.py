@@ -4,7 +4,7 @@ Axes: N values of a bucket, n values of a shard.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.subset import Subset
+
+RESIDUAL = 0.5
+"""The share of what is not yet sent that parameters have where it is kept apart."""
 
 
 class FlatBucket:
@@ -38,16 +41,6 @@ class FlatBucket:
                     f"a parameter of shape {tuple(parameter.shape)} got other storage after the "
                     "exchange was built; load weights in place (load_state_dict without assign)"
                 )
-
-    @contextmanager
-    def replaced_by(self, other_N: Tensor) -> Iterator[None]:
-        """Inside, the parameters are others."""
-        saved_N = self.local_N.clone()
-        self.local_N.copy_(other_N)
-        try:
-            yield
-        finally:
-            self.local_N.copy_(saved_N)
 
     def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
         parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
@@ -103,30 +96,20 @@ class SharedBucket(FlatBucket):
     def before_move(self) -> None:
         """The optimizer is about to move the parameters."""
 
-    def after_move(self) -> None:
-        """The optimizer has moved them."""
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Inside, the parameters are the global ones."""
-        return self.replaced_by(self.global_N)
+    def after_move(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
+        """The optimizer has moved them; by `gains`, what moves count, where that is adapted."""
 
 
 class OwedBucket(SharedBucket):
     """What is not yet sent is kept apart, and parameters have but a share of it.
 
-    They are g + `residual` r, and the newest move in full. In r each move counts `gain` times.
+    They are g + `RESIDUAL` r, and the newest move in full. In r moves count by their gains.
     """
 
-    def __init__(self, bucket: Bucket, *, residual: float, gain: float) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         """Parameters keep their values; nothing is owed."""
         super().__init__(bucket)
-        self._residual = residual
-        self._gains = [torch.tensor(gain, device=self.local_N.device)] * len(bucket.parameters)
         self.left_N: Tensor = torch.zeros_like(self.global_N)
-
-    def use_gains(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
-        """What moves of each parameter count from here on; tensors broadcast with it."""
-        self._gains = [gains[parameter] for parameter in self._parameters]
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
         """What is not yet sent of the subset."""
@@ -141,24 +124,38 @@ class OwedBucket(SharedBucket):
         left_n = self.moved(part, subset).sub_(seen_n)
         subset.scatter(global_n, self.global_N[part])
         subset.scatter(left_n, self.left_N[part])
-        subset.scatter(global_n.add_(left_n, alpha=self._residual), self.local_N[part])
+        subset.scatter(global_n.add_(left_n, alpha=RESIDUAL), self.local_N[part])
 
     @torch.no_grad()
     def before_move(self) -> None:
-        """Parameters become g + residual r."""
+        """Parameters become g + RESIDUAL r."""
         self.local_N.copy_(self._start())
 
     @torch.no_grad()
-    def after_move(self) -> None:
-        """The newest move is owed."""
+    def after_move(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
+        """The newest move is owed, times the gain of its parameter (which it broadcasts with)."""
         start_N = self._start().to(self.local_N.dtype).float()
         move_N = torch.sub(self.local_N.float(), start_N, out=start_N)
-        views = zip(self._views(self.left_N), self._views(move_N), self._gains, strict=True)
-        for left, move, gain in views:
-            left.addcmul_(move, gain)
+        views = zip(self._parameters, self._views(self.left_N), self._views(move_N), strict=True)
+        for parameter, left, move in views:
+            left.addcmul_(move, gains[parameter])
 
     def _start(self) -> Tensor:
-        return torch.add(self.global_N, self.left_N, alpha=self._residual)
+        return torch.add(self.global_N, self.left_N, alpha=RESIDUAL)
+
+
+@contextmanager
+def replaced(buckets: Sequence[FlatBucket], others: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the parameters are others."""
+    saved = [bucket.local_N.clone() for bucket in buckets]
+    with torch.no_grad():
+        for bucket, other_N in zip(buckets, others, strict=True):
+            bucket.local_N.copy_(other_N)
+        try:
+            yield
+        finally:
+            for bucket, saved_N in zip(buckets, saved, strict=True):
+                bucket.local_N.copy_(saved_N)
 
 
 def gathered(subset: Subset, x_N: Tensor) -> Tensor:

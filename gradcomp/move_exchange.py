@@ -6,7 +6,7 @@ different codecs C and different ways to keep what is not yet sent:
     x   `SharedBucket.local_N`    this replica's parameters, moved by its own optimizer
     g   `SharedBucket.global_N`   the global model, equal on all replicas bit for bit
     r   `SharedBucket.moved`      moves that the others have not heard of
-    e   `_Shard.error_n`          what the server of a shard still owes the global model
+    e   `_errors`                 what the server of a shard still owes the global model
     M   `Subset`                  coordinates whose turn it is, the same on all replicas
 
     1.  c_w = C(r_w[M])                   every replica w, to the server of each shard
@@ -22,10 +22,10 @@ Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.base import BaseSync
-from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
-from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
-from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
+from thinpipe.gradcomp.buckets import device_of, make_buckets
+from thinpipe.gradcomp.exchange import ExchangeKey, Reduced, reduce_sharded
+from thinpipe.gradcomp.global_copy import SharedBucket, gathered, replaced
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.overlap import Overlap
@@ -65,39 +65,20 @@ class MoveConfig(ExchangeOptions):
     warmup_steps: int = Field(0, ge=0)
 
     ladder: ClassVar[Ladder]
+    bucket: ClassVar[type[SharedBucket]] = SharedBucket
+    gain_power: ClassVar[float | None] = None
+    """What `Agreement.gains` is asked for, if moves count what that says."""
 
     @property
     @abstractmethod
     def codec(self) -> Codec:
         """How the moves of a subset travel."""
 
-    def bucket(self, bucket: Bucket) -> SharedBucket:
-        """Parameters, the global copy, and what is not yet sent."""
-        return SharedBucket(bucket)
-
-    @property
-    def gain_power(self) -> float | None:
-        """What `Agreement.gains` is asked for, if moves count what that says."""
-        return None
-
     @model_validator(mode="after")
     def _can_be_built(self) -> "MoveConfig":
         exact_fraction(self.subset)
         _ = self.codec  # rejects what it cannot be
         return self
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One server's part of a bucket; `error_n` is kept by that server alone."""
-
-    part: slice
-    error_n: Tensor | None
-
-
-_Update = tuple[list[Tensor], list[Tensor], Tensor]
-"""What an exchange found for a bucket: seen and results, one for each server, and what is left of
-this server's."""
 
 
 class MoveExchange(BaseSync):
@@ -116,7 +97,11 @@ class MoveExchange(BaseSync):
         nbytes = config.bucket_nbytes
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [config.bucket(bucket) for bucket in buckets]
-        self._shards = [_shards(bucket.local_N, peers) for bucket in self._buckets]
+        self._parts = [_parts(bucket.local_N, peers.size) for bucket in self._buckets]
+        self._errors = [
+            torch.zeros_like(bucket.local_N[parts[peers.rank]], dtype=torch.float32)
+            for bucket, parts in zip(self._buckets, self._parts, strict=True)
+        ]
         warmup = AllReduce(peers, Cast("fp32"))
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
@@ -162,9 +147,10 @@ class MoveExchange(BaseSync):
         if warming_up:
             self._capture()
             return
-        self._adapt()
+        power = self._config.gain_power
+        gains = {} if power is None else self._agreement.gains(power)
         for bucket in self._buckets:
-            bucket.after_move()
+            bucket.after_move(gains)
         self._launch()
         if not self._config.delayed:
             self._join()
@@ -174,13 +160,10 @@ class MoveExchange(BaseSync):
         for bucket in self._buckets if self._captured else ():
             bucket.before_move()
 
-    @contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> AbstractContextManager[None]:
         self._overlap.wait()
-        with ExitStack() as stack, torch.no_grad():
-            for bucket in self._buckets if self._captured else ():
-                stack.enter_context(bucket.swapped_in())
-            yield
+        buckets = self._buckets if self._captured else ()
+        return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -190,7 +173,7 @@ class MoveExchange(BaseSync):
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._buckets],
             "left": [bucket.left_N for bucket in self._buckets],
-            "error": [shards[self._peers.rank].error_n for shards in self._shards],
+            "error": self._errors,
             "warmup": self._warmup.state_dict(),
             "agreement": self._agreement.state_dict(),
         }
@@ -202,15 +185,12 @@ class MoveExchange(BaseSync):
         self._warmup.load_state_dict(state["warmup"])
         self._agreement.load_state_dict(state["agreement"])
         saved = zip(state["global"], state["left"], state["error"], strict=True)
-        for bucket, shards, (global_N, left_N, error_n) in zip(
-            self._buckets, self._shards, saved, strict=True
-        ):
+        own = zip(self._buckets, self._errors, strict=True)
+        for (bucket, error_n), (global_N, left_N, saved_n) in zip(own, saved, strict=True):
             bucket.global_N.copy_(global_N)
             if bucket.left_N is not None:
                 bucket.left_N.copy_(left_N)
-            own_error_n = shards[self._peers.rank].error_n
-            assert own_error_n is not None
-            own_error_n.copy_(error_n)
+            error_n.copy_(saved_n)
 
     @property
     def _warming_up(self) -> bool:
@@ -228,43 +208,44 @@ class MoveExchange(BaseSync):
             partial(self._exchange_all, self._exchanges, self._agreement.sample_2U)
         )
 
-    def _exchange_all(self, number: int, sample_2U: Tensor) -> tuple[list[_Update], Tensor | None]:
-        """The result for each bucket, and the measurements; changes nothing."""
-        updates = [
-            self._exchange(bucket, shards, number)
-            for bucket, shards in zip(self._buckets, self._shards, strict=True)
-        ]
+    def _exchange_all(self, number: int, sample_2U: Tensor) -> tuple[list[Any], Tensor | None]:
+        """What was found for each bucket, and the measurements; changes nothing."""
+        owned = zip(self._buckets, self._parts, self._errors, strict=True)
+        updates = [self._exchange(*each, number) for each in owned]
         measures = self._adapts and self._agreement.shares(number)
         return updates, self._agreement.share(number, sample_2U) if measures else None
 
-    def _subsets(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> list[Subset]:
-        """Whose turn it is in an exchange, by shard."""
+    def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
+        """Whose turn it is in an exchange, by server."""
         return [
             random_subset(
-                shard.part.stop - shard.part.start,
+                part.stop - part.start,
                 fraction=self._config.subset,
                 seed=_SEED,
                 step=number,
                 bucket=bucket.index * self._peers.size + server,
             )
-            for server, shard in enumerate(shards)
+            for server, part in enumerate(parts)
         ]
 
-    def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
-        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
+    def _exchange(
+        self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, number: int
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing.
+
+        Returns the fields of `Reduced`, as a checkpoint can hold them.
+        """
         # Replicas that did not start from one model are noticed in the first exchange. After a
         # warm-up they are equal to rounding only, if optimizers run on unlike processors.
         digest = bucket.digest() if number == 0 and not self._config.warmup_steps else 0
-        subsets, size = self._subsets(bucket, shards, number), self._peers.size
-        own, own_subset = shards[self._peers.rank], subsets[self._peers.rank]
-        assert own.error_n is not None
-        error_n = gathered(own_subset, own.error_n)
+        subsets, size = self._subsets(bucket, parts, number), self._peers.size
+        owed_n = gathered(subsets[self._peers.rank], error_n)
         reduced = reduce_sharded(
             self._peers,
             ExchangeKey(number, bucket.index, digest),
-            [bucket.moved(shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
+            [bucket.moved(part, M) for part, M in zip(parts, subsets, strict=True)],
             codec=self._codec,
-            finish=lambda total_n: total_n.div_(size).add_(error_n),
+            finish=lambda total_n: total_n.div_(size).add_(owed_n),
         )
         return reduced.seen, reduced.results, reduced.left_n
 
@@ -272,35 +253,23 @@ class MoveExchange(BaseSync):
         """Wait for the exchange under way and do its step 3."""
         for updates, measured_2U in self._overlap.join():
             with torch.no_grad():
-                for pair in zip(self._buckets, self._shards, updates, strict=True):
-                    self._apply(*pair)
+                owned = zip(self._buckets, self._parts, self._errors, strict=True)
+                for each, update in zip(owned, updates, strict=True):
+                    self._apply(*each, Reduced(*update))
             self._exchanges += 1
             if measured_2U is not None:
                 self._agreement.update(measured_2U)
 
-    def _apply(self, bucket: SharedBucket, shards: Sequence[_Shard], update: _Update) -> None:
-        seen, results, left_n = update
-        subsets = self._subsets(bucket, shards, self._exchanges)
-        for shard, subset, seen_n, result_n in zip(shards, subsets, seen, results, strict=True):
-            bucket.apply(shard.part, subset, seen_n, result_n)
-        own_error_n = shards[self._peers.rank].error_n
-        assert own_error_n is not None
-        subsets[self._peers.rank].scatter(left_n, own_error_n)
-
-    def _adapt(self) -> None:
-        """Moves count as much as the agreement of the gradients says."""
-        if self._config.gain_power is not None:
-            gains = self._agreement.gains(self._config.gain_power)
-            for bucket in self._buckets:
-                assert isinstance(bucket, OwedBucket)
-                bucket.use_gains(gains)
+    def _apply(
+        self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, found: Reduced
+    ) -> None:
+        subsets = self._subsets(bucket, parts, self._exchanges)
+        for each in zip(parts, subsets, found.seen, found.results, strict=True):
+            bucket.apply(*each)
+        subsets[self._peers.rank].scatter(found.left_n, error_n)
 
 
-def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:
-    shards, start = [], 0
-    for server, part_n in enumerate(local_N.tensor_split(peers.size)):
-        own = server == peers.rank
-        error_n = torch.zeros_like(part_n, dtype=torch.float32) if own else None
-        shards.append(_Shard(slice(start, start + len(part_n)), error_n))
-        start += len(part_n)
-    return shards
+def _parts(local_N: Tensor, size: int) -> list[slice]:
+    """Each server's part of a bucket."""
+    lengths = [len(part_n) for part_n in local_N.tensor_split(size)]
+    return [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]

@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
@@ -40,11 +40,6 @@ def goes_on(name: str, options: BaseModel) -> bool:
     return getattr(load_method(name), "GOES_ON", False) and not getattr(options, "delayed", False)
 
 
-_MakeOptimizer = Callable[
-    [BaseModel, Sequence[nn.Parameter], TrainOptions, Any], torch.optim.Optimizer | None
-]
-
-
 def method_names() -> list[str]:
     """Names of all methods, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
@@ -70,8 +65,9 @@ def build_optimizer(
     sync: "ReplicaSync",
 ) -> torch.optim.Optimizer | None:
     """The optimizer that a method brings along, or None: most work with any."""
-    make = getattr(load_method(name), "optimizer", None)
-    return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train, sync)
+    make: Any = getattr(load_method(name), "optimizer", None)
+    own: torch.optim.Optimizer | None = make and make(options, parameters, train, sync)
+    return own
 
 
 def brings_optimizer(name: str) -> bool:

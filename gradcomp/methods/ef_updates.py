@@ -5,24 +5,23 @@ Replicas train locally and exchange how far they moved (`gradcomp/move_exchange.
 * **Moves count by how far gradients agree.** Where they are mostly noise, or where a few replicas
   see what the others do not, moves that Adam brought to full length on each replica cancel, or are
   divided, in the mean: the model steps less far than with all-reduce. What is missing is measured
-  (`gradcomp/agreement.py`), and with `gain = "auto"` moves count that much more: in full where
-  replicas see different things, and half of it, in logarithms, where they differ by noise, since
-  what travels late is to be small.
-* **Parameters keep a share of what is not yet sent**: they are g + `residual` r and the newest
-  move, where CocktailSGD's are g + r. What is not yet sent is mostly this replica's own noise.
+  (`gradcomp/agreement.py`), and moves count that much more: in full where replicas see different
+  things, and half of it, in logarithms, where they differ by noise, since what travels late is to
+  be small.
+* **Parameters keep half of what is not yet sent**: they are g + r / 2 and the newest move, where
+  CocktailSGD's are g + r. What is not yet sent is mostly this replica's own noise.
 * **All of a subset travels, at one bit**: signs times the mean magnitude of each group.
 
 `benchmarks/results/replicas_gpt2_cpu_202611.md` has what they are worth.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 from torch import nn
 
-from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.global_copy import OwedBucket
+from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket
 from thinpipe.gradcomp.move_exchange import Ladder, MoveConfig, MoveExchange
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
@@ -47,31 +46,18 @@ LADDER: Ladder = [
 
 
 class Config(MoveConfig):
-    """`subset` of the parameters take turns and travel at `bits` per value, signs at 1.
-
-    `gain` is what a move counts, `residual` the share of unsent moves in a replica's parameters.
-    """
+    """`subset` of the parameters take turns and travel at `bits` per value, signs at 1."""
 
     subset: float = Field(0.125, gt=0, le=1)
     bits: int = Field(1, ge=1, le=8)
-    gain: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    residual: float = Field(0.5, ge=0, le=1)
 
     ladder: ClassVar[Ladder] = LADDER
+    bucket: ClassVar[type[SharedBucket]] = OwedBucket
+    gain_power: ClassVar[float | None] = _POWER
 
     @property
     def codec(self) -> Codec:
         return SignMean(self.group) if self.bits == 1 else Uniform(self.bits, self.group)
-
-    def bucket(self, bucket: Bucket) -> OwedBucket:
-        """What is not yet sent is kept apart."""
-        gain = 1.0 if self.gain == "auto" else self.gain
-        return OwedBucket(bucket, residual=self.residual, gain=gain)
-
-    @property
-    def gain_power(self) -> float | None:
-        """The agreement of gradients decides, unless a number was given."""
-        return _POWER if self.gain == "auto" else None
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> MoveExchange:

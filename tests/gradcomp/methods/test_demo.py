@@ -88,52 +88,6 @@ def test_a_delayed_answer_is_that_of_the_step_before() -> None:
         assert torch.equal(one, other)
 
 
-def test_looking_ahead_is_where_its_own_message_would_bring_a_replica() -> None:
-    """And back again, bit for bit, whatever the rate."""
-    replicas = Replicas(2, "demo", {"kept": 4, "look_ahead": True})
-    for _ in range(2):
-        replicas.step()
-    replicas.restart()  # which replaces the optimizer's groups
-    for optimizer in replicas.optimizers:
-        optimizer.param_groups[0]["lr"] = 0.3
-    here = replicas.parameters()
-    state = replicas.syncs[0].state_dict()
-    own = torch.cat([sign.flatten().float() for sign in state["own"]])
-    replicas.begin()
-    ahead = replicas.parameters()
-    torch.testing.assert_close(ahead[0], here[0] - 0.3 * own)
-    assert not torch.equal(ahead[0], ahead[1])  # replicas' own messages differ
-    for net in replicas.nets:
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-    all_of(replicas.syncs, lambda sync: sync.before_step())
-    assert all(torch.equal(*pair) for pair in zip(replicas.parameters(), here, strict=True))
-
-
-def test_where_gradients_do_not_depend_on_the_place_looking_ahead_changes_nothing() -> None:
-    gradient = [torch.randn_like(p) for p in make_net().parameters()]
-    plain = updates(Replicas(2, "demo", {"kept": 4}), gradient, 4)
-    ahead = updates(Replicas(2, "demo", {"kept": 4, "look_ahead": True}), gradient, 4)
-    assert all(torch.equal(*pair) for pair in zip(plain, ahead, strict=True))
-
-
-def test_replicas_that_look_ahead_resume_bit_for_bit() -> None:
-    found = []
-    for restart in (False, True):
-        replicas = Replicas(2, "demo", {"kept": 4, "look_ahead": True})
-        for step in range(4):
-            if restart and step == 2:
-                replicas.restart()
-            replicas.step()
-        found.append(replicas.parameters())
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-def test_there_is_nothing_to_look_ahead_to_without_a_delay() -> None:
-    with pytest.raises(ValueError, match="look_ahead = true, delayed = false"):
-        Config(look_ahead=True, delayed=False)
-
-
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_step_that_is_not_finite_on_one_leaves_no_trace(delayed: bool) -> None:
     replicas = Replicas(2, "demo", {"kept": 4, "delayed": delayed})
