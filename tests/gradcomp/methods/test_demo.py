@@ -88,27 +88,6 @@ def test_a_delayed_answer_is_that_of_the_step_before() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_step_that_is_not_finite_on_one_leaves_no_trace(delayed: bool) -> None:
-    replicas = Replicas(2, "demo", {"kept": 4, "delayed": delayed})
-    for _ in range(2):
-        replicas.step()
-    state = replicas.syncs[1].state_dict()
-    momenta = [momentum.clone() for momentum in state["momenta"]]
-    replicas.backward()
-    next(replicas.nets[0].parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
-    all_of(replicas.syncs, lambda sync: sync.before_step())  # and no step on any
-    assert all(p.grad.isnan().all() for p in replicas.nets[0].parameters() if p.grad is not None)
-    after = replicas.syncs[1].state_dict()["momenta"]
-    assert all(torch.equal(*pair) for pair in zip(momenta, after, strict=True))
-    for optimizer in replicas.optimizers:
-        optimizer.zero_grad()
-    replicas.step()
-    first, second = replicas.parameters()
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
 def test_a_tile_is_52_bytes() -> None:
     """32 places of 12 bits and a sign each: 158 times less than bf16."""
     peers = local_peers(2)

@@ -80,33 +80,3 @@ def test_a_delayed_step_applies_the_sums_of_the_one_before() -> None:
     assert not summed(late).any()
     for sums in expected[:3]:
         torch.testing.assert_close(summed(late), sums)
-
-
-def test_a_delayed_run_resumes_bit_for_bit_with_its_sums_under_way() -> None:
-    whole, resumed = delayed(3), delayed(3)
-    for step in range(5):
-        if step in (1, 3):
-            resumed.restart()
-        whole.step()
-        resumed.step()
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert all(torch.equal(whole.parameters()[0], other) for other in whole.parameters())
-
-
-def test_gradients_that_are_not_finite_cost_their_step_and_no_residual() -> None:
-    replicas = delayed(2, fraction=0.5)
-    replicas.step()
-    weight = next(replicas.nets[0].parameters())
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight[0, 0] = torch.nan
-    assert summed(replicas).isfinite().all()  # those of the step before
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert summed(replicas).isnan().any()
-    assert summed(replicas).isfinite().all()
-    for sync in replicas.syncs:
-        residuals = sync.state_dict()["reducer"]
-        assert residuals
-        assert all(rest.isfinite().all() for rest in residuals.values())

@@ -37,7 +37,7 @@ def test_nothing_is_lost(dtype: torch.dtype, gain: float) -> None:
     """g + mean(r) + e moves by `gain` times the mean of the local moves."""
     replicas = Replicas(3, "ef_updates", NOW, dtype=dtype)
     start, moved = flat(replicas.nets[0]), torch.zeros(53)
-    for _ in range(40):
+    for _ in range(20):
         replicas.backward()
         all_of(replicas.syncs, lambda sync: sync.before_step())
         before = torch.stack(replicas.parameters())
@@ -77,7 +77,7 @@ def test_parameters_have_half_of_what_is_not_sent_and_the_newest_move(steps: int
 def test_the_global_copy_is_the_same_everywhere_after_every_step(bits: int) -> None:
     replicas = Replicas(3, "ef_updates", {"subset": 0.5, "bits": bits, "bucket_mb": 1e-4})
     seen = []
-    for _ in range(12):
+    for _ in range(6):
         replicas.step()
         first, *others = replicas.global_parameters()
         assert all(torch.equal(first, other) for other in others)
