@@ -158,7 +158,7 @@ class Simulated:
 def test_the_delayed_form_equals_a_simulation() -> None:
     """And so does what `finish` makes of the last exchange."""
     replicas, simulated = Replicas(3, "cocktail", SMALL), Simulated(3, SMALL)
-    for step in range(8):
+    for step in range(9):
         replicas.step()
         simulated.step(step)
         for found, net in zip(replicas.parameters(), simulated.nets, strict=True):
