@@ -3,18 +3,15 @@
 Axes: N values of a bucket, n values of a shard.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.subset import Subset
-
-RESIDUAL = 0.5
-"""The share of what is not yet sent that parameters have where it is kept apart."""
 
 
 class FlatBucket:
@@ -92,56 +89,6 @@ class SharedBucket(FlatBucket):
         rounded_n = local_n.to(self.local_N.dtype).float()
         subset.scatter(local_n - rounded_n, self.left_N[part])
         subset.scatter(rounded_n, self.local_N[part])
-
-    def before_move(self) -> None:
-        """The optimizer is about to move the parameters."""
-
-    def after_move(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
-        """The optimizer has moved them; by `gains`, what moves count, where that is adapted."""
-
-
-class OwedBucket(SharedBucket):
-    """What is not yet sent is kept apart, and parameters have but a share of it.
-
-    They are g + `RESIDUAL` r, and the newest move in full. In r moves count by their gains.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        """Parameters keep their values; nothing is owed."""
-        super().__init__(bucket)
-        self.left_N: Tensor = torch.zeros_like(self.global_N)
-
-    def moved(self, part: slice, subset: Subset) -> Tensor:
-        """What is not yet sent of the subset."""
-        return gathered(subset, self.left_N[part])
-
-    def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
-        """Add `result_n` to the global copy; `seen_n` is no longer owed.
-
-        Parameters of the subset follow; the others keep their newest move in full.
-        """
-        global_n = gathered(subset, self.global_N[part]).add_(result_n)
-        left_n = self.moved(part, subset).sub_(seen_n)
-        subset.scatter(global_n, self.global_N[part])
-        subset.scatter(left_n, self.left_N[part])
-        subset.scatter(global_n.add_(left_n, alpha=RESIDUAL), self.local_N[part])
-
-    @torch.no_grad()
-    def before_move(self) -> None:
-        """Parameters become g + RESIDUAL r."""
-        self.local_N.copy_(self._start())
-
-    @torch.no_grad()
-    def after_move(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
-        """The newest move is owed, times the gain of its parameter (which it broadcasts with)."""
-        start_N = self._start().to(self.local_N.dtype).float()
-        move_N = torch.sub(self.local_N.float(), start_N, out=start_N)
-        views = zip(self._parameters, self._views(self.left_N), self._views(move_N), strict=True)
-        for parameter, left, move in views:
-            left.addcmul_(move, gains[parameter])
-
-    def _start(self) -> Tensor:
-        return torch.add(self.global_N, self.left_N, alpha=RESIDUAL)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from pydantic import AliasChoices, BaseModel
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 class Method(Protocol):
     """The content of a method's file.
 
-    It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer or
-    None; `sync` is what `build` returned.
+    It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer;
+    `sync` is what `build` returned.
     """
 
     Config: type[BaseModel]
@@ -71,9 +70,8 @@ def build_optimizer(
 
 
 def brings_optimizer(name: str) -> bool:
-    """Whether a method brings an optimizer along, as the return type of its `optimizer` says."""
-    make = getattr(load_method(name), "optimizer", None)
-    return make is not None and get_type_hints(make)["return"] is not NoneType
+    """Whether a method brings an optimizer along."""
+    return hasattr(load_method(name), "optimizer")
 
 
 def option_aliases(name: str) -> dict[str, str]:

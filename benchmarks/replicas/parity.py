@@ -38,8 +38,6 @@ _STREAMING = {"interval": 30, "fragments": 3, "overlap": 5, "mix": 0.5, "bits": 
 
 METHODS = (
     Method(BASELINE, "allreduce", {}),
-    Method("ef_updates p.25", "ef_updates", {"subset": 0.25}),
-    Method("ef_updates p.125", "ef_updates", {}),
     Method("cocktail p.1 k.2 b4", "cocktail", {"subset": 0.1, "topk": 0.2, "bits": 4}),
     Method("ef_gradients .03", "ef_gradients", {"fraction": 0.03}),
     Method("ef_gradients .015", "ef_gradients", {}),
@@ -61,10 +59,9 @@ METHODS = (
     Method("ef_gradients .015, Muon", "ef_gradients", {}, muon=True),
     Method("DiLoCo H 30, Muon", "diloco", {}, muon=True),
     Method("SparseLoCo H 30, Muon", "sparse_loco", {}, muon=True),
-    Method("ef_updates p.125, at once", "ef_updates", {"delayed": False}),
 )
 METHOD_LABELS = tuple(method.label for method in METHODS)
-_QUICK = METHOD_LABELS[:14]
+_QUICK = METHOD_LABELS[:12]
 LOSSES = ("held out", "last quarter")
 _COLUMNS = {
     "x fp32 ring": ".1f",

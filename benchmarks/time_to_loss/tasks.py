@@ -179,7 +179,6 @@ METHODS: dict[LayoutName, dict[str, Settings]] = {
         "CocktailSGD": _exchange("cocktail", subset=0.1, topk=0.2, bits=4),
         "ef_gradients .015": _exchange("ef_gradients"),
         "ef_gradients .03": _exchange("ef_gradients", fraction=0.03),
-        "ef_updates": _exchange("ef_updates"),
         "DeMo": _exchange("demo", kept=24),
         "DiLoCo": _exchange("diloco"),
         "streaming DiLoCo": _exchange("diloco", **_STREAMING),

@@ -36,7 +36,7 @@ def start(form: str, size: int, device: str = "cpu") -> Replicas:
     options = {"bucket_mb": 1e-4, "interval": 2, "warmup_steps": 1, "overlap": 1}
     if turned:
         options[turned] = not fields[turned].default
-    if name in ("cocktail", "ef_updates"):
+    if name == "cocktail":
         del options["warmup_steps"]
     chosen = {option: value for option, value in options.items() if option in fields}
     return Replicas(size, name, chosen, device=device)
