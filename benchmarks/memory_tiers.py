@@ -1,17 +1,14 @@
-"""Step time with memories on disk, and hit rates of memories that do not hold all samples.
+"""Step time with memories on disk.
 
     python -m benchmarks.memory_tiers --json out.jsonl
 
 Times whole steps of a pipeline in one process (`benchmarks/single_process.py`: every end of
 every cut has its memory, as on ranks of their own) with memories in RAM and on disk, alternating,
-after an epoch that fills them. The losses of both must be equal. Hit rates are counted on real
-memories of small rows with the order of real epochs, and compared with least-recently-used on the
-same visits. Takes less than two minutes on an idle core. Sizes at GPT2-XL's shape are computed
-without allocating them.
+after an epoch that fills them. The losses of both must be equal. Takes less than two minutes on an
+idle core.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +18,11 @@ import torch
 
 from benchmarks.harness import Records, command_line, format_table, quantiles
 from benchmarks.single_process import in_process
-from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.host.words import format_bytes
-from thinpipe.launch.memory.rows import plan_memory, row_nbytes
+from thinpipe.launch.memory.rows import row_nbytes
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.wire.cast import Cast
 
 TIERS = ("ram", "disk")
 
@@ -109,73 +104,8 @@ def compare_tiers(scale: Scale, folder: Path, records: Records) -> str:
     return f"{format_table(['tier', '20 %', 'median s', '80 %', 'vs RAM'], rows)}\n\n{note}"
 
 
-def hit_rates(samples: int, epochs: int, records: Records) -> str:
-    """Hit rates after the first epoch by capacity; returns a table."""
-    sampler = EpochSampler(samples, batch_size=16, replicas=1, replica=0, seed=0)
-    rows = []
-    for part in (1 / 10, 1 / 4, 1 / 3, 1 / 2, 3 / 4, 1):
-        capacity = round(part * samples)
-        ours, lru = _count_hits(sampler, epochs, capacity)
-        visits = samples * (epochs - 1)
-        result = {"held": ours / visits, "lru": lru / visits}
-        records.add({"samples": samples, "epochs": epochs, "capacity": capacity}, result)
-        rows.append([f"{part:.0%}", f"{ours / visits:.1%}", f"{lru / visits:.1%}"])
-    return format_table(["capacity", "hits", "hits of LRU"], rows)
-
-
-def sizes(samples: int, records: Records) -> str:
-    """Bytes of memories per rank of GPT2-XL in 8 stages, compared with the published code; a table.
-
-    That stores a row for received and one for sent activations on every rank, in fp16.
-    """
-    tokens, width, stages = 1024, 1600, 8
-    published = samples * 2 * tokens * width * 2
-    rows = []
-    for memory in ("fp32", "bf16", 8, 4):
-        config = RunConfig.model_validate(
-            {
-                "model": {"layers": 48, "width": width, "heads": 25, "context": tokens},
-                "data": {"sequence_length": tokens},
-                "pipeline": {"cuts": range(6, 48, 6)},
-                "boundary": [{"forward": {"kind": "aqsgd", "bits": 3, "memory": memory}}],
-            }
-        )
-        held = [0] * stages
-        for end in plan_memory(config, samples):
-            held[end.position] += end.nbytes
-        records.add({"samples": samples, "memory": memory}, {"published": published, "held": held})
-        cells = [
-            cell
-            for ours in (held[0], held[1])
-            for cell in (format_bytes(ours), f"1/{published / ours:.2f}")
-        ]
-        rows.append([str(memory), format_bytes(published), *cells])
-    heads = ("memory", "published", "end rank", "ratio", "middle rank", "ratio ")
-    return format_table(heads, rows)
-
-
-def _count_hits(sampler: EpochSampler, epochs: int, capacity: int) -> tuple[int, int]:
-    memory, recent = CodedMemory(Cast("fp32"), capacity=capacity), OrderedDict[int, None]()
-    ours = lru = 0
-    for step in range(epochs * sampler.steps_per_epoch):
-        ids = sampler.ids(step)
-        if step >= sampler.steps_per_epoch:
-            ours += int((memory.fingerprints(ids) != 0).sum())
-            lru += sum(sample in recent for sample in ids.tolist())
-        new = ids[memory.fingerprints(ids) == 0]
-        if len(new):
-            memory.stage(new, torch.zeros(len(new), 1), torch.zeros(len(new), 1, dtype=torch.uint8))
-        memory.commit()
-        for sample in ids.tolist():
-            recent.pop(sample, None)
-            recent[sample] = None
-            if len(recent) > capacity:
-                recent.popitem(last=False)
-    return ours, lru
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both from the command line."""
+    """Run the comparison from the command line."""
     command = command_line("benchmarks.memory_tiers", __doc__)
     for name in ("samples", "batch", "epochs", "width", "tokens", "rounds"):
         command.add_argument(f"--{name}", type=int, default=getattr(Scale, name))
@@ -184,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder, records = options.pop("folder").resolve(), Records(options.pop("json"))
     torch.set_num_threads(1)
     print(compare_tiers(Scale(**options), folder, records))
-    print(f"\n{hit_rates(960, 5, records)}\n\n{sizes(2344, records)}")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ evaluations and checkpoints, by all replicas together, and they take it over whe
 Axes: N values of a bucket.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
-from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.global_copy import FlatBucket, replaced
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
@@ -88,13 +87,8 @@ class Decentral(BaseSync):
                 bucket.local_N.copy_(mean_N)
             self._finished = True
 
-    @contextmanager
-    def global_parameters(self) -> Iterator[None]:
-        with ExitStack() as stack, torch.no_grad():
-            if not self._finished:
-                for bucket, mean_N in zip(self._buckets, self._means(), strict=True):
-                    stack.enter_context(bucket.replaced_by(mean_N))
-            yield
+    def global_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._finished else replaced(self._buckets, self._means())
 
     def state_dict(self) -> dict[str, Any]:
         return {

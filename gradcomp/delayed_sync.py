@@ -14,13 +14,11 @@ Axes: N values of a bucket.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey
-from thinpipe.gradcomp.feedback import FeedbackReducer
-from thinpipe.gradcomp.gradient_sync import GradientSync, flat_gradients
-from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.gradcomp.gradient_sync import GradientSync, Reducer, flat_gradients
 
 
 class DelayedGradientSync(GradientSync):
@@ -28,16 +26,8 @@ class DelayedGradientSync(GradientSync):
 
     overlaps = True
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        peers: Peers,
-        reducer: FeedbackReducer,
-        nbytes: int,
-    ) -> None:
-        super().__init__(parameters, peers, _KeptAtOnce(reducer), nbytes)
-        self._unapplied: list[Tensor] = []
-        """What gradients are, until the step counts."""
+    _unapplied: Sequence[Tensor] = ()
+    """What gradients are, until the step counts."""
 
     def before_step(self) -> None:
         """Put the sums of the step before in place of the gradients; zeros in the first step."""
@@ -56,7 +46,7 @@ class DelayedGradientSync(GradientSync):
 
     def after_step(self) -> None:
         """The sums were applied."""
-        self._unapplied = []
+        self._unapplied = ()
 
     def finish(self) -> None:
         """No step follows that could apply the last sums."""
@@ -64,7 +54,7 @@ class DelayedGradientSync(GradientSync):
 
     def state_dict(self) -> dict[str, Any]:
         under_way = self._overlap.save()  # waits: residuals of the reducer count then
-        return {**super().state_dict(), **under_way, "unapplied": self._unapplied}
+        return {**super().state_dict(), **under_way, "unapplied": list(self._unapplied)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._overlap.restore(state)
@@ -79,25 +69,15 @@ class DelayedGradientSync(GradientSync):
         flat_N = flat_gradients(bucket)
         return lambda: flat_N
 
-
-class _KeptAtOnce:
-    """A reducer whose residuals count once a sum is there."""
-
-    def __init__(self, reducer: FeedbackReducer) -> None:
-        self._reducer = reducer
-        self.state_dict, self.load_state_dict = reducer.state_dict, reducer.load_state_dict
-        self.drop, self.regroup = reducer.drop, reducer.regroup
-        self.shared_state = reducer.shared_state
-
-    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        sum_N = self._reducer.reduce(bucket, flat_N, key)
+    @staticmethod
+    def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        """What is left out counts once a sum is there."""
+        sum_N = reducer.reduce(bucket, flat_N, key)
         if bool(sum_N.isfinite().all()):
-            self._reducer.keep()
+            reducer.keep()
         else:
-            self._reducer.drop()
+            reducer.drop()
         return sum_N
-
-    def keep(self) -> None: ...
 
 
 def _both(old_N: Tensor, new_N: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ of all that was to be sent.
 Axes: N values.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,33 +32,19 @@ class Residuals(Staged):
             self._kept[to][start : start + len(moved_n)] += moved_n
 
 
-class FeedbackReducer(ABC):
+class FeedbackReducer(Residuals):
     """Base of reducers whose only state is residuals; each adds `reduce`."""
 
     def __init__(self, peers: Peers, codec: Codec) -> None:
-        self._peers, self._codec, self._residuals = peers, codec, Residuals()
+        super().__init__()
+        self._peers, self._codec = peers, codec
 
-    @abstractmethod
-    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor: ...
-
-    def keep(self) -> None:
-        self._residuals.keep()
-
-    def drop(self) -> None:
-        self._residuals.drop()
-
-    def regroup(self, rank: int, size: int) -> None:  # noqa: B027  # residuals stay as they are
+    def regroup(self, rank: int, size: int) -> None:
         """Replicas left or came; this one was `rank` of `size`. What it owes stays owed."""
 
     def shared_state(self) -> dict[str, Any]:
         """Who joins owes nothing."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._residuals.load_state_dict(state)
 
 
 class ServedReducer(FeedbackReducer):
@@ -72,16 +56,17 @@ class ServedReducer(FeedbackReducer):
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what the servers were sent, as they answered it."""
-        target_N = self._residuals.add_to(f"sent-{bucket.index}", flat_N)
+        sent, served = f"sent-{bucket.index}", f"served-{bucket.index}"
+        target_N = self.add_to(sent, flat_N)
         reduced = reduce_sharded(
             self._peers,
             key,
             target_N.tensor_split(self._peers.size),
             codec=self._codec,
-            finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),
+            finish=lambda total_n: self.add_to(served, total_n),
         )
-        self._residuals.set(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
-        self._residuals.set(f"served-{bucket.index}", reduced.left_n)
+        self.set(sent, target_N - torch.cat(reduced.seen))
+        self.set(served, reduced.left_n)
         return torch.cat(reduced.results)
 
     def regroup(self, rank: int, size: int) -> None:
@@ -89,8 +74,8 @@ class ServedReducer(FeedbackReducer):
 
         So only what the lost ones owed is lost.
         """
-        for name, sent_N in self._residuals.state_dict().items():
+        for name, sent_N in self.state_dict().items():
             kind, _, bucket = name.partition("-")
             if kind == "sent":
                 starts_N = torch.arange(len(sent_N)).tensor_split(size)[rank][:1].tolist()
-                self._residuals.move(f"served-{bucket}", name, starts_N[0] if starts_N else 0)
+                self.move(f"served-{bucket}", name, starts_N[0] if starts_N else 0)

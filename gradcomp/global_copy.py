@@ -3,11 +3,11 @@
 Axes: N values of a bucket, n values of a shard.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.pipeline.wire.header import crc32
@@ -38,16 +38,6 @@ class FlatBucket:
                     f"a parameter of shape {tuple(parameter.shape)} got other storage after the "
                     "exchange was built; load weights in place (load_state_dict without assign)"
                 )
-
-    @contextmanager
-    def replaced_by(self, other_N: Tensor) -> Iterator[None]:
-        """Inside, the parameters are others."""
-        saved_N = self.local_N.clone()
-        self.local_N.copy_(other_N)
-        try:
-            yield
-        finally:
-            self.local_N.copy_(saved_N)
 
     def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
         parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
@@ -100,65 +90,19 @@ class SharedBucket(FlatBucket):
         subset.scatter(local_n - rounded_n, self.left_N[part])
         subset.scatter(rounded_n, self.local_N[part])
 
-    def before_move(self) -> None:
-        """The optimizer is about to move the parameters."""
 
-    def after_move(self) -> None:
-        """The optimizer has moved them."""
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Inside, the parameters are the global ones."""
-        return self.replaced_by(self.global_N)
-
-
-class OwedBucket(SharedBucket):
-    """What is not yet sent is kept apart, and parameters have but a share of it.
-
-    They are g + `residual` r, and the newest move in full. In r each move counts `gain` times.
-    """
-
-    def __init__(self, bucket: Bucket, *, residual: float, gain: float) -> None:
-        """Parameters keep their values; nothing is owed."""
-        super().__init__(bucket)
-        self._residual = residual
-        self._gains = [torch.tensor(gain, device=self.local_N.device)] * len(bucket.parameters)
-        self.left_N: Tensor = torch.zeros_like(self.global_N)
-
-    def use_gains(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
-        """What moves of each parameter count from here on; tensors broadcast with it."""
-        self._gains = [gains[parameter] for parameter in self._parameters]
-
-    def moved(self, part: slice, subset: Subset) -> Tensor:
-        """What is not yet sent of the subset."""
-        return gathered(subset, self.left_N[part])
-
-    def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
-        """Add `result_n` to the global copy; `seen_n` is no longer owed.
-
-        Parameters of the subset follow; the others keep their newest move in full.
-        """
-        global_n = gathered(subset, self.global_N[part]).add_(result_n)
-        left_n = self.moved(part, subset).sub_(seen_n)
-        subset.scatter(global_n, self.global_N[part])
-        subset.scatter(left_n, self.left_N[part])
-        subset.scatter(global_n.add_(left_n, alpha=self._residual), self.local_N[part])
-
-    @torch.no_grad()
-    def before_move(self) -> None:
-        """Parameters become g + residual r."""
-        self.local_N.copy_(self._start())
-
-    @torch.no_grad()
-    def after_move(self) -> None:
-        """The newest move is owed."""
-        start_N = self._start().to(self.local_N.dtype).float()
-        move_N = torch.sub(self.local_N.float(), start_N, out=start_N)
-        views = zip(self._views(self.left_N), self._views(move_N), self._gains, strict=True)
-        for left, move, gain in views:
-            left.addcmul_(move, gain)
-
-    def _start(self) -> Tensor:
-        return torch.add(self.global_N, self.left_N, alpha=self._residual)
+@contextmanager
+def replaced(buckets: Sequence[FlatBucket], others: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the parameters are others."""
+    saved = [bucket.local_N.clone() for bucket in buckets]
+    with torch.no_grad():
+        for bucket, other_N in zip(buckets, others, strict=True):
+            bucket.local_N.copy_(other_N)
+        try:
+            yield
+        finally:
+            for bucket, saved_N in zip(buckets, saved, strict=True):
+                bucket.local_N.copy_(saved_N)
 
 
 def gathered(subset: Subset, x_N: Tensor) -> Tensor:

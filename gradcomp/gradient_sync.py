@@ -115,8 +115,12 @@ class GradientSync(BaseSync):
             if parameter.grad is None:  # not used on this replica
                 parameter.grad = torch.zeros_like(parameter)
         key, gradients = ExchangeKey(self._step, bucket.index), self._gradients(bucket)
-        reducer = self._reducer  # the thread must not keep the sync itself alive
-        self._overlap.launch(lambda: reducer.reduce(bucket, gradients(), key))
+        reduce, reducer = self._reduce, self._reducer  # the thread must not keep `self` alive
+        self._overlap.launch(lambda: reduce(reducer, bucket, gradients(), key))
+
+    @staticmethod
+    def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        return reducer.reduce(bucket, flat_N, key)
 
     def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
         """What reads them on the communication thread: they stay as they are till `before_step`."""

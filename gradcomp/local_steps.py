@@ -18,8 +18,8 @@ training thread once everything has arrived: a failed exchange changes nothing.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.base import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
-from thinpipe.gradcomp.global_copy import SharedBucket
+from thinpipe.gradcomp.global_copy import SharedBucket, replaced
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
@@ -138,13 +138,10 @@ class LocalSteps(BaseSync):
                 bucket.local_N.copy_(bucket.global_N)
             self._captured = False  # nothing is left to exchange
 
-    @contextmanager
-    def global_parameters(self) -> Iterator[None]:
+    def global_parameters(self) -> AbstractContextManager[None]:
         self._overlap.wait()
-        with ExitStack() as stack, torch.no_grad():
-            for bucket in self._all() if self._captured else ():
-                stack.enter_context(bucket.swapped_in())
-            yield
+        buckets = self._all() if self._captured else ()
+        return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,9 +2,8 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from pydantic import AliasChoices, BaseModel
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 class Method(Protocol):
     """The content of a method's file.
 
-    It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer or
-    None; `sync` is what `build` returned.
+    It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer;
+    `sync` is what `build` returned.
     """
 
     Config: type[BaseModel]
@@ -38,11 +37,6 @@ class Method(Protocol):
 def goes_on(name: str, options: BaseModel) -> bool:
     """Whether a method's replicas can go on when one is lost: GOES_ON in its file."""
     return getattr(load_method(name), "GOES_ON", False) and not getattr(options, "delayed", False)
-
-
-_MakeOptimizer = Callable[
-    [BaseModel, Sequence[nn.Parameter], TrainOptions, Any], torch.optim.Optimizer | None
-]
 
 
 def method_names() -> list[str]:
@@ -70,14 +64,14 @@ def build_optimizer(
     sync: "ReplicaSync",
 ) -> torch.optim.Optimizer | None:
     """The optimizer that a method brings along, or None: most work with any."""
-    make = getattr(load_method(name), "optimizer", None)
-    return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train, sync)
+    make: Any = getattr(load_method(name), "optimizer", None)
+    own: torch.optim.Optimizer | None = make and make(options, parameters, train, sync)
+    return own
 
 
 def brings_optimizer(name: str) -> bool:
-    """Whether a method brings an optimizer along, as the return type of its `optimizer` says."""
-    make = getattr(load_method(name), "optimizer", None)
-    return make is not None and get_type_hints(make)["return"] is not NoneType
+    """Whether a method brings an optimizer along."""
+    return hasattr(load_method(name), "optimizer")
 
 
 def option_aliases(name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One rank of the replicas benchmark: compute is slept, what replicas exchange is real.
+"""One rank of a group of replicas: compute is slept, what replicas exchange is real.
 
 Codecs, messages, threads and gloo over kernel TCP are those of a training run; so are the cuts of
 the end-to-end form, whose stages are those of `benchmarks.links.workloads`.
@@ -8,8 +8,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +20,9 @@ from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.training import Adam
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.comm.transport import CLOCK
-from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
-from thinpipe.pipeline.wire.thread import Worker
 
 _TIMEOUT_S = 300.0
 _MARGIN_S = 0.1
-_PING_NBYTES = 64
 _MATRIX = (256, 250)
 
 
@@ -185,43 +178,3 @@ def _shapes(parameters: int) -> list[tuple[int, ...]]:
 def _together(transport: GlooTransport) -> None:
     begin_s = when_all_arrived(transport) + _MARGIN_S
     time.sleep(max(0.0, begin_s - time.perf_counter()))
-
-
-def ping_host(host: int, nbytes: int, pings: int, key: Path | None) -> dict[str, list[float]]:
-    """Round trips [s] of small pipeline messages, alone and while replicas exchange."""
-    torch.set_num_threads(1)
-    with default_group(_TIMEOUT_S, key):
-        return ping_rank(nbytes, pings)
-
-
-def ping_rank(nbytes: int, pings: int) -> dict[str, list[float]]:
-    """As `ping_host`, as one of two ranks of the default group."""
-    transport = GlooTransport(1, 2, timeout_s=_TIMEOUT_S)
-    rank, peers = transport.mesh.rank, transport.peers("copies")
-    links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
-    _together(transport)
-    alone = [_ping(links, rank, ping) for ping in range(pings)]
-    message = torch.zeros(EXCHANGE_HEADER_NBYTES + nbytes, dtype=torch.uint8)
-    ExchangeHeader(0, 0, 0, 0, 0, rank).write(message)
-    worker = Worker("gradcomp")
-    busy = worker.submit(partial(peers.exchange, {1 - rank: message}, [1 - rank], nbytes))
-    time.sleep(0.2)
-    beside = [_ping(links, rank, pings + ping) for ping in range(pings)]
-    assert not busy.done(), "the exchange was over before the last ping; send more"
-    busy.result()
-    return {"alone": alone, "beside an exchange": beside}
-
-
-def _ping(links: Sequence[Link], rank: int, number: int) -> float:
-    """One rank sends and waits for the other's answer."""
-    message = torch.zeros(_PING_NBYTES, dtype=torch.uint8)
-    for link in links:
-        link.begin_pass(number)
-    links[1 - rank].expect(0, message.numel())
-    begin_s = time.perf_counter()
-    for source in (0, 1):  # there, and back
-        if rank == source:
-            links[rank].send(0, message)
-        else:
-            links[1 - rank].take(0)
-    return time.perf_counter() - begin_s

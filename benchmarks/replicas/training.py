@@ -6,7 +6,7 @@ its own. Bytes are those of a run over a network.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.finetuning import Corpus, Weights
+from benchmarks.fidelity.finetuning import Corpus, Scale, Weights
 from benchmarks.harness import Row
-from benchmarks.replicas.settings import Setting
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
@@ -35,7 +34,7 @@ _PAUSE_S = 3600.0  # a long run may be paused
 
 @dataclass(frozen=True)
 class Method:
-    """A method of `gradcomp.methods` with options, at `rate` times the learning rate of others.
+    """A method of `gradcomp.methods` with options.
 
     With `muon` hidden matrices are trained by Muon and all else by AdamW; else AdamW trains all.
     """
@@ -43,7 +42,6 @@ class Method:
     label: str
     name: str
     options: dict[str, Any]
-    rate: float = 1.0
     muon: bool = False
 
 
@@ -54,19 +52,6 @@ class Adam:
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Losses in nats per token: of training, each replica with its own parameters, also of the last
-    quarter of the steps alone, and of the global model after the epoch, on held-out text and, if it
-    is asked for, on the text it is trained on.
-    """
-
-    local: float
-    last_quarter: float
-    held_out: float
-    tuned: float | None
 
 
 @dataclass(frozen=True)
@@ -82,9 +67,8 @@ class Replicas:
     """Copies of one model that train together."""
 
     def __init__(
-        self, size: int, method: Method, setting: Setting, *, weights: Weights, seed: int
+        self, size: int, method: Method, scale: Scale, *, weights: Weights, seed: int
     ) -> None:
-        self._bf16, scale = setting.bf16, setting.scale
         peers = local_peers(size, timeout_s=_PAUSE_S)
         self._replicas = []
         for peer in peers:
@@ -96,10 +80,9 @@ class Replicas:
                 scale.sequences, batch_size=scale.batch, replicas=size, replica=peer.rank, seed=seed
             )
             optimizer = _optimizer(method, named_parameters([model]), scale.lr, sync)
-            steps = scale.epochs * sampler.steps_per_epoch
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_then_linear(steps))
+            self.steps = scale.epochs * sampler.steps_per_epoch
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_then_linear(self.steps))
             self._replicas.append(_Replica(model, sync, optimizer, schedule, sampler))
-        self.steps_per_epoch = self._replicas[0].sampler.steps_per_epoch
         self.numel = sum(p.numel() for p in self._replicas[0].model.parameters())
         self._pool = ThreadPoolExecutor(size)
 
@@ -117,15 +100,14 @@ class Replicas:
         self._on_all(lambda replica: replica.sync.after_step())
         return sum(losses)
 
-    def global_losses(self, texts: Sequence[SampleSet]) -> list[float]:
-        """Losses of the model that all replicas stand for; they make it together."""
+    def global_loss(self, text: SampleSet) -> float:
+        """Loss of the model that all replicas stand for; they make it together."""
 
-        def losses(replica: _Replica) -> list[float]:
+        def loss(replica: _Replica) -> float:
             with torch.no_grad(), replica.sync.global_parameters():
-                chosen = texts if replica is self._replicas[0] else []
-                return [_loss(replica.model, text) for text in chosen]
+                return _loss(replica.model, text) if replica is self._replicas[0] else 0.0
 
-        return self._on_all(losses)[0]
+        return self._on_all(loss)[0]
 
     def sent(self) -> int:
         """Bytes sent so far, all replicas."""
@@ -147,7 +129,7 @@ class Replicas:
     def _backward(self, replica: _Replica, sequences: SampleSet, step: int) -> float:
         """The replica's part of the mean loss."""
         batch = sequences.batch(replica.sampler.ids(step))
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+        with torch.autocast("cpu", torch.bfloat16):
             logits = replica.model(batch.inputs_BT).flatten(0, 1)
         loss: Tensor = F.cross_entropy(logits.float(), batch.targets.flatten())
         shared = replica.sync.loss_scope == "global"
@@ -159,52 +141,38 @@ class Replicas:
 
 
 def train(
-    corpus: Corpus, method: Method, setting: Setting, *, replicas: int, weights: Weights, seed: int
+    corpus: Corpus, method: Method, scale: Scale, *, replicas: int, weights: Weights, seed: int
 ) -> Row:
-    """Train from `weights` and follow the global model.
+    """Train from `weights`.
 
     Numbers are how many times fewer bytes than in a ring all-reduce of the same parameters a
-    replica sends, headers included; losses after the last epoch; and the bytes per parameter that
-    a replica holds beside it: the optimizer's state and the method's.
+    replica sends, headers included; the loss of the global model on held-out text [nats per token],
+    and in training, in the last quarter of the steps, each replica with its own parameters; and the
+    bytes per parameter that a replica holds beside it: the optimizer's state and the method's.
 
     Raises:
         RuntimeError: a loss is not finite.
     """
-    start, scale = time.perf_counter(), setting.scale
-    group = Replicas(replicas, method, setting, weights=weights, seed=seed)
-    texts = [corpus.held_out, corpus.tune] if setting.evaluate_tuned else [corpus.held_out]
-    epochs: list[Epoch] = []
-    for epoch in range(scale.epochs):
-        first = epoch * group.steps_per_epoch
-        losses = [group.step(corpus.tune, first + i) for i in range(group.steps_per_epoch)]
-        if not all(map(math.isfinite, losses)):
-            raise RuntimeError(f"{method.label}, epoch {epoch + 1}: the loss is not finite")
-        if epoch == scale.epochs - 1:
-            group.finish()
-        held_out, *tuned = group.global_losses(texts)
-        quarter = losses[-max(1, len(losses) // 4) :]
-        epochs.append(Epoch(mean(losses), mean(quarter), held_out, tuned[0] if tuned else None))
+    start = time.perf_counter()
+    group = Replicas(replicas, method, scale, weights=weights, seed=seed)
+    losses = [group.step(corpus.tune, step) for step in range(group.steps)]
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"{method.label}: the loss is not finite")
+    group.finish()
+    held_out = group.global_loss(corpus.held_out)
     group.close()
-    steps = scale.epochs * group.steps_per_epoch
-    sent = group.sent() / steps / replicas
     ring = 8 * group.numel * (replicas - 1) / replicas
-    last = epochs[-1]
     return Row(
         method.label,
         {
-            "x fp32 ring": ring / sent,
-            "x bf16 ring": ring / 2 / sent,
-            "held out": last.held_out,
-            "last quarter": last.last_quarter,
-            "tuned text": last.tuned,
+            "x fp32 ring": ring * group.steps * replicas / group.sent(),
+            "held out": held_out,
+            "last quarter": mean(losses[-max(1, len(losses) // 4) :]),
             "B/parameter": group.state_nbytes(),
         },
         {"replicas": replicas, "lr": scale.lr},
         seed,
-        {
-            "epochs": [asdict(epoch) for epoch in epochs],
-            "seconds": time.perf_counter() - start,
-        },
+        {"losses": losses, "seconds": time.perf_counter() - start},
     )
 
 
@@ -212,7 +180,7 @@ def _optimizer(
     method: Method, parameters: Named, lr: float, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
     """The method's own, or the one it is combined with."""
-    adam = Adam(lr * method.rate)
+    adam = Adam(lr)
     options = parse_options(method.name, method.options)
     own = build_optimizer(method.name, options, list(parameters.values()), adam, sync)
     if own is not None:

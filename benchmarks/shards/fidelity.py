@@ -19,48 +19,29 @@ import torch.distributed as dist
 from benchmarks.fidelity.finetuning import Scale, sequences
 from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.harness import Records, Row, command_line, summary, with_baseline, with_gaps
-from benchmarks.replicas.settings import SETTINGS
+from benchmarks.replicas.settings import GPT2
 from thinpipe.launch.build import build
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
-_BYTES = 256
 BASELINE = "fsdp 32"
+
+
+def _qsdp(weight_bits: int, gradient_bits: int, **options: str) -> dict[str, Any]:
+    bits = {"weight_bits": weight_bits, "gradient_bits": gradient_bits}
+    return {"method": "qsdp", **bits, **options}
+
+
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"method": "fsdp"},
-    "W8G8": {"method": "qsdp"},
-    "W6G4 shift": {"method": "qsdp", "weight_bits": 6, "gradient_bits": 4},
-    "W6G4 learned": {
-        "method": "qsdp",
-        "weight_bits": 6,
-        "gradient_bits": 4,
-        "weight_rounding": "learned",
-    },
-    "W4G4 shift": {"method": "qsdp", "weight_bits": 4, "gradient_bits": 4},
-    "W4G4 learned": {
-        "method": "qsdp",
-        "weight_bits": 4,
-        "gradient_bits": 4,
-        "weight_rounding": "learned",
-    },
-    **{
-        f"W{weights}G{gradients} differences": {
-            "method": "qsdp",
-            "weights": "differences",
-            "weight_bits": weights,
-            "gradient_bits": gradients,
-        }
-        for weights, gradients in ((8, 8), (4, 8), (4, 4), (2, 4))
-    },
-    "W4G4 nearest": {
-        "method": "qsdp",
-        "weight_bits": 4,
-        "gradient_bits": 4,
-        "weight_rounding": "nearest",
-        "gradient_rounding": "nearest",
-    },
+    "W8G8": _qsdp(8, 8),
+    "W6G4 shift": _qsdp(6, 4),
+    "W6G4 learned": _qsdp(6, 4, weight_rounding="learned"),
+    "W4G4 shift": _qsdp(4, 4),
+    "W4G4 differences": _qsdp(4, 4, weights="differences"),
+    "W4G4 nearest": _qsdp(4, 4, weight_rounding="nearest", gradient_rounding="nearest"),
 }
 
 
@@ -153,31 +134,23 @@ def measure(case: Case, scale: Scale, sets: tuple[SampleSet, SampleSet]) -> Row:
 def read_text(text: Path, scale: Scale) -> tuple[SampleSet, SampleSet]:
     """Sequences to train on, and held-out ones from the text's end."""
     with TemporaryDirectory() as folder:
-        options: dict[str, Any] = {}
-        if scale.vocab > _BYTES:
-            write_tokenizer(Path(folder), text, vocab=scale.vocab)
-            options = {"tokenizer": folder}
-        return sequences(text, scale, "all", scale.held_out, **options)
+        write_tokenizer(Path(folder), text, vocab=scale.vocab)
+        return sequences(text, scale, "all", scale.held_out, tokenizer=folder)
 
 
 def main() -> None:
     """Command line."""
     command = command_line("benchmarks.shards.fidelity", __doc__)
     command.add_argument("--text", type=Path, required=True)
-    command.add_argument("--setting", choices=SETTINGS, default="gpt2")
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--first-seed", type=int, default=0)
     command.add_argument("--shards", type=int, nargs="+", default=[2, 4])
     command.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    command.add_argument("--steps", type=int)
-    command.add_argument("--lr", type=float)
+    command.add_argument("--steps", type=int, default=GPT2.pretrain_steps)
+    command.add_argument("--lr", type=float, default=GPT2.pretrain_lr)
     options = command.parse_args()
-    methods, scale = with_baseline(options.methods, BASELINE), SETTINGS[options.setting].scale
-    scale = replace(
-        scale,
-        pretrain_steps=options.steps or scale.pretrain_steps,
-        pretrain_lr=options.lr or scale.pretrain_lr,
-    )
+    methods = with_baseline(options.methods, BASELINE)
+    scale = replace(GPT2, pretrain_steps=options.steps, pretrain_lr=options.lr)
     sets, records = read_text(options.text, scale), Records(options.json)
     rows: list[Row] = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):

@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks.time_to_loss.hours import gaps
 from benchmarks.time_to_loss.tasks import METHODS
-from thinpipe.gradcomp.registry import parse_options
 
 FILE = Path(__file__).parents[2] / "launch/plan/losses.json"
 PARITY = Path(__file__).parents[1] / "results/replicas_gpt2_cpu_202611.jsonl"
@@ -48,7 +47,7 @@ def _tuned(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         if "method" not in row["config"]:
             continue  # of another part
         method, result, setting = row["config"]["method"], row["result"], row["config"]["setting"]
-        plain = method["rate"] == 1 and not method.get("muon") and setting["name"] == "gpt2"
+        plain = method.get("rate", 1) == 1 and not method.get("muon") and setting["name"] == "gpt2"
         if plain and (result["replicas"], result["lr"]) == (_REPLICAS, _LR):
             key = _key(method["name"], method["options"])
             found.setdefault(key, {})[result["seed"]] = result["held_out_gap"]
@@ -56,4 +55,4 @@ def _tuned(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _key(method: str, options: Mapping[str, Any]) -> str:
-    return f"{method} {parse_options(method, options).model_dump_json()}"
+    return f"{method} {json.dumps(options, sort_keys=True)}"

@@ -12,9 +12,7 @@ DisTrO (Nous Research 2024). Momenta differ between replicas and are never excha
 A message has 12 bits for each place and 1 for its sign, in one exchange for all parameters (the
 released code sends 8 bytes a place, and two exchanges per tensor). With `delayed` an answer has the
 time of a whole step: q is then that of the step before, and the first step moves nothing; the last
-answer is not applied. With `look_ahead` a replica computes the next gradients where its own message
-alone would bring the parameters, as Nous Research's Psyche does, and moves them back exactly.
-Learning rates are a fraction of Adam's.
+answer is not applied. Learning rates are a fraction of Adam's.
 
 Axes: T tiles, S the side of one, N coefficients of all tiles.
 """
@@ -41,26 +39,17 @@ REPLICAS_EQUAL = True
 
 
 class Config(BaseModel):
-    """`kept` of the 4,096 coefficients of a tile are sent; the published settings.
-
-    `look_ahead` needs `delayed`: without it there is no answer to wait for.
-    """
+    """`kept` of the 4,096 coefficients of a tile are sent; the published settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kept: int = 32
     decay: float = Field(0.999, ge=0, le=1)
     delayed: bool = True
-    look_ahead: bool = False
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
         TileTopK(self.kept, 1)
-        if self.look_ahead and not self.delayed:
-            raise ValueError(
-                "look_ahead = true, delayed = false: there is nothing to look ahead to when every "
-                "step waits for its answer; remove one of them"
-            )
         return self
 
 
@@ -79,34 +68,14 @@ class DeMo(BaseSync):
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._left: list[Tensor] = []
         """What this step leaves of the momenta, once it counts."""
-        self._own: list[Tensor] = []
-        """Signs of what this replica's message that is under way would move (int8)."""
-        self._here: list[Tensor] = []
-        """Parameters while they are ahead."""
-        self._optimizer: torch.optim.Optimizer | None = None
         self._overlap = Overlap(device)
         self._counts = False  # whether the step of what is under way was made
         self._unapplied: Tensor | None = None
         """The answer that a step was given, until that counts: momenta have lost it already."""
         self._step = 0
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look ahead at the rate of this optimizer."""
-        self._optimizer = optimizer
-
-    @torch.no_grad()
-    def begin_step(self, step: int, passes: int) -> None:
-        """Nothing is exchanged before all gradients are there."""
-        if self._own and self._counts:
-            self._here = [parameter.detach().clone() for parameter in self._parameters]
-            assert self._optimizer is not None, "the method's own"
-            (group,) = self._optimizer.param_groups  # others once a state was loaded
-            for parameter, sign in zip(self._parameters, self._own, strict=True):
-                parameter.add_(sign.to(parameter.dtype), alpha=-group["lr"])
-
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
-        self._come_back()
         answer_N = self._take() if self._config.delayed else None
         if answer_N is None:
             answer_N = self._unapplied
@@ -133,7 +102,6 @@ class DeMo(BaseSync):
             **self._overlap.save(),
             "step": self._step,
             "momenta": self._momenta,
-            "own": self._own,
             "counts": self._counts,
             "unapplied": self._unapplied,
         }
@@ -143,16 +111,8 @@ class DeMo(BaseSync):
         self._step, self._counts = state["step"], state["counts"]
         for momentum, saved in zip(self._momenta, state["momenta"], strict=True):
             momentum.copy_(saved)
-        device = device_of(self._parameters)
-        self._own = [sign.to(device) for sign in state["own"]]
-        self._unapplied = None if state["unapplied"] is None else state["unapplied"].to(device)
-
-    @torch.no_grad()
-    def _come_back(self) -> None:
-        if self._here:
-            for parameter, here in zip(self._parameters, self._here, strict=True):
-                parameter.copy_(here)
-            self._here = []
+        unapplied = state["unapplied"]
+        self._unapplied = None if unapplied is None else unapplied.to(device_of(self._parameters))
 
     def _select(self) -> tuple[bool, Tensor]:
         """Whether all gradients are finite, and the coefficients of which the largest are sent."""
@@ -174,9 +134,6 @@ class DeMo(BaseSync):
         strongest.scatter_(1, chosen_TK, coefficients.flatten(1).gather(1, chosen_TK))
         sent = self._tiles.invert(strongest.view(-1, SIDE, SIDE))
         self._left = [m - s for m, s in zip(momenta, sent, strict=True)]
-        if self._config.look_ahead:
-            signs = self._tiles.invert(strongest.sign().view(-1, SIDE, SIDE))
-            self._own = [update.sign().to(torch.int8) for update in signs]
         return finite, strongest.flatten()
 
     def _submit(self, strongest_N: Tensor) -> None:
@@ -235,8 +192,5 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> D
 def optimizer(
     config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
-    """Sign descent, whose rate the exchange follows."""
-    descent = SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)
-    assert isinstance(sync, DeMo)
-    sync.follow(descent)
-    return descent
+    """Sign descent."""
+    return SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)

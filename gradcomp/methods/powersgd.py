@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
-from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.feedback import FeedbackReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
@@ -41,15 +41,15 @@ class Config(ExchangeOptions):
     rank: int = Field(4, ge=1)
 
 
-class PowerSGD:
-    """A reducer that keeps a residual per bucket and Q per matrix."""
+class PowerSGD(FeedbackReducer):
+    """A reducer that keeps a residual per bucket and Q, alike on all, per matrix."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
-        self._peers, self._config, self._residuals = peers, config, Residuals()
-        self._Q = Staged()
+        super().__init__(peers, Cast("fp32"))
+        self._config, self._Q = config, Staged()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
+        target_N = self.add_to(f"{bucket.index}", flat_N)
         result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
         sizes = [parameter.numel() for parameter in bucket.parameters]
         views = [torch.split(vector, sizes) for vector in (target_N, result_N, own_N)]
@@ -73,29 +73,26 @@ class PowerSGD:
         for (_, (target, result, own)), total in zip(plain, sums[len(matrices) :], strict=True):
             result.copy_(total)
             own.copy_(target)
-        self._residuals.set(f"{bucket.index}", target_N - own_N)
+        self.set(f"{bucket.index}", target_N - own_N)
         return result_N
 
     def keep(self) -> None:
-        self._residuals.keep()
+        super().keep()
         self._Q.keep()
 
     def drop(self) -> None:
-        self._residuals.drop()
+        super().drop()
         self._Q.drop()
-
-    def regroup(self, rank: int, size: int) -> None:
-        """What a lost replica owed is lost; Q is alike on all."""
 
     def shared_state(self) -> dict[str, Any]:
         """Q; who joins owes nothing."""
         return {"residuals": {}, "Q": self._Q.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": self._residuals.state_dict(), "Q": self._Q.state_dict()}
+        return {"residuals": super().state_dict(), "Q": self._Q.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._residuals.load_state_dict(state["residuals"])
+        super().load_state_dict(state["residuals"])
         self._Q.load_state_dict(state["Q"])
 
     def _pays(self, matrix: Tensor) -> bool:
@@ -114,7 +111,7 @@ class PowerSGD:
         if not tensors:
             return []
         flat_N = torch.cat([tensor.flatten() for tensor in tensors])
-        total_N = sum_sharded(self._peers, key, flat_N, codec=Cast("fp32"))
+        total_N = sum_sharded(self._peers, key, flat_N, codec=self._codec)
         parts = torch.split(total_N, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -13,15 +13,14 @@ a value at that place.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
-from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.local_steps import LocalSteps, LocalStepsConfig
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.tile_topk import TileTopK
@@ -42,32 +41,26 @@ class Config(LocalStepsConfig):
         return self
 
 
-class SparseLoCo:
-    """The outer step: equal on all replicas, as all add the same messages in the same order."""
+class SparseLoCo(Staged):
+    """The outer step: equal on all replicas, as all add the same messages in the same order.
+
+    It keeps what is owed.
+    """
 
     def __init__(self, peers: Peers, config: Config) -> None:
-        self._peers, self._config = peers, config
-        self._codec, self._owed = TileTopK(config.kept, 2), Residuals()
+        super().__init__()
+        self._peers, self._config, self._codec = peers, config, TileTopK(config.kept, 2)
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        distance_N = distance_N.float()
-        owed_N = self._owed.add_to(str(index), torch.zeros_like(distance_N))
-        target_N = owed_N.mul_(self._config.decay).add_(distance_N)
+        distance_N, owed_N = distance_N.float(), self.get(str(index), distance_N.device)
+        owed_N = torch.zeros_like(distance_N) if owed_N is None else owed_N
+        target_N = (self._config.decay * owed_N).add_(distance_N)
         seen_N = torch.empty_like(target_N)
         sum_N, count_N = torch.zeros_like(target_N), torch.zeros_like(target_N)
         for payload in gather_bytes(self._peers, key, target_N, seen_N, codec=self._codec):
             self._codec.add_to(payload, sum_N, count_N)
-        self._owed.set(str(index), target_N - seen_N)
+        self.set(str(index), target_N - seen_N)
         return self._config.outer_lr * sum_N.div_(self._peers.size)
-
-    def keep(self) -> None:
-        self._owed.keep()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._owed.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._owed.load_state_dict(state)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:

@@ -36,9 +36,9 @@ class TopK(FeedbackReducer):
     """A reducer with a residual per bucket."""
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
+        target_N = self.add_to(f"{bucket.index}", flat_N)
         total_N, seen_N = gather_sum(self._peers, key, target_N, codec=self._codec)
-        self._residuals.set(f"{bucket.index}", target_N.sub_(seen_N))
+        self.set(f"{bucket.index}", target_N.sub_(seen_N))
         return total_N
 
 

@@ -10,7 +10,7 @@ Axes: N values of a unit that one shard keeps, padding included.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from thinpipe.gradcomp.sharded.sites import Exchange, Sites
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.thread import Worker
 
 _EXACT = Cast("fp32")
@@ -144,26 +145,27 @@ class Exchanges:
         return replace(codec, noise=Noise(self._key_of_noise, self.step, torch.tensor([row])))
 
 
-@dataclass
-class GatherWeights:
-    """FSDP's all-gather for one unit."""
+class _Collective:
+    """What FSDP's two collectives of a unit have in common."""
 
-    unit: Unit
-    exchanges: Exchanges
-    memory: Remembered | None = field(init=False)
-    codec: Segmented = field(init=False)
-    _learned_at: int = -1
-    _last: "Future[None] | None" = None
-
-    def __post_init__(self) -> None:
-        config, shards = self.exchanges.config, self.exchanges.peers.size
-        self.codec = segments(self.unit, config, shards, weights=True)
-        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != _EXACT]
-        differs = config.weights == "differences"
-        self.memory = Remembered(self.codec.sizes, quantized, shards) if differs else None
+    def __init__(self, unit: Unit, exchanges: Exchanges, *, weights: bool) -> None:
+        self.unit, self.exchanges = unit, exchanges
+        self.codec = segments(unit, exchanges.config, exchanges.peers.size, weights=weights)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherWeights(_Collective):
+    """FSDP's all-gather for one unit."""
+
+    def __init__(self, unit: Unit, exchanges: Exchanges) -> None:
+        super().__init__(unit, exchanges, weights=True)
+        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != _EXACT]
+        memory = Remembered(self.codec.sizes, quantized, exchanges.peers.size)
+        self.memory = memory if exchanges.config.weights == "differences" else None
+        self._learned_at = -1
+        self._last: Future[None] | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -226,22 +228,13 @@ class GatherWeights:
             self.memory.load_state_dict(state)
 
 
-@dataclass
-class ScatterGradients:
+class ScatterGradients(_Collective):
     """FSDP's reduce-scatter for one unit: sums, whatever FSDP asks for, as losses are divided."""
 
-    unit: Unit
-    exchanges: Exchanges
-    _sum_N: Tensor | None = None
-    _futures: list["Future[None]"] = field(default_factory=list)
-    codec: Segmented = field(init=False)
-
-    def __post_init__(self) -> None:
-        shards = self.exchanges.peers.size
-        self.codec = segments(self.unit, self.exchanges.config, shards, weights=False)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+    def __init__(self, unit: Unit, exchanges: Exchanges) -> None:
+        super().__init__(unit, exchanges, weights=False)
+        self._sum_N: Tensor | None = None
+        self._futures: list[Future[None]] = []
 
     def __call__(
         self,
@@ -318,3 +311,28 @@ def segments(unit: Unit, config: ShardsConfig, shards: int, *, weights: bool) ->
     ]
     sizes = unit.sizes(shards, trained=not weights)
     return Segmented(sizes, codecs, coded=config.coding == "zstd")
+
+
+def units_of(stage: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
+    """Units that a stage exchanges, each of its parts and the rest; sizes alone are right."""
+    inside = [list(part.parameters()) for part in parts]
+    known = {parameter for group in inside for parameter in group}
+    rest = [parameter for parameter in stage.parameters() if parameter not in known]
+    return [
+        Unit(index, tuple(group), tuple(parameter.shape for parameter in group))
+        for index, group in enumerate([*inside, rest])
+    ]
+
+
+def sent_nbytes(units: Sequence[Unit], config: ShardsConfig, shards: int) -> tuple[int, int]:
+    """Bytes that a rank sends to other sites to gather all weights once, and scatter gradients.
+
+    Known beforehand, as messages have a known size.
+    """
+    messages = shards // config.ranks_per_site - 1  # one for each other site
+    totals = []
+    for weights in (True, False):
+        codecs = [segments(unit, config, shards, weights=weights) for unit in units]
+        payloads = [codec.capacity(sum(codec.sizes)) for codec in codecs if codec.sizes]
+        totals.append(messages * sum(EXCHANGE_HEADER_NBYTES + each for each in payloads))
+    return totals[0], totals[1]

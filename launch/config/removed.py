@@ -22,6 +22,7 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.*.budget", "fixed", "set subset and bits, which thinpipe plan chooses"),
     ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
     ("gradcomp.decentralized.format", "fp32", "remove it"),
+    ("gradcomp.demo.look_ahead", False, "remove it"),
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
     ("model.pooling", "mean", "labels come from the mean over tokens, remove it"),
     ("data.dataset", None, 'set path = "hf:OWNER/NAME:CONFIG" instead'),
@@ -33,6 +34,8 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
 )
 """Dotted names, the value that always holds now, and what to do with another."""
 _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
+    ("gradcomp.method", "ef_updates", 'use "ef_gradients", or "cocktail" for local updates'),
+    ("gradcomp.method", "quantize", 'use "ef_gradients" with fraction = 1 and as many bits'),
     (
         "boundary.*.forward.kind",
         "auto",

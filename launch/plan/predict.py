@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
+from thinpipe.gradcomp.sharded.collectives import sent_nbytes, units_of
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import Blocks

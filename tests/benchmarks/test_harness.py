@@ -120,7 +120,7 @@ def test_what_all_are_compared_with_is_measured_too_and_said(
     ("parser", "first", "switch", "given"),
     [
         (convergence, ["--train", "a", "--eval", "b"], "quick", {"methods": ["bf16"], "epochs": 9}),
-        (parity, [], "quick", {"methods": [parity.BASELINE], "seeds": 2}),
+        (parity, ["--text", "a", "b"], "quick", {"methods": [parity.BASELINE], "seeds": 2}),
         (kernels, [], "quick", {"bits": [2], "repetitions": 7}),
         (links, [], "full", {"stages": [3], "delays": ["1ms"]}),
     ],

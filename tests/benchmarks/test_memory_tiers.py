@@ -14,13 +14,7 @@ def test_both_tiers_are_timed_and_train_alike(tmp_path: Path) -> None:
         json.loads(line)
         for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    timed = [line for line in lines if "tier" in line["config"]]
-    assert [line["config"]["tier"] for line in timed] == ["ram", "disk"]
+    assert [line["config"]["tier"] for line in lines] == ["ram", "disk"]
     row = 8 * 16 * 2
-    assert [line["result"]["moved_nbytes"] for line in timed] == [2 * 6 * 3 * row] * 2
-    assert all(line["result"]["step_s"]["p50"] > 0 for line in timed)
-    held = [line["result"]["held"] for line in lines if "capacity" in line["config"]]
-    assert held == [0.1, 0.25, 1 / 3, 0.5, 0.75, 1.0]
-    (bf16,) = (line["result"] for line in lines if line["config"].get("memory") == "bf16")
-    row = 1024 * 1600 * 2
-    assert bf16 == {"published": 2344 * 2 * row, "held": [2344 * n * row for n in [1, *[2] * 6, 1]]}
+    assert [line["result"]["moved_nbytes"] for line in lines] == [2 * 6 * 3 * row] * 2
+    assert all(line["result"]["step_s"]["p50"] > 0 for line in lines)

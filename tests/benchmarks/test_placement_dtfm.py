@@ -22,7 +22,7 @@ def test_the_genetic_search_is_reproducible_and_its_children_are_better() -> Non
     assert sorted(runs[0][0].ravel()) == list(range(20))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(9))
 def test_no_layout_of_a_small_network_is_below_the_bound(seed: int) -> None:
     sizes = SMALL[seed % len(SMALL)]
     devices = sizes.stages * sizes.replicas

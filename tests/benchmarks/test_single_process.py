@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import RAW, batch, config, train_steps, weights
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
@@ -22,6 +22,22 @@ BATCHES = [
     batch(list(range(8))),
 ]
 AQSGD = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}
+TRANSFORM = {"kind": "transform", "step": 0.3}
+
+
+def stages(boundary: dict[str, Any], **pipeline: Any) -> RunConfig:
+    found = {"cuts": [1, 2, 3], **pipeline}
+    return config(pipeline=found, boundary=[boundary], train={"clip_norm": 0.5})  # type: ignore[arg-type]
+
+
+RUNS = {
+    "raw": stages({"forward": RAW, "backward": RAW}, schedule="GPipe"),
+    "AQ-SGD": stages(AQSGD, schedule="Deep1F1B"),
+    # codecs compute in fp32 as on threads of their own: no model's autocast reaches those
+    "transform, bf16": stages(
+        {"forward": TRANSFORM, "backward": TRANSFORM}, schedule="GPipe", precision="bf16"
+    ),
+}
 
 
 def sent(built: Built, totals: StepTotals) -> tuple[tuple[WireTotal, ...], bool]:
@@ -55,43 +71,36 @@ def one_process(run: RunConfig, batches: list[Batch]) -> Any:
         return losses, weights(built), seen, evaluations
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
-@pytest.mark.parametrize("boundary", [AQSGD, {"forward": RAW, "backward": RAW}], ids=["aq", "raw"])
-def test_equals_one_process_per_stage(ranks: Ranks, boundary: Any, schedule: str) -> None:
-    pipeline = {"schedule": schedule, "cuts": [1, 2, 3]}
-    run = config(pipeline=pipeline, boundary=[boundary], train={"clip_norm": 0.5})  # type: ignore[arg-type]
-    results = ranks(4, ranks_then_evaluate, run, BATCHES)
-    losses, found, seen, evaluations = one_process(run, BATCHES)
-    for theirs in results:
-        assert theirs[0] == losses
-        assert theirs[2] == seen
-        assert theirs[3] == evaluations
-        for name, weight in theirs[1].items():
-            assert torch.equal(weight, found[name]), name
-    assert set().union(*(theirs[1] for theirs in results)) == set(found)
+def all_ways(rank: int) -> dict[str, Any]:
+    return {name: ranks_then_evaluate(rank, run, BATCHES) for name, run in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    """What four ranks find, one group for all ways."""
+    return run_ranks(4, all_ways)
 
 
 @pytest.mark.dist
-def test_in_bf16_codecs_compute_as_on_threads_of_their_own(ranks: Ranks) -> None:
-    """No model's autocast reaches those; a transform multiplies matrices."""
-    transform = {"kind": "transform", "step": 0.3}
-    both = {"forward": transform, "backward": transform}
-    pipeline = {"cuts": [2], "precision": "bf16", "schedule": "GPipe"}
-    run = config(pipeline=pipeline, boundary=[both])  # type: ignore[arg-type]
-    results = ranks(2, ranks_then_evaluate, run, BATCHES)
-    losses, found, seen, evaluations = one_process(run, BATCHES)
-    for theirs in results:
+@pytest.mark.parametrize("name", RUNS)
+def test_equals_one_process_per_stage(four: list[dict[str, Any]], name: str) -> None:
+    losses, found, seen, evaluations = one_process(RUNS[name], BATCHES)
+    held = set[str]()
+    for by_name in four:
+        theirs = by_name[name]
         assert theirs[0] == losses
         assert theirs[2] == seen
         assert theirs[3] == evaluations
-        for name, weight in theirs[1].items():
-            assert torch.equal(weight, found[name]), name
+        for weight, value in theirs[1].items():
+            assert torch.equal(value, found[weight]), weight
+        held |= set(theirs[1])
+    assert held == set(found)
 
 
 def test_two_runs_one_after_the_other_give_the_same_losses() -> None:
-    run = config(pipeline={"cuts": [1, 3]}, boundary=[AQSGD])  # type: ignore[arg-type]
-    assert one_process(run, BATCHES)[0] == one_process(run, BATCHES)[0]
+    run = config(pipeline={"cuts": [2]}, boundary=[AQSGD])  # type: ignore[arg-type]
+    first, second = (one_process(run, BATCHES[:2])[0] for _ in range(2))
+    assert first == second
 
 
 def test_an_exact_tie_is_shared() -> None:

@@ -5,8 +5,8 @@ its own. Data depends on replica and step alone.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,41 @@ def flat(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().float().cpu() for p in net.parameters()])
 
 
+_THREADS = ThreadPoolExecutor(8)
+"""Kept: to start some for every exchange takes longer than most exchanges."""
+
+
 def all_of(values: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
-    """`call` of every value, each on a thread of its own."""
-    with ThreadPoolExecutor(len(values)) as pool:
-        return list(pool.map(call, values))
+    """`call` of every value, each on a thread of its own; all end before the first error."""
+    assert len(values) <= 8
+    futures = [_THREADS.submit(call, value) for value in values]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+@dataclass
+class Through:
+    """Peers that pass all on; tests make them fail, or change whom they reach."""
+
+    inner: Any
+
+    @property
+    def rank(self) -> int:
+        return int(self.inner.rank)
+
+    @property
+    def size(self) -> int:
+        return int(self.inner.size)
+
+    @property
+    def bytes_sent(self) -> int:
+        return int(self.inner.bytes_sent)
+
+    def exchange(
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+    ) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = self.inner.exchange(outgoing, sources, capacity)
+        return found
 
 
 @dataclass(frozen=True)

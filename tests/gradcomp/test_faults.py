@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gradcomp.replicas import Replicas, all_of
+from tests.gradcomp.replicas import Replicas, Through, all_of
 from thinpipe.gradcomp.local_peers import LocalPeers, local_peers
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.pipeline.comm.errors import TransportError
@@ -38,34 +38,21 @@ class PatientPeers(LocalPeers):
 
 
 @dataclass
-class FailingPeers:
+class FailingPeers(Through):
     """Fails in exchange number `fail_at`, before or after its messages have left."""
 
-    inner: PatientPeers
     fail_at: int = -1
     late: bool = False
     calls: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.inner.bytes_sent
 
     def exchange(
         self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
     ) -> dict[int, Tensor]:
         self.calls += 1
         if self.calls != self.fail_at:
-            return self.inner.exchange(outgoing, sources, capacity)
+            return super().exchange(outgoing, sources, capacity)
         if self.late:
-            self.inner.exchange(outgoing, sources, capacity)
+            super().exchange(outgoing, sources, capacity)
         self.inner.failed.set()
         raise TransportError(CUT)
 
@@ -111,8 +98,7 @@ def wait(replicas: Replicas) -> None:
         sync.state_dict()
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize(("call", "late"), [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("method", [m for m in METHODS if load_method(m).REPLICAS_EQUAL])
 def test_gradients_that_did_not_arrive_move_nothing(method: str, call: int, late: bool) -> None:
     replicas, failing = start(method, {"delayed": False} if method == "demo" else {})
@@ -128,9 +114,10 @@ def test_gradients_that_did_not_arrive_move_nothing(method: str, call: int, late
     assert again[1] == first[1]  # it does not go on as if nothing had been
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("method", ["diloco", "sparse_loco"])
+@pytest.mark.parametrize(
+    ("method", "overlap", "late"),
+    [("diloco", 0, False), ("diloco", 1, True), ("sparse_loco", 1, False)],
+)
 def test_a_fragment_that_did_not_arrive_moves_nothing(
     method: str, overlap: int, late: bool
 ) -> None:
@@ -160,9 +147,8 @@ def test_an_average_that_did_not_arrive_moves_nothing(method: str, late: bool) -
     assert torch.equal(before[1], replicas.parameters()[1])
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
 @pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("call", "late"), [(1, False), (2, True), (3, False), (4, True)])
 def test_cocktail_is_before_or_after_an_exchange(delayed: bool, call: int, late: bool) -> None:
     options = {"subset": 1.0, "topk": 0.5, "delayed": delayed}
     replicas, failing = start("cocktail", options)

@@ -63,7 +63,7 @@ def _sync(weight: nn.Parameter) -> ReplicaSync:
 
 
 def test_other_methods_work_with_any() -> None:
-    for name in ("allreduce", "cocktail", "none", "quantize"):
+    for name in ("allreduce", "cocktail", "ef_gradients", "none"):
         options = parse_options(name, {})
         weight = nn.Parameter(torch.zeros(2))
         assert build_optimizer(name, options, [weight], Train(), _sync(weight)) is None

@@ -197,7 +197,7 @@ def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
         config(
             pipeline={"cuts": [], "shards": 2, "replicas": 2},
             shards={"gather": gather},
-            gradcomp={"method": "quantize", "quantize": {"bucket_mb": 0.005}},
+            gradcomp={"method": "ef_gradients", "ef_gradients": {"bucket_mb": 0.005}},
         )
     )
     sync: Any = built.sync

@@ -86,8 +86,8 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
 
 
 @pytest.mark.dist
-def test_exchanges_work_with_it_also_those_that_lean_on_adam(ranks: Ranks, tmp_path: Path) -> None:
-    methods = ("allreduce", "ef_updates")
+def test_exchanges_work_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    methods = ("allreduce", "cocktail")
     runs = [
         run_config(tmp_path, [], optimizer=optimizer).updated(
             pipeline={"cuts": [], "microbatches": 2, "replicas": 2, "device": "cpu"},

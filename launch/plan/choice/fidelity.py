@@ -6,9 +6,9 @@ costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.
 the cuts, always the direction that has least.
 
 All-reduce may become `ef_gradients`, delayed, which has the least loss there of those that overlap
-with the whole step, and sends a larger part where there is time. `cocktail` and `ef_updates` have
-budgets, and may become all-reduce. Other methods were chosen for more than their bytes, like codecs
-that no ladder has: they stay.
+with the whole step, and sends a larger part where there is time. `cocktail` has budgets, and may
+become all-reduce. Other methods were chosen for more than their bytes, like codecs that no ladder
+has: they stay.
 """
 
 import math

@@ -23,8 +23,7 @@ def errors(replicas: Replicas) -> Tensor:
     return torch.cat([sync.state_dict()["error"][0] for sync in replicas.syncs])
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("delayed", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_the_global_copy_is_the_same_everywhere_after_every_step(
     delayed: bool, dtype: torch.dtype
 ) -> None:
@@ -32,7 +31,7 @@ def test_the_global_copy_is_the_same_everywhere_after_every_step(
         3, "cocktail", {**SMALL, "delayed": delayed, "bucket_mb": 1e-4}, dtype=dtype
     )
     seen = []
-    for _ in range(12):
+    for _ in range(6):
         replicas.step()
         first, *others = replicas.global_parameters()
         assert all(torch.equal(first, other) for other in others)
@@ -47,7 +46,7 @@ def test_nothing_is_lost() -> None:
     replicas = Replicas(3, "cocktail", {**SMALL, "delayed": False})
     moved = torch.zeros(53)
     start = flat(replicas.nets[0])
-    for _ in range(40):
+    for _ in range(20):
         replicas.backward()
         all_of(replicas.syncs, lambda sync: sync.before_step())
         before = torch.stack(replicas.parameters())
@@ -157,8 +156,9 @@ class Simulated:
 
 
 def test_the_delayed_form_equals_a_simulation() -> None:
+    """And so does what `finish` makes of the last exchange."""
     replicas, simulated = Replicas(3, "cocktail", SMALL), Simulated(3, SMALL)
-    for step in range(15):
+    for step in range(9):
         replicas.step()
         simulated.step(step)
         for found, net in zip(replicas.parameters(), simulated.nets, strict=True):
@@ -166,13 +166,6 @@ def test_the_delayed_form_equals_a_simulation() -> None:
         torch.testing.assert_close(
             replicas.global_parameters()[0], simulated.g, rtol=1e-5, atol=1e-5
         )
-
-
-def test_finish_applies_the_last_exchange() -> None:
-    replicas, simulated = Replicas(3, "cocktail", SMALL), Simulated(3, SMALL)
-    for step in range(5):
-        replicas.step()
-        simulated.step(step)
     before = replicas.global_parameters()[0]
     replicas.finish()
     simulated.apply()

@@ -40,13 +40,13 @@ def exchange(size: int, config: Config, *, numel: int, rounds: int) -> tuple[tor
 
 def test_everything_is_sent_in_time() -> None:
     fractions = (1.0, 0.2, 0.02)
-    owed = [exchange(3, Config(fraction=f, bits=8), numel=3000, rounds=30)[0] for f in fractions]
+    owed = [exchange(3, Config(fraction=f, bits=8), numel=3000, rounds=12)[0] for f in fractions]
     assert owed[0] < 0.01 < owed[1] < owed[2] < 1.0
 
 
 def test_the_default_sends_two_hundred_times_less_than_a_ring_for_any_number_of_replicas() -> None:
-    numel = 2 * 1024 * 1024
-    for size in (2, 4, 8):
+    numel = 1024 * 1024
+    for size in (2, 8):
         _, nbytes = exchange(size, Config(), numel=numel, rounds=1)
         assert 8 * numel * (size - 1) / size / nbytes > 180
 
@@ -80,33 +80,3 @@ def test_a_delayed_step_applies_the_sums_of_the_one_before() -> None:
     assert not summed(late).any()
     for sums in expected[:3]:
         torch.testing.assert_close(summed(late), sums)
-
-
-def test_a_delayed_run_resumes_bit_for_bit_with_its_sums_under_way() -> None:
-    whole, resumed = delayed(3), delayed(3)
-    for step in range(5):
-        if step in (1, 3):
-            resumed.restart()
-        whole.step()
-        resumed.step()
-    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert all(torch.equal(whole.parameters()[0], other) for other in whole.parameters())
-
-
-def test_gradients_that_are_not_finite_cost_their_step_and_no_residual() -> None:
-    replicas = delayed(2, fraction=0.5)
-    replicas.step()
-    weight = next(replicas.nets[0].parameters())
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight[0, 0] = torch.nan
-    assert summed(replicas).isfinite().all()  # those of the step before
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert summed(replicas).isnan().any()
-    assert summed(replicas).isfinite().all()
-    for sync in replicas.syncs:
-        residuals = sync.state_dict()["reducer"]
-        assert residuals
-        assert all(rest.isfinite().all() for rest in residuals.values())

@@ -12,7 +12,7 @@ METHOD = "low_precision_decentralized"
 
 def test_neighbours_remember_what_a_replica_holds_bit_for_bit() -> None:
     replicas = Replicas(4, METHOD, {"bucket_mb": 1e-4, "bits": 4})
-    for _ in range(30):
+    for _ in range(10):
         replicas.step()
     states: Any = [sync.state_dict()["averaging"] for sync in replicas.syncs]
     for rank in range(4):

@@ -86,17 +86,6 @@ def test_one_replica_alone_takes_momenta_too() -> None:
     torch.testing.assert_close(state["m"], expected["m"], rtol=0.02, atol=0.01)
 
 
-def test_a_skipped_step_leaves_no_trace() -> None:
-    replicas = Replicas(1, "qadam", {"warmup_steps": 1})
-    replicas.step()
-    before = replicas.syncs[0].state_dict()["reducer"]["momenta"]["0"].clone()
-    replicas.backward()
-    replicas.syncs[0].before_step()  # no optimizer step, no after_step
-    after = replicas.syncs[0].state_dict()["reducer"]
-    assert torch.equal(after["momenta"]["0"], before)
-    assert after["steps"] == 1
-
-
 def test_under_another_layout_momenta_go_on_from_the_optimizers() -> None:
     """The exchange starts again: a second warm-up would leave gradients, taken for momenta."""
     options = {"warmup_steps": 2, "bucket_mb": 1e-4}

@@ -57,7 +57,7 @@ def test_a_shift_has_the_error_of_a_lattice_for_every_value() -> None:
     assert float((ratio_N - 1).abs().max()) < 0.1
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 5, 8])
 def test_errors_are_at_most_a_step(bits: int) -> None:
     x_BN = normal(8 * BUCKET)
     error_BN = (coded(Shifted(bits, BUCKET), x_BN) - x_BN).abs() / steps(x_BN, bits)
@@ -65,9 +65,9 @@ def test_errors_are_at_most_a_step(bits: int) -> None:
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("numel", [1, 7, BUCKET, 3 * BUCKET + 5, 2100])
+@pytest.mark.parametrize("numel", [1, BUCKET, 3 * BUCKET + 5])
 def test_what_the_sender_takes_them_to_see_is_what_they_decode(rounding: str, numel: int) -> None:
-    for bits in (2, 3, 5, 8):
+    for bits in (2, 5, 8):
         codec = value_codec(bits, rounding, BUCKET)  # type: ignore[arg-type]
         x_BN = normal(numel)
         wire_BW = torch.zeros(1, codec.capacity(numel), dtype=torch.uint8)

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import Ranks, run_ranks
 from tests.training import TORCH_2_13
+from thinpipe.gradcomp.sharded.collectives import sent_nbytes, units_of
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
-from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
@@ -34,18 +34,22 @@ LEARNED = ShardsConfig(
     method="qsdp", weight_bits=6, gradient_bits=4, weight_rounding="learned", keep_below=64
 )
 SITES = W8G8.model_copy(update={"ranks_per_site": 2})
+W3 = ShardsConfig(method="qsdp", weight_bits=3, gradient_bits=32, keep_below=64, bucket=64)
+W3_DIFFERENCES = W3.model_copy(update={"weights": "differences"})
 STEPS = 4
 
 
 def two_at_once(rank: int) -> dict[str, Any]:
     ways = {"exact": EXACT, "W8G8": W8G8, "learned": LEARNED}
     found = {name: train(rank, config) for name, config in ways.items()}
+    found |= {"values": remember(rank, W3), "differences": remember(rank, W3_DIFFERENCES)}
     return found | {"torch": train_with_torch(rank), "orders": _orders(rank)}
 
 
 def three_at_once(rank: int) -> dict[str, Any]:
     ways = {gather: W8G8.model_copy(update={"gather": gather}) for gather in GATHERS}
-    return {gather: train(rank, config, 2) for gather, config in ways.items()}
+    found = {gather: train(rank, config, 2) for gather, config in ways.items()}
+    return found | {"differences": remember(rank, W3_DIFFERENCES)}
 
 
 def four_at_once(rank: int) -> dict[str, Any]:
@@ -105,6 +109,31 @@ def train(rank: int, config: ShardsConfig, backwards: int = 1) -> Any:
     sent = shards.weight_bytes // STEPS, shards.gradient_bytes // STEPS
     weights = {name: p.detach() for name, p in stage.named_parameters()}
     return losses, gathered, weights, sent
+
+
+def remember(rank: int, config: ShardsConfig) -> Any:
+    stage, shards = make(config)
+    weight = "blocks.0.attn.qkv.weight"
+    used: list[Tensor] = []
+    first = stage.inner.parts()[0].attn.qkv
+    first.register_forward_pre_hook(lambda m, _: used.append(m.weight.detach().clone()))
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
+    losses, remembered, owned, sent = [], [], [], [0]
+    for step in range(STEPS):
+        owned.append(stage.get_parameter(weight).detach().clone())
+        shards.begin_step(step, 1)
+        loss = loss_of(stage, rank, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        shards.before_step()
+        remembered.append([tensor.clone() for tensor in shards.remembered])
+        losses.append(loss.item())
+        sent.append(shards.weight_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            with shards.evaluating(), torch.no_grad():
+                loss_of(stage, rank, 0)
+    return losses, remembered, used, owned, sent
 
 
 def train_with_torch(rank: int) -> Any:
@@ -191,6 +220,37 @@ def test_learned_levels_and_few_bits_train(two: list[dict[str, Any]]) -> None:
     (losses, *_), (exact, *_) = two[0]["learned"], two[0]["exact"]
     assert losses != exact
     assert losses == pytest.approx(exact, abs=0.05)
+
+
+def test_ranks_remember_the_same_and_compute_with_it(three: list[dict[str, Any]]) -> None:
+    first, *others = (one["differences"] for one in three)
+    _, remembered, used, *_ = first
+    quantized = sum(parameter.dim() > 1 for parameter in model().parameters())
+    evaluated = used.pop(3)
+    for step, tensors in enumerate(remembered):
+        assert len(tensors) == quantized
+        assert any(torch.equal(used[step].flatten(), tensor.flatten()) for tensor in tensors)
+        for _, theirs, *_ in others:
+            assert all(map(torch.equal, tensors, theirs[step]))
+    owned = torch.cat([found[3][3] for found in (first, *others)])
+    assert torch.equal(evaluated, owned)  # exactly what is kept
+
+
+def test_the_error_is_that_of_one_difference(two: list[dict[str, Any]]) -> None:
+    results, values = ([one[kind] for one in two] for kind in ("differences", "values"))
+    errors: dict[str, list[float]] = {}
+    for kind, found in (("differences", results), ("values", values)):
+        _, _, used, *_ = found[0]
+        del used[3]  # of the evaluation
+        whole = [torch.cat([result[3][step] for result in found]) for step in range(STEPS)]
+        errors[kind] = [float((a - b).abs().max()) for a, b in zip(used, whole, strict=True)]
+    assert errors["differences"][0] == 0.0  # sent exactly, as nothing is remembered
+    moves = 2 * 1e-3  # of AdamW in a step, and what the last one left
+    assert 0 < max(errors["differences"][1:]) <= moves
+    assert max(errors["differences"]) < 0.1 * min(errors["values"])
+    sent, plain = results[0][4], values[0][4]
+    assert sent[2] - sent[1] == plain[2] - plain[1]
+    assert sent[1] > 2 * plain[1]
 
 
 def _until_killed(rank: int) -> str:

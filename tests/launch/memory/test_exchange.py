@@ -20,7 +20,7 @@ def test_an_exchange_every_thirty_steps_is_averaged_over_them() -> None:
 
 
 def test_a_warm_up_is_not_counted() -> None:
-    later = measure_exchange("ef_updates", {"warmup_steps": 5}, 3)
+    later = measure_exchange("cocktail", {"warmup_steps": 5}, 3)
     assert later.nbytes < 0.1
 
 

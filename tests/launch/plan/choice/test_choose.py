@@ -105,7 +105,7 @@ def test_all_reduce_is_replaced_where_it_would_be_waited_for() -> None:
 
 
 def test_exchanges_are_offered_from_the_fewest_bytes_to_the_most() -> None:
-    for method in ("allreduce", "cocktail", "ef_updates"):
+    for method in ("allreduce", "cocktail"):
         chosen = {"pipeline": {"replicas": 2}, "gradcomp": {"method": method}}
         run = RunConfig.model_validate({**CONFIG, **chosen})
         offered = exchanges(run)

@@ -1,5 +1,0 @@
-"""`python -m benchmarks.replicas`."""
-
-from benchmarks.replicas.run import main
-
-main()

@@ -1,0 +1,49 @@
+"""Replicas whose compute is slept: every form of exchange once on loopback."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.links.runners import METHODS as CUTS
+from benchmarks.links.workloads import PaperShape
+from benchmarks.replicas.rank import Method, Plan, RankResult, run_rank
+from tests.ranks import Ranks
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+
+METHODS = (
+    Method("none", "none", {}),
+    Method("fp32", "allreduce", {}),
+    Method("bf16", "allreduce", {"format": "bf16"}),
+    Method("cocktail", "cocktail", {}),
+)
+ALONE = Plan(METHODS, [None], 1, parameters=10_000, compute_s=0.01)
+SMALL = PaperShape(tokens=4, width=16, microbatches=2, forward_s=0.001, backward_s=0.002)
+CUT = next(cuts for cuts in CUTS if cuts.name == "aqsgd fw3/bw6")
+JOINT = replace(ALONE, methods=[replace(method, cuts=CUT) for method in METHODS[2:]], shape=SMALL)
+
+
+def unlimited(rate_bps: float | None) -> None:
+    """The ranks of a test talk over loopback."""
+
+
+def measure(rank: int, plan: Plan) -> list[RankResult]:
+    return run_rank(plan, unlimited)
+
+
+@pytest.mark.dist
+def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
+    for rows in ranks(2, measure, ALONE):
+        sent = {row.method: row.sync_nbytes for row in rows}
+        assert sent["none"] == 0
+        assert sent["fp32"] == 4 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
+        assert sent["bf16"] == 2 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
+        assert 0 < sent["cocktail"] < 1000
+        assert all(row.steps_s[0] > 0.01 for row in rows)
+
+
+@pytest.mark.dist
+def test_methods_run_between_two_pipelines(ranks: Ranks) -> None:
+    for rows in ranks(4, measure, JOINT):
+        assert [row.method for row in rows] == ["bf16", "cocktail"]
+        assert all(row.sync_nbytes > 0 for row in rows)
+        assert all(row.cut_nbytes > 0 for row in rows)
