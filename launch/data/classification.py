@@ -104,11 +104,8 @@ class LabelledEncoder:
         self._fields, self._tokenizer = fields, tokenizer
         self._length, self._labelling = length, labelling
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
+    def encode(self, row: Row) -> Document | Rejected:
         """Raises ValueError if the length has no room for text, or the model lacks a type."""
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
         fields = self._fields
         assert fields.text_field is not None, "checked with the config"
         assert fields.label_field is not None, "checked with the config"

@@ -48,7 +48,7 @@ class Rejected:
 
 
 class Encoder(Protocol):
-    """Turns rows into documents; the same rows always give the same tokens."""
+    """Turns rows into documents; the same row always gives the same tokens."""
 
     @property
     def key(self) -> str:
@@ -62,8 +62,8 @@ class Encoder(Protocol):
     def columns(self) -> tuple[Column, ...]:
         """What documents have beside tokens."""
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        """A document, or why there is none, for each row, in their order."""
+    def encode(self, row: Row) -> Document | Rejected:
+        """A document, or why there is none."""
 
 
 class Documents(Protocol):

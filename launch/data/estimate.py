@@ -7,10 +7,11 @@ import torch
 
 from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.reading.arrow import all_columns, row_count
+from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks
+from thinpipe.launch.data.reading.records import parquet_count
 from thinpipe.launch.data.reading.saved import HUB, is_saved
-from thinpipe.launch.data.reading.source import Source, open_source, rows_of
+from thinpipe.launch.data.reading.source import Source, open_source
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import Counted, SampleSet
@@ -87,14 +88,21 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         row = Row(str(form.path), {field: text})
         files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
-    rows, nbytes, known = list[Row](), 0, row_count(source.forms)
-    # without a count the bytes of whole rows say how many there are
-    read = None if known is None else (config.fields, config.optional_fields)
-    for columns in all_columns(form, columns=read):
-        rows += rows_of(source.forms, columns, config.fields)
-        nbytes += sum(len(str(value)) for column in columns.values() for value in column)
+    assert source.all_rows is not None, "it is no text"
+    rows, nbytes, known = list[Row](), 0, parquet_count(source.forms)
+    for row in source.all_rows:
+        rows.append(row)
+        nbytes += _nbytes(row, form)
         if nbytes >= _HEAD_NBYTES:
             break
+    # without a count the bytes of whole rows say how many there are
     count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
     whole = f"{'' if known else 'about '}{format_count(count)} rows"
     return rows, min(1.0, len(rows) / max(1, count)), whole
+
+
+def _nbytes(row: Row, form: Form) -> int:
+    """About how many bytes of its file a row takes."""
+    if form.kind in ("jsonl", "json"):
+        return len(str(row.fields))
+    return sum(len(str(cell)) + 1 for cell in row.fields.values())

@@ -4,12 +4,10 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from thinpipe.launch.data.columns import Field
 
-_BATCH_NBYTES = 2 << 20
-"""Of rows that are worked on together: a tokenizer takes some hundred times as much memory."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates of UTF-16; JSON can hold an unpaired one, UTF-8 cannot."""
 
@@ -84,74 +82,16 @@ class Row:
         return found
 
 
-class Table(Protocol):
-    """Columns on disk."""
+class Rows(Protocol):
+    """Rows in order, read anew whenever they are iterated over; none stays in RAM."""
 
-    def __len__(self) -> int: ...
+    columns: Sequence[Field]
+    """Fields that are known before a row is read; none of JSON, whose records may have any."""
 
-    def columns(self, start: int, stop: int) -> dict[str, list[Any]]:
-        """Some rows, by column."""
+    def __iter__(self) -> Iterator[Row]: ...
 
-    def nbytes(self, start: int, stop: int) -> int:
-        """About how many bytes they are."""
-
-
-class Parser(Protocol):
-    """What the columns of a table mean."""
-
-    def where(self, columns: Mapping[str, Any]) -> str:
-        """How messages call a row."""
-
-    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any] | str:
-        """The fields of a row, or what is wrong with it."""
-
-
-class Rows(Sequence[Row]):
-    """Rows of a memory-mapped Arrow table, read when they are asked for; none stays in RAM."""
-
-    def __init__(self, table: Table, parser: Parser) -> None:
-        self._table, self._parser = table, parser
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step == 1:
-                return self._read(start, stop)
-            return [self[each] for each in range(start, stop, step)]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._read(index % len(self), index % len(self) + 1)[0]
-
-    def batches(self, size: int, start: int = 0) -> Iterator[list[Row]]:
-        """All rows from `start` on, in lists of up to `size`, fewer where rows are long."""
-        while start < len(self):
-            stop = min(start + size, len(self))
-            while stop - start > 1 and self._table.nbytes(start, stop) > _BATCH_NBYTES:
-                stop = start + (stop - start) // 2
-            yield self._read(start, stop)
-            start = stop
-
-    def _read(self, start: int, stop: int) -> list[Row]:
-        return rows_of_columns(self._table.columns(start, stop), self._parser)
-
-
-def rows_of_columns(columns: Mapping[str, Sequence[Any]], parser: Parser) -> list[Row]:
-    """Rows of what a table holds by column."""
-    cells = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return [_row(parser.where(cell), parser.fields(cell)) for cell in cells]
-
-
-def _row(where: str, found: Mapping[Field, Any] | str) -> Row:
-    return Row(where, {}, found) if isinstance(found, str) else Row(where, found)
+    def count(self) -> int:
+        """How many there are, which may take as long as reading them."""
 
 
 def without_nulls(value: Any) -> Any:

@@ -256,31 +256,6 @@ def rejections(file: TokenFile) -> list[str]:
     return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
 
 
-def write_sizes(folder: Path, names: Sequence[str]) -> None:
-    """Have files on disk, and what `check_sizes` looks for."""
-    for name in names:
-        with (folder / name).open("rb") as file:
-            disk.flush(file.fileno())
-    _write_json(folder / _MANIFEST, {name: (folder / name).stat().st_size for name in names})
-    disk.flush_folder(folder)
-
-
-def check_sizes(folder: Path) -> None:
-    """Check that files are as long as they were.
-
-    Raises:
-        FileNotFoundError: they are not there, or unfinished.
-        DamagedError: one is not.
-    """
-    try:
-        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        wrong = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
-    except (ValueError, AttributeError) as error:
-        raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
-    if wrong:
-        raise DamagedError(f"{folder / wrong[0]}: not as long as it was")
-
-
 def _progress(folder: Path) -> dict[str, Any]:
     try:
         saved = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))

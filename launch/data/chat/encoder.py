@@ -49,10 +49,7 @@ class PromptEncoder:
         self.columns = _columns(limits)
         self._tokenizer, self._read, self._limits = tokenizer, read, limits
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
+    def encode(self, row: Row) -> Document | Rejected:
         tokenizer = self._tokenizer
         try:
             prompt, response = self._read(row)
@@ -97,10 +94,7 @@ class ChatEncoder:
     def _end_texts(self) -> list[str]:
         return [self._tokenizer.decode([end], special=True) for end in self._ends]
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
+    def encode(self, row: Row) -> Document | Rejected:
         try:
             messages = [self._without_ends(message) for message in self._read(row)]
             tools = tools_of(row)

@@ -16,7 +16,7 @@ from thinpipe.launch.data.encode import document_marks, encoder_for
 from thinpipe.launch.data.own import Reading, made
 from thinpipe.launch.data.packing import Layout, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
-from thinpipe.launch.data.reading.source import open_source, stream_rows
+from thinpipe.launch.data.reading.source import open_source
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
 from thinpipe.launch.data.streams.stream import (
@@ -107,7 +107,7 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
 
 def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
     if config.path is not None and config.path.startswith(HUB):
-        return partial(stream_hub, config.path, config.fields)
+        return partial(stream_hub, config.path)
     kind = None if config.format == "auto" else config.format
     optional = config.optional_fields
     source = open_source(
@@ -117,7 +117,7 @@ def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
         raise ValueError(
             f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
         )
-    return partial(stream_rows, source, config.fields, optional)
+    return partial(source.rows, config.fields)
 
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
@@ -138,7 +138,7 @@ def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labe
 
 def _encoded(encoder: Encoder, tally: Tally, rows: Sequence[Row]) -> list[Document]:
     found = []
-    for one in encoder.encode(rows):
+    for one in map(encoder.encode, rows):
         if isinstance(one, Rejected):
             tally.add(one.where, one.reason)
         else:

@@ -112,7 +112,7 @@ class Items:
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
-        if own is not None:
+        if own is not None and self._origin.returns:
             self._iterator = self._begun(own)
         else:
             self._iterator = self._from_start()

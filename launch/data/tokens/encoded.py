@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from thinpipe.launch.data.columns import Field
@@ -13,7 +14,8 @@ from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _VERSION = 1
-_BATCH = 64
+_FIRST = 64
+"""Rows whose tokens say how many there will be."""
 _FLUSH_S = 5.0
 
 
@@ -30,7 +32,7 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
     def make(folder: Path) -> None:
         _make(source.rows(fields), encoder, folder, what)
 
-    found = obtain("tokens", key, TokenFile.open, make, what=what)
+    found = obtain(key, TokenFile.open, make, what=what)
     if not len(found):
         raise ValueError(f"{what}: no row can be used: {'; '.join(rejections(found))}; correct it")
     return found
@@ -38,28 +40,32 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
 
 def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
     """Write the folder, from where an interrupted process left off."""
+    count = rows.count()
+    _estimate(rows, count, encoder, folder, what)
     writer = TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)
     done = int(writer.done or 0)
-    progress = Progress(f"{what}: encoding rows", len(rows), done, unit="rows")
-    flushed, tokens = time.monotonic(), 0
+    progress = Progress(f"{what}: encoding rows", count, done, unit="rows")
+    flushed = time.monotonic()
     try:
-        for batch in rows.batches(_BATCH, done):
-            found = encoder.encode(batch)
-            if not tokens:  # check the disk before anything is written, by the first rows
-                tokens = sum(len(one) for one in found if not isinstance(one, Rejected))
-                width = token_type(encoder.ids).itemsize + len(encoder.columns)
-                check_room(folder, tokens * len(rows) // len(batch) * width, what)
-            for row, one in enumerate(found, start=done):
-                if isinstance(one, Rejected):
-                    writer.reject(one)
-                else:
-                    writer.add(one, row)
-            done += len(batch)
-            progress.at(done)
+        for number, row in enumerate(islice(rows, done, None), start=done):
+            found = encoder.encode(row)
+            if isinstance(found, Rejected):
+                writer.reject(found)
+            else:
+                writer.add(found, number)
+            progress.at(number + 1)
             if time.monotonic() - flushed > _FLUSH_S:
-                writer.flush(done)
+                writer.flush(number + 1)
                 flushed = time.monotonic()
         writer.finish({})
     finally:
         writer.close()
     progress.finished(folder)
+
+
+def _estimate(rows: Rows, count: int, encoder: Encoder, folder: Path, what: str) -> None:
+    """Check the disk before anything is written, by the first rows."""
+    first = [encoder.encode(row) for row in islice(rows, _FIRST)]
+    tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
+    width = token_type(encoder.ids).itemsize + len(encoder.columns)
+    check_room(folder, tokens * count // len(first) * width, what)

@@ -75,7 +75,7 @@ def running_tokens(
         extent = Extent.of(texts, limit, one_document=source.is_one_document)
         _Maker(source.what, texts, extent, part, tokenizer, marks).make(folder)
 
-    return obtain("tokens", key, TokenFile.open, make, what=source.what)
+    return obtain(key, TokenFile.open, make, what=source.what)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def encoded(
         messages_field="messages", tokenizer=str(folder), sequence_length=length, **settings
     )
     rows = [Row(f"rows:{number}", {"messages": said}) for number, said in enumerate(talks)]
-    return tokenizer, encoder_for(config, tokenizer).encode(rows)
+    return tokenizer, [*map(encoder_for(config, tokenizer).encode, rows)]
 
 
 def document(folder: Path | str, said: list[dict[str, Any]], **settings: Any) -> Any:

@@ -46,7 +46,6 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
     monkeypatch.setattr(running, "_FLUSH_S", 0.0)
     monkeypatch.setattr(encoded, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(encoded, "_BATCH", 30)
 
 
 def _config(folder: Path, kind: str) -> DataConfig:
