@@ -5,7 +5,7 @@ An encoder turns rows into documents. These are written once into a token file
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -47,23 +47,18 @@ class Rejected:
     reason: str
 
 
-class Encoder(Protocol):
+@dataclass(frozen=True)
+class Encoder:
     """Turns rows into documents; the same row always gives the same tokens."""
 
-    @property
-    def key(self) -> str:
-        """A digest of all that decides the tokens: tokenizer files, template, settings."""
-
-    @property
-    def ids(self) -> int:
-        """One more than the highest token id; files use one, two or four bytes a token for it."""
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """What documents have beside tokens."""
-
-    def encode(self, row: Row) -> Document | Rejected:
-        """A document, or why there is none."""
+    key: str
+    """A digest of all that decides the tokens: tokenizer files, template, settings."""
+    ids: int
+    """One more than the highest token id; files use one, two or four bytes a token for it."""
+    columns: tuple[Column, ...]
+    """What documents have beside tokens."""
+    encode: Callable[[Row], Document | Rejected]
+    """A document, or why there is none."""
 
 
 class Documents(Protocol):

@@ -1,7 +1,6 @@
 """Rows of files and data sets: named or numbered fields, and where they are."""
 
 import re
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,11 +12,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RowError(ValueError):
-    """A row that cannot be used; rows alike share `reason`, the message says where and what."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    """Why a row gives no document, in words that rows alike share."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +34,14 @@ class Row:
                 problem.
         """
         if self.problem is not None:
-            raise RowError(f"{self.where}: {self.problem}; correct or remove it", self.problem)
+            raise RowError(self.problem)
         found = self.fields.get(field)
         if found is None:
-            if field in self.fields:
-                reason = f"field {field!r} is null"
-                raise RowError(f"{self.where}: {reason}; correct or remove the row", reason)
-            among = f"among {list(self.fields)}" if self.fields else "in an empty record"
             raise RowError(
-                f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "
-                "[data]",
-                f"no field {field!r}",
+                f"field {field!r} is null" if field in self.fields else f"no field {field!r}"
             )
-        surrogate = _SURROGATE.search(found) if isinstance(found, str) else None
-        if surrogate is not None:
-            raise RowError(
-                f"{self.where}: field {field!r} holds {surrogate[0]!r} at {surrogate.start()}, an "
-                "unpaired surrogate; correct or remove it",
-                f"field {field!r} holds an unpaired surrogate",
-            )
+        if isinstance(found, str) and _SURROGATE.search(found):
+            raise RowError(f"field {field!r} holds an unpaired surrogate")
         return found
 
     def text(self, field: Field, *, blank: bool = False) -> str:
@@ -68,17 +52,9 @@ class Row:
         """
         found = self.value(field)
         if not isinstance(found, str):
-            kind = type(found).__name__
-            raise RowError(
-                f"{self.where}: field {field!r} = {reprlib.repr(found)}: {kind}, not text; correct "
-                "the row or the field's name in [data]",
-                f"field {field!r} is {kind}, not text",
-            )
+            raise RowError(f"field {field!r} is {type(found).__name__}, not text")
         if not blank and not found.strip():
-            raise RowError(
-                f"{self.where}: field {field!r} = {found!r}: blank; correct the row",
-                f"field {field!r} is blank",
-            )
+            raise RowError(f"field {field!r} is blank")
         return found
 
 

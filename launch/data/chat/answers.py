@@ -16,14 +16,11 @@ from typing import Any
 
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
+from thinpipe.launch.data.rows import RowError
 from thinpipe.launch.data.tokenizer import Tokenizer
 
 Place = tuple[int, int]
 Places = list[Place]
-
-
-class UnclearError(ValueError):
-    """It cannot be told which tokens are answers; the message says why, not of which row."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,9 @@ class _Text:
         while last < len(self.places) and self.places[last] == (stop, stop):
             last += 1  # an end mark that was inserted
         if first >= last:
-            raise UnclearError("an answer has no token of its own")
+            raise RowError("an answer has no token of its own")
         if self.text[self.places[first][0] : start].strip():
-            raise UnclearError("a token holds the end of a prompt and the beginning of its answer")
+            raise RowError("a token holds the end of a prompt and the beginning of its answer")
         return first, last
 
 
@@ -100,13 +97,13 @@ def encode_chat(
 
     Raises:
         TemplateError: the template does not take the messages.
-        UnclearError: its answers cannot be told apart.
+        RowError: its answers cannot be told apart.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     if template.marks_answers:
         text, marked = template.marked(messages, tools)
         if len(marked) != len(spoken):
-            raise UnclearError(
+            raise RowError(
                 f"the template marks {len(marked)} answers of {len(spoken)} as generated"
             )
         whole, places = _Text(text, tokenizer, ends), marked
@@ -134,7 +131,7 @@ def _check_calls(
         except TemplateError:
             continue  # it needs them
         if without == text:
-            raise UnclearError("the chat template writes nothing of a call of tools")
+            raise RowError("the chat template writes nothing of a call of tools")
 
 
 def _places(
@@ -151,7 +148,7 @@ def _places(
     for answer, limit in zip(answers, following, strict=True):
         first, after = answer.content or (answer.start, answer.start)
         if answer.content and whole.end_mark(first, after):
-            raise UnclearError("an answer holds an end mark before its end")
+            raise RowError("an answer holds an end mark before its end")
         mark = whole.end_mark(after, limit)
         if mark is not None and not (answer.content and whole.text[after : mark[0]].strip()):
             found.append((answer.start, mark[1]))
@@ -176,7 +173,7 @@ def _whole_stop(
     """Where a message ends that is a call of tools, in a template without end marks."""
     upto = template.render(messages[: answer.message + 1], tools)
     if not text.startswith(upto):
-        raise UnclearError("it cannot be told where the template ends an answer")
+        raise RowError("it cannot be told where the template ends an answer")
     return len(upto)
 
 
@@ -194,7 +191,7 @@ def _find(
         start = _prompt_length(text, messages[:number], tools, template)
         if start is None or not at <= start <= limit:
             if content is None:
-                raise UnclearError("it cannot be told where the template begins an answer")
+                raise RowError("it cannot be told where the template begins an answer")
             start = content[0]
         found.append(_Answer(number, start, content))
         at = content[1] if content else start

@@ -66,8 +66,15 @@ class Source:
             raise ValueError(f"{self.what}: no rows; name a file that has some")
         read = next((row for row in first if row.problem is None), first[0])
         for field in fields:
-            if not any(field in row.fields for row in first):
-                read.value(field)  # says which there are
+            if any(field in row.fields for row in first):
+                continue
+            if read.problem is not None:
+                raise ValueError(f"{read.where}: {read.problem}; correct or remove it")
+            among = f"among {list(read.fields)}" if read.fields else "in an empty record"
+            raise ValueError(
+                f"{read.where}: no field {field!r} {among}; correct the row or the field's name in "
+                "[data]"
+            )
         return rows
 
     def texts(self, field: Field, *, lines: bool) -> Texts:

@@ -87,7 +87,7 @@ class RowTexts:
             try:
                 text = row.text(self._field, blank=True)
             except RowError as error:
-                yield Rejected(row.where, error.reason)
+                yield Rejected(row.where, str(error))
             else:
                 whole = text.endswith("\n") or not self._lines
                 yield (text if whole else text + "\n").encode()

@@ -161,7 +161,7 @@ def _texts(
         try:
             text = row.text(field, blank=lines)
         except RowError as error:
-            tally.add(row.where, error.reason)
+            tally.add(row.where, str(error))
             continue
         if lines and not text.endswith("\n"):
             text += "\n"

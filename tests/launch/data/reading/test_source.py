@@ -290,7 +290,7 @@ def test_damaged_rows_are_told_from_the_others(tmp_path: Path, name: str) -> Non
     for number, row in zip(numbers, rows, strict=True):
         if number in wrong:
             assert (row.problem or "").startswith(wrong[number])
-            with pytest.raises(RowError, match=rf"{path.name}.*{number}: .*; correct or remove"):
+            with pytest.raises(RowError, match=re.escape(wrong[number])):
                 row.text("text")
         else:
             assert row.problem is None
