@@ -59,7 +59,7 @@ class LabelledSet:
         types_BT = torch.zeros(inputs_BT.shape, dtype=torch.uint8)
         targets_BC = torch.zeros(len(ids_B), self._labelling.classes)
         for row, number in enumerate(ids_B.tolist()):
-            document = self._documents.document(number)
+            document = self._documents.read(number)
             inputs_BT[row, : len(document)] = torch.from_numpy(document.tokens)
             mask_BT[row, : len(document)] = True
             if document.types is not None:

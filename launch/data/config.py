@@ -106,6 +106,12 @@ class DataConfig(RowFields):
         return self
 
     @property
+    def paths(self) -> dict[str, str | None]:
+        """What is trained on, by setting; None stands for the standard library."""
+        named = {f"data.sources.{at}.path": source.path for at, source in enumerate(self.sources)}
+        return {**named} or {"data.path": self.path}
+
+    @property
     def source(self) -> str:
         """Return the setting that chooses the text, as error messages quote it."""
         if self.factory is not None:

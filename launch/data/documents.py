@@ -6,7 +6,7 @@ An encoder turns rows into documents. These are written once into a token file
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -70,11 +70,8 @@ class Documents(Protocol):
     def lengths(self) -> npt.NDArray[Any]:
         """Tokens of each document, int64 [documents]."""
 
-    def document(self, number: int) -> Document:
-        """Read one from disk."""
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        """Read some of its tokens, which begin at `start`."""
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        """Read one from disk, or some of its tokens: those from `start` to `stop` - 1."""
 
     @property
     def digest(self) -> str:
@@ -103,13 +100,10 @@ class Listed:
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
 
-    def document(self, number: int) -> Document:
-        return self._documents[number]
-
-    def part(self, number: int, start: int, stop: int) -> Document:
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
         whole = self._documents[number]
         counts = None if whole.counts is None else whole.counts[start:stop]
-        return Document(whole.tokens[start:stop], counts)
+        return replace(whole, tokens=whole.tokens[start:stop], counts=counts)
 
 
 class Chosen:
@@ -125,11 +119,8 @@ class Chosen:
     def lengths(self) -> npt.NDArray[Any]:
         return np.asarray(self._documents.lengths[self._numbers])
 
-    def document(self, number: int) -> Document:
-        return self._documents.document(int(self._numbers[number]))
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        return self._documents.part(int(self._numbers[number]), start, stop)
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        return self._documents.read(int(self._numbers[number]), start, stop)
 
     @cached_property
     def digest(self) -> str:
@@ -152,19 +143,12 @@ class Joined:
     def lengths(self) -> npt.NDArray[Any]:
         return np.concatenate([part.lengths for part in self._parts])
 
-    def document(self, number: int) -> Document:
-        owner, own = self._place(number)
-        return owner.document(own)
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        owner, own = self._place(number)
-        return owner.part(own, start, stop)
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        at = int(np.searchsorted(self._stops, number, side="right"))
+        own = number - (int(self._stops[at - 1]) if at else 0)
+        return self._parts[at].read(own, start, stop)
 
     @cached_property
     def digest(self) -> str:
         parts = " ".join(part.digest for part in self._parts)
         return hashlib.sha256(parts.encode()).hexdigest()
-
-    def _place(self, number: int) -> tuple[Documents, int]:
-        at = int(np.searchsorted(self._stops, number, side="right"))
-        return self._parts[at], number - (int(self._stops[at - 1]) if at else 0)

@@ -11,7 +11,7 @@ from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks
 from thinpipe.launch.data.reading.records import parquet_count
 from thinpipe.launch.data.reading.saved import HUB, is_saved
-from thinpipe.launch.data.reading.source import Source, open_source
+from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import Counted, SampleSet
@@ -34,18 +34,11 @@ def estimate(
     Raises:
         ValueError: there are no such data, or the beginning does not fit the settings.
     """
-    paths = [config.path, *(source.path for source in config.sources)]
-    named = [path for path in paths if path is not None]
+    named = [path for path in config.paths.values() if path is not None]
     datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:
         return None
-    kind = None if config.format == "auto" else config.format
-    sources = [
-        open_source(
-            path, "data.path", kind=kind, fields=config.fields, optional=config.optional_fields
-        )
-        for path in named
-    ]
+    sources = [source_of(config, path, "data.path") for path in named]
     if sum(source.nbytes for source in sources) < _LARGE_NBYTES:
         return None
     return _estimated(config, sources, seed=seed, labelling=labelling)
@@ -84,8 +77,7 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         text = Decoder().decode(next(blocks(form.path, form.compression), b""))
         limit = config.max_bytes or source.nbytes * longer
         nbytes = min(source.nbytes * longer, limit)
-        field = "text" if config.text_field is None else config.text_field
-        row = Row(str(form.path), {field: text})
+        row = Row(str(form.path), {config.running_field: text})
         files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
     assert source.all_rows is not None, "it is no text"

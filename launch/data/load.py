@@ -11,7 +11,6 @@ import numpy as np
 
 from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.classification import LabelledSet, Labelling
-from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
 from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
@@ -19,7 +18,7 @@ from thinpipe.launch.data.own import OwnSet, load_own, made
 from thinpipe.launch.data.packing import Layout, PackedSet, mix, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
-from thinpipe.launch.data.reading.source import Source, open_source
+from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Part
 from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet, spread
 from thinpipe.launch.data.token_file import TokenFile, rejections
@@ -38,8 +37,7 @@ def files(config: DataConfig) -> list[Path]:
     """
     if config.factory is not None:
         return []
-    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
-    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
+    paths = config.paths
     if config.eval_path is not None:
         paths["data.eval_path"] = config.eval_path
     if config.tokenizer != BYTES:
@@ -171,7 +169,7 @@ def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documen
 def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[SampleSet, SampleSet]:
     """Running text: whole documents, or windows over it."""
     sources, rest = _sources(config)
-    field, limit = _text_field(config), config.max_bytes
+    field, limit = config.running_field, config.max_bytes
     begin, finish = document_marks(tokenizer, config.document_marks)
     marks = Marks(begin, finish) if begin or finish or config.packs else None
 
@@ -199,23 +197,11 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Sam
 
 def _sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
     """Those to train on, and to evaluate on: none if every tenth row or part is held out."""
-    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
-    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
-    sources = [_source(config, path, setting) for setting, path in paths.items()]
+    sources = [source_of(config, path, setting) for setting, path in config.paths.items()]
     if config.eval_path is not None:
-        return sources, [_source(config, config.eval_path, "data.eval_path")]
+        return sources, [source_of(config, config.eval_path, "data.eval_path")]
     rest = [source.held_out for source in sources if source.held_out is not None]
     return sources, rest if len(rest) == len(sources) else []
-
-
-def _source(config: DataConfig, path: str | None, setting: str) -> Source:
-    kind = None if config.format == "auto" else config.format
-    optional = config.optional_fields
-    return open_source(path, setting, kind=kind, fields=config.fields, optional=optional)
-
-
-def _text_field(config: DataConfig) -> RowField:
-    return "text" if config.text_field is None else config.text_field
 
 
 def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:

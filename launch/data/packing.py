@@ -138,7 +138,7 @@ class PackedSet:
         packing, pieces = self._packing, self._pieces
         own = packing.order[packing.starts[sample] : packing.starts[sample + 1]]
         places = zip(pieces.document[own], pieces.start[own], pieces.stop[own], strict=True)
-        return [self._documents.part(int(n), int(start), int(stop)) for n, start, stop in places]
+        return [self._documents.read(int(n), int(start), int(stop)) for n, start, stop in places]
 
 
 def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> PackedSet:
@@ -183,15 +183,11 @@ def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
     return Packing(order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64))
 
 
-def mix(
-    sizes: Sequence[int], weights: Sequence[float] | None, seed: int
-) -> list[npt.NDArray[np.int64]]:
+def mix(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[npt.NDArray[np.int64]]:
     """Which examples of each source are taken: as many as its weight demands, and none twice.
 
-    The source that is the shortest for its weight is used up; without weights all are.
+    The source that is the shortest for its weight is used up.
     """
-    if weights is None:
-        return [np.arange(size) for size in sizes]
     most = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     found = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):

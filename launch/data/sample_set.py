@@ -55,12 +55,10 @@ class Windows:
     def lengths(self) -> npt.NDArray[Any]:
         return np.full(len(self), self._length + 1)
 
-    def document(self, number: int) -> Document:
-        return self.part(number, 0, self._length + 1)
-
-    def part(self, number: int, start: int, stop: int) -> Document:
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
         first = number * self._length
-        return self._tokens.span(first + start, first + stop)
+        last = first + (self._length + 1 if stop is None else stop)
+        return self._tokens.span(first + start, last)
 
     @property
     def digest(self) -> str:
@@ -80,7 +78,7 @@ class WindowSet:
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        found = [self._documents.document(number).tokens for number in ids_B.tolist()]
+        found = [self._documents.read(number).tokens for number in ids_B.tolist()]
         tokens = torch.from_numpy(np.stack(found)).to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 

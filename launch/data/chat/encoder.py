@@ -42,7 +42,7 @@ def encode_prompt(
     except RowError as error:
         return Rejected(row.where, str(error))
     asked = tokenizer.begun(tokenizer.encode(prompt))
-    answer = tokenizer.encode_after(response)
+    answer = tokenizer.encode(response, after=True)
     if not answer or answer[-1] not in tokenizer.ends:
         answer.append(tokenizer.end)
     whole = [*asked, *answer]

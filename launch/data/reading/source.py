@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.reading import saved
 from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.data.reading.files import find_files
@@ -110,6 +111,14 @@ def open_source(
     nbytes = sum(form.path.stat().st_size for form in forms)
     rows = None if forms[0].kind == "text" else FileRows(forms, wanted)
     return Source(what, key, nbytes, tuple(forms), rows)
+
+
+def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
+    """The same, read as settings say."""
+    kind = None if config.format == "auto" else config.format
+    return open_source(
+        path, setting, kind=kind, fields=config.fields, optional=config.optional_fields
+    )
 
 
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:

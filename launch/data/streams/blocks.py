@@ -16,7 +16,7 @@ from thinpipe.launch.data.encode import document_marks, encoder_for
 from thinpipe.launch.data.own import Reading, made
 from thinpipe.launch.data.packing import Layout, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
-from thinpipe.launch.data.reading.source import open_source
+from thinpipe.launch.data.reading.source import source_of
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
 from thinpipe.launch.data.streams.stream import (
@@ -108,11 +108,7 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
 def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
     if config.path is not None and config.path.startswith(HUB):
         return partial(stream_hub, config.path)
-    kind = None if config.format == "auto" else config.format
-    optional = config.optional_fields
-    source = open_source(
-        config.path, "data.path", kind=kind, fields=config.fields, optional=optional
-    )
+    source = source_of(config, config.path, "data.path")
     if source.is_text:
         raise ValueError(
             f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
@@ -131,8 +127,7 @@ def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labe
         return partial(_packed, rows, layout)
     marks = Marks(*document_marks(tokenizer, config.document_marks))
     lines = not config.packs and marks == Marks()
-    field: Field = "text" if config.text_field is None else config.text_field
-    read = partial(_texts, tokenizer, field, marks, tally, lines=lines)
+    read = partial(_texts, tokenizer, config.running_field, marks, tally, lines=lines)
     return partial(_packed, read, layout) if config.packs else partial(_running, read, length)
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from thinpipe.launch.data.own import OwnSet, Reading, digest_item
 from thinpipe.launch.data.sample_set import Ids, SampleSet
-from thinpipe.launch.data.sampler import Change, EpochSampler, shuffled
+from thinpipe.launch.data.sampler import EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
 Carry = Tensor
@@ -356,34 +356,6 @@ class StreamSampler:
 
 
 Sampler = EpochSampler | StreamSampler
-
-
-def sampler_for(  # noqa: PLR0913  # those of EpochSampler
-    samples: SampleSet,
-    *,
-    batch_size: int,
-    replicas: int,
-    replica: int,
-    seed: int,
-    shuffle: bool,
-    changes: Sequence[Change] = (),
-    alike: bool = False,
-    masks: bool = True,
-) -> Sampler:
-    """What chooses the samples of every step."""
-    if isinstance(samples, StreamSet):
-        return StreamSampler(samples, batch_size=batch_size, replicas=replicas, replica=replica)
-    return EpochSampler(
-        len(samples),
-        batch_size=batch_size,
-        replicas=replicas,
-        replica=replica,
-        seed=seed,
-        shuffle=shuffle,
-        changes=changes,
-        alike=alike,
-        masks=masks,
-    )
 
 
 def position(samples: SampleSet) -> StreamSet | None:

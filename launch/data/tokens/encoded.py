@@ -1,7 +1,7 @@
 """Documents of rows as a token file: each row is encoded once on a host, in bounded memory."""
 
-import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 _VERSION = 1
 _FIRST = 64
 """Rows whose tokens say how many there will be."""
-_FLUSH_S = 5.0
 
 
 def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> TokenFile:
@@ -42,11 +41,9 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
     """Write the folder, from where an interrupted process left off."""
     count = rows.count()
     _estimate(rows, count, encoder, folder, what)
-    writer = TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)
-    done = int(writer.done or 0)
-    progress = Progress(f"{what}: encoding rows", count, done, unit="rows")
-    flushed = time.monotonic()
-    try:
+    with closing(TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)) as writer:
+        done = int(writer.done or 0)
+        progress = Progress(f"{what}: encoding rows", count, done, unit="rows")
         for number, row in enumerate(islice(rows, done, None), start=done):
             found = encoder.encode(row)
             if isinstance(found, Rejected):
@@ -54,12 +51,8 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
             else:
                 writer.add(found, number)
             progress.at(number + 1)
-            if time.monotonic() - flushed > _FLUSH_S:
-                writer.flush(number + 1)
-                flushed = time.monotonic()
+            writer.passed(number + 1)
         writer.finish({})
-    finally:
-        writer.close()
     progress.finished(folder)
 
 

@@ -15,7 +15,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.streams.stream import StreamSampler, StreamSet, sampler_for
+from thinpipe.launch.data.streams.stream import StreamSampler, StreamSet
 
 
 def _rows(folder: Path, count: int = 400) -> Path:
@@ -102,10 +102,7 @@ def test_replicas_share_a_stream_without_doubles(tmp_path: Path) -> None:
     found: dict[int, torch.Tensor] = {}
     for replica in range(2):
         samples, _ = _stream(config, 32)
-        sampler = sampler_for(
-            samples, batch_size=8, replicas=2, replica=replica, seed=0, shuffle=True
-        )
-        assert isinstance(sampler, StreamSampler)
+        sampler = StreamSampler(samples, batch_size=8, replicas=2, replica=replica)
         assert sampler.steps_per_epoch == 4
         for step in range(4):
             ids = sampler.ids(step)

@@ -12,11 +12,12 @@ import pytest
 
 from tests.launch.data.tokens.test_store import TEXT, _tokenizer
 from tests.often import mostly_slow
+from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.reading import digests
 from thinpipe.launch.data.token_file import TokenWriter
-from thinpipe.launch.data.tokens import encoded, pieces, running, store
+from thinpipe.launch.data.tokens import pieces, running, store
 from thinpipe.launch.host import cache, disk
 
 MOMENTS = {
@@ -44,8 +45,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
     monkeypatch.setattr(pieces, "_SIZE", 16_384)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
-    monkeypatch.setattr(running, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(encoded, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
 
 
 def _config(folder: Path, kind: str) -> DataConfig:

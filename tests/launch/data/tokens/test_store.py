@@ -156,7 +156,7 @@ def test_an_interrupted_process_is_gone_on_with(
     config = config.model_copy(update={"eval_path": None, "eval_sequences": 1})
     monkeypatch.setattr(pieces, "_SIZE", 8192)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
-    monkeypatch.setattr(running, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
     encode, calls, limit = Cutter.encode, Counter[str](), 10**6
 
     def counted(self: Cutter, chosen: Any) -> Any:
