@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.classification import LabelledSet, Labelling
@@ -20,7 +21,7 @@ from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
 from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Part
-from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet, spread
+from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet
 from thinpipe.launch.data.token_file import TokenFile, rejections
 from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from thinpipe.launch.data.tokens.encoded import encoded_rows
@@ -205,14 +206,16 @@ def _sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
 
 
 def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:
-    chosen = spread(
-        len(samples),
-        getattr(config, setting),
-        setting=setting,
-        found=f"{config.source} gives {len(samples)} for it",
-        remedy='"all", or more data',
-    )
-    return samples if chosen is None else samples.select(chosen)
+    """As many as the setting says, spread evenly over those that there are."""
+    wanted, found = getattr(config, setting), len(samples)
+    if wanted in ("all", found):
+        return samples
+    if wanted > found:
+        raise ValueError(
+            f"data.{setting} = {wanted}: {config.source} gives {found} for it; use at most "
+            f'{found}, "all", or more data'
+        )
+    return samples.select(torch.arange(wanted) * found // wanted)
 
 
 def _windows(
@@ -238,11 +241,6 @@ def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenize
     notes = [f"note: {what}: {note}" for note in rejections(tokens)]
     if config.tokenizer != BYTES or config.document_marks != "tokenizer":
         notes.append(f"note: {describe_marks(tokenizer, config.document_marks)}")
-    if tokens.facts["forced"]:
-        notes.append(
-            f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
-            "places where it had to be cut; tokens there may differ"
-        )
     if not tokens.facts["utf8"]:
         notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
     return notes

@@ -5,7 +5,7 @@ Axes: B samples of a batch, T tokens.
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -108,21 +108,6 @@ class Counted:
     @property
     def digest(self) -> str:
         return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
-
-
-def spread(
-    available: int, wanted: int | Literal["all"], *, setting: str, found: str, remedy: str
-) -> Tensor | None:
-    """Indices of `wanted` samples spread evenly over those available; None for all of them.
-
-    Raises:
-        ValueError: more are wanted than available; `found` and `remedy` are put into the message.
-    """
-    if wanted == "all" or wanted == available:
-        return None
-    if wanted > available:
-        raise ValueError(f"data.{setting} = {wanted}: {found}; use at most {available}, {remedy}")
-    return torch.arange(wanted) * available // wanted
 
 
 def checked_ids(ids: Ids, count: int) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Document, Encoder, Listed, Rejected
+from thinpipe.launch.data.documents import Document, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
 from thinpipe.launch.data.own import Reading, made
-from thinpipe.launch.data.packing import Layout, pack
+from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import source_of
 from thinpipe.launch.data.rows import Row, RowError
@@ -31,9 +31,6 @@ from thinpipe.launch.data.tokens.running import Marks
 from thinpipe.launch.data.tokens.store import says
 
 _log = logging.getLogger(__name__)
-
-Read = Callable[[Sequence[Row]], list[Document]]
-"""The documents of rows; others are counted and named."""
 
 
 class Tally:
@@ -120,80 +117,56 @@ def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labe
     """How rows become samples, a block at a time."""
     tally, length = Tally(config.source), config.sequence_length
     layout = Layout(length, config.packs, config.objective == "prefix", seed)
-    if config.kind != "text":
-        rows = partial(_encoded, encoder_for(config, tokenizer, labelling), tally)
-        if config.kind == "labelled":
-            return partial(_labelled, rows, length=length, labelling=labelling)
-        return partial(_packed, rows, layout)
-    marks = Marks(*document_marks(tokenizer, config.document_marks))
-    lines = not config.packs and marks == Marks()
-    read = partial(_texts, tokenizer, config.running_field, marks, tally, lines=lines)
-    return partial(_packed, read, layout) if config.packs else partial(_running, read, length)
+    is_running = config.kind == "text" and not config.packs
+    encode: Callable[[Row], Document | Rejected]
+    if config.kind == "text":
+        marks = Marks(*document_marks(tokenizer, config.document_marks))
+        lines = is_running and marks == Marks()
+        encode = partial(_text, tokenizer, config.running_field, marks, lines=lines)
+    else:
+        encode = encoder_for(config, tokenizer, labelling).encode
+
+    def make(
+        rows: Sequence[Row], carry: Carry, number: int
+    ) -> tuple[LabelledSet | PackedSet | WindowSet | None, Carry]:
+        found = list[Document]()
+        for one in map(encode, rows):
+            if isinstance(one, Rejected):
+                tally.add(one.where, one.reason)
+            else:
+                found.append(one)
+        if is_running:
+            return _windows(found, carry, length)
+        documents = Listed(found)
+        labelled = config.kind == "labelled"
+        samples = LabelledSet(documents, length, labelling) if labelled else pack(documents, layout)
+        return (samples if len(samples) else None), carry
+
+    return make
 
 
-def _encoded(encoder: Encoder, tally: Tally, rows: Sequence[Row]) -> list[Document]:
-    found = []
-    for one in map(encoder.encode, rows):
-        if isinstance(one, Rejected):
-            tally.add(one.where, one.reason)
-        else:
-            found.append(one)
-    return found
+def _text(
+    tokenizer: Tokenizer, field: Field, marks: Marks, row: Row, *, lines: bool
+) -> Document | Rejected:
+    """A document of text; with `lines` it is a line."""
+    try:
+        text = row.text(field, blank=lines)
+    except RowError as error:
+        return Rejected(row.where, str(error))
+    if lines and not text.endswith("\n"):
+        text += "\n"
+    ids = np.array(tokenizer.encode(text), dtype=np.int32)
+    return Document(marks.put(ids, first=True, last=True))
 
 
-def _texts(
-    tokenizer: Tokenizer,
-    field: Field,
-    marks: Marks,
-    tally: Tally,
-    rows: Sequence[Row],
-    *,
-    lines: bool,
-) -> list[Document]:
-    """Documents of text; with `lines` they follow each other as lines."""
-    found = []
-    for row in rows:
-        try:
-            text = row.text(field, blank=lines)
-        except RowError as error:
-            tally.add(row.where, str(error))
-            continue
-        if lines and not text.endswith("\n"):
-            text += "\n"
-        ids = np.array(tokenizer.encode(text), dtype=np.int32)
-        found.append(Document(marks.put(ids, first=True, last=True)))
-    return found
-
-
-def _running(
-    read: Read, length: int, rows: Sequence[Row], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
+def _windows(
+    documents: Sequence[Document], carry: Carry, length: int
+) -> tuple[WindowSet | None, Carry]:
     """Windows over the documents, one after the other; the rest begins the next block."""
-    tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in read(rows))])
+    tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in documents)])
     count = (len(tokens) - 1) // length if len(tokens) else 0
     left = tokens[count * length :].clone()
     if not count:
         return None, left
     windows = [Document(window.numpy()) for window in tokens.unfold(0, length + 1, length)]
     return WindowSet(Listed(windows)), left
-
-
-def _packed(
-    read: Read, layout: Layout, rows: Sequence[Row], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
-    """The documents of a block, packed among themselves."""
-    found = pack(Listed(read(rows)), layout)
-    return (found if len(found) else None), carry
-
-
-def _labelled(
-    read: Read,
-    rows: Sequence[Row],
-    carry: Carry,
-    number: int,
-    *,
-    length: int,
-    labelling: Labelling,
-) -> tuple[SampleSet | None, Carry]:
-    found = read(rows)
-    return (LabelledSet(Listed(found), length, labelling) if found else None), carry

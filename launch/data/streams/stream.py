@@ -12,7 +12,6 @@ import copy
 import hashlib
 import itertools
 import json
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -40,12 +39,12 @@ class _Origin:
     """Where an object that is read begins: all who read it have to begin there."""
 
     def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
         self.first: str | None = None
         """A digest of its first item."""
         self.moved = False
         """Whether it was sent to another place, where it may begin from then on."""
         self.reader: object = None
-        self.kept: object = None
         self.returns = all(hasattr(iterable, name) for name in ("state_dict", "load_state_dict"))
         self.start: Any = None
         if self.returns:
@@ -53,18 +52,15 @@ class _Origin:
                 self.start = copy.deepcopy(iterable.state_dict())
 
 
-_ORIGINS: dict[int, _Origin] = {}
-"""Of each object that is read, by its id: not every object can be a key."""
+_ORIGINS: list[_Origin] = []
+"""Of each object that this process reads: not every object can be a key."""
 
 
 def _origin(iterable: Any) -> _Origin:
-    if id(iterable) not in _ORIGINS:
-        _ORIGINS[id(iterable)] = found = _Origin(iterable)
-        try:
-            weakref.finalize(iterable, _ORIGINS.pop, id(iterable))
-        except TypeError:  # it has slots: it is kept, as another object could have its id
-            found.kept = iterable
-    return _ORIGINS[id(iterable)]
+    found = next((origin for origin in _ORIGINS if origin.iterable is iterable), None)
+    if found is None:
+        _ORIGINS.append(found := _Origin(iterable))
+    return found
 
 
 class Items:

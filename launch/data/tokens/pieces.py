@@ -22,7 +22,7 @@ CONTEXT = 128
 _TRIES = 12
 """Places of a kind that are tried for a cut."""
 _LONGEST = 64
-"""Pieces' worth of text without a place for a cut; then it is cut all the same, which is said."""
+"""Pieces' worth of text without a place for a cut; then it is cut all the same."""
 _SOUGHT = 4096
 """Characters in which a place is sought."""
 _PLACES = tuple(map(re.compile, (r"\n(?=\S)", r"\S(?=\s\S)", r"[^\w\s](?=\w)")))
@@ -31,14 +31,11 @@ _PLACES = tuple(map(re.compile, (r"\n(?=\S)", r"\S(?=\s\S)", r"[^\w\s](?=\w)")))
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to tokenize, behind `context` that gives `skipped` tokens; `forced` if it is cut
-    where the tokenizer does not split.
-    """
+    """Text to tokenize, behind `context` that gives `skipped` tokens."""
 
     context: str
     text: str
     skipped: int
-    forced: bool = False
 
 
 class Cutter:
@@ -49,7 +46,7 @@ class Cutter:
 
     def pieces(self, parts: Iterable[str], context: str = "") -> Iterator[Piece]:
         """Pieces of a text that comes in parts; `context` is what stands before it."""
-        left, forced = "", False
+        left = ""
         for part in parts:
             left += part
             start = 0
@@ -57,13 +54,14 @@ class Cutter:
                 cut = self._cut(context, left, start)
                 if cut is None:
                     break
-                place, forced_next = cut
-                yield self._piece(context, left[start:place], forced)
-                context = left[max(0, place - CONTEXT) : place]
-                start, forced = place, forced_next
+                place, splits = cut
+                yield self._piece(context, left[start:place])
+                # after a forced cut the text goes on as if it began there
+                context = left[max(0, place - CONTEXT) : place] if splits else ""
+                start = place
             left = left[start:]
         if left:
-            yield self._piece(context, left, forced)
+            yield self._piece(context, left)
 
     def encode(self, pieces: Sequence[Piece]) -> list[npt.NDArray[np.int32]]:
         """Token ids of each piece."""
@@ -75,21 +73,19 @@ class Cutter:
             for each, piece in zip(found, pieces, strict=True)
         ]
 
-    def _piece(self, context: str, text: str, forced: bool) -> Piece:
-        if forced:  # as if the text began here
-            return Piece("", text, 0, forced=True)
+    def _piece(self, context: str, text: str) -> Piece:
         return Piece(context, text, len(self._ids(context)) if context else 0)
 
     def _cut(self, context: str, text: str, start: int) -> tuple[int, bool] | None:
-        """Where the next piece ends, and whether that is forced; None: more text is needed."""
+        """Where the next piece ends, and whether text is split there; None: more text is needed."""
         first = start + _SIZE // 2
         while first + _SIZE <= len(text) - CONTEXT:
             for place in _candidates(text, first, first + _SIZE):
                 before = (context + text[start:place])[-CONTEXT:]
                 if self._splits(before, text[place : place + CONTEXT]):
-                    return place, False
+                    return place, True
             first += _SIZE
-        return (first, True) if first - start > _LONGEST * _SIZE else None
+        return (first, False) if first - start > _LONGEST * _SIZE else None
 
     def _splits(self, before: str, after: str) -> bool:
         """Whether the tokens before a place never depend on what follows, nor the other way."""

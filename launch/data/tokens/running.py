@@ -106,8 +106,6 @@ class _Maker:
     tokenizer: Tokenizer
     marks: Marks | None
     utf8: bool = True
-    forced: int = 0
-    """Pieces that were cut where the tokenizer does not split."""
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +114,7 @@ class _Maker:
     def make(self, folder: Path) -> None:
         """Write the folder, from where an interrupted process left off."""
         with closing(TokenWriter(folder, ids=self.tokenizer.vocab)) as writer:
-            done, context, self.utf8, self.forced = writer.done or (0, "", True, 0)
+            done, context, self.utf8 = (writer.done or (0, "", True))[:3]
             writer.rejected.clear()  # those before are met again on the way
             progress = Progress(f"{self.what}: tokenizing", self.nbytes, done)
             for step in self._steps(folder, writer, done, context):
@@ -124,10 +122,10 @@ class _Maker:
                     writer.add(Document(tokens), 0) if ends else writer.extend(Document(tokens))
                 done += step.nbytes
                 progress.at(done)
-                writer.passed([done, step.context, self.utf8, self.forced])
+                writer.passed([done, step.context, self.utf8])
             if self.marks is None:
                 writer.add(Document(np.zeros(0, dtype=np.int32)), 0)  # its end
-            writer.finish({"utf8": self.utf8, "forced": self.forced, "bytes": self.nbytes})
+            writer.finish({"utf8": self.utf8, "bytes": self.nbytes})
         progress.finished(folder)
 
     def _steps(self, folder: Path, writer: TokenWriter, done: int, context: str) -> Iterator[_Step]:
@@ -144,7 +142,6 @@ class _Maker:
             if first:
                 self._estimate(folder, sum(map(len, found)), nbytes)
                 first = False
-            self.forced += sum(text.piece.forced for text in batch)
             parts = [
                 (self._marked(tokens, first=text.first, last=text.last), self._ends(text.last))
                 for tokens, text in zip(found, batch, strict=True)

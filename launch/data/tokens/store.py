@@ -61,7 +61,11 @@ def obtain(
                     _sweep(root)
                     _sweep(root.parent / _ROWS)
                     if not _is_whole(partial, read):
-                        _make(partial, make)
+                        try:
+                            make(partial)
+                        except ValueError:  # an interruption leaves what was written for next time
+                            shutil.rmtree(partial, ignore_errors=True)
+                            raise
                     _settle(partial, folder)
                     found = read(folder)
         with contextlib.suppress(OSError):
@@ -121,15 +125,6 @@ def _is_whole(partial: Path, read: Callable[[Path], object]) -> bool:
         shutil.rmtree(partial)
         return False
     return True
-
-
-def _make(partial: Path, make: Callable[[Path], None]) -> None:
-    """An interruption leaves what was written for the next time, wrong data does not."""
-    try:
-        make(partial)
-    except ValueError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _settle(partial: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from thinpipe.launch.data.estimate import estimate
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.reading import records
 
-TEXTS = [f"text {number} " * (20 + number % 7) for number in range(4000)]
+TEXTS = [f"text {number} " * (20 + number % 7) for number in range(1000)]
 
 
 def _text(folder: Path) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def _parquet(folder: Path) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test can write is large."""
-    monkeypatch.setattr(module, "_LARGE_NBYTES", 100_000)
-    monkeypatch.setattr(module, "_HEAD_NBYTES", 50_000)
+    monkeypatch.setattr(module, "_LARGE_NBYTES", 50_000)
+    monkeypatch.setattr(module, "_HEAD_NBYTES", 25_000)
 
 
 @pytest.mark.parametrize("make", [_text, _jsonl, _csv, _parquet])

@@ -1,5 +1,6 @@
 """What is made once on a host: by one process, found again, gone on with, made again if damaged."""
 
+import functools
 import shutil
 import threading
 import time
@@ -19,7 +20,7 @@ from thinpipe.launch.data.tokens.pieces import Cutter
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 from thinpipe.launch.host import cache
 
-TEXT = "".join(f"{number:06d} a line of text, and another one\n" for number in range(4000))
+TEXT = "".join(f"{number:06d} a line of text, and another one\n" for number in range(1500))
 
 
 @pytest.fixture(autouse=True)
@@ -135,15 +136,20 @@ def _made(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()]
 
 
-def _tokenizer(folder: Path) -> str:
+@functools.cache
+def _trained() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
     found.train_from_iterator([TEXT[:20_000]], trainer)
+    return found
+
+
+def _tokenizer(folder: Path) -> str:
     folder.mkdir()
-    found.save(str(folder / "tokenizer.json"))
+    _trained().save(str(folder / "tokenizer.json"))
     return str(folder)
 
 
