@@ -40,45 +40,45 @@ class Labelling:
     types: int = 1
 
 
+@dataclass(frozen=True, eq=False)
 class LabelledSet:
     """Texts as sequences of `length` tokens with a mask, read when they are asked for."""
 
-    def __init__(
-        self, documents: Documents, length: int, labelling: Labelling, notes: Sequence[str] = ()
-    ) -> None:
-        self._documents, self._length, self._labelling = documents, length, labelling
-        self.notes = tuple(notes)
+    documents: Documents
+    length: int
+    labelling: Labelling
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        inputs_BT = torch.zeros(len(ids_B), self._length, dtype=torch.int64)
+        inputs_BT = torch.zeros(len(ids_B), self.length, dtype=torch.int64)
         mask_BT = torch.zeros(inputs_BT.shape, dtype=torch.bool)
         types_BT = torch.zeros(inputs_BT.shape, dtype=torch.uint8)
-        targets_BC = torch.zeros(len(ids_B), self._labelling.classes)
+        targets_BC = torch.zeros(len(ids_B), self.labelling.classes)
         for row, number in enumerate(ids_B.tolist()):
-            document = self._documents.read(number)
+            document = self.documents.read(number)
             inputs_BT[row, : len(document)] = torch.from_numpy(document.tokens)
             mask_BT[row, : len(document)] = True
             if document.types is not None:
                 types_BT[row, : len(document)] = torch.from_numpy(document.types)
             targets_BC[row] = torch.from_numpy(document.targets)
         targets = targets_BC
-        if self._labelling.problem == _ONE_CLASS:
+        if self.labelling.problem == _ONE_CLASS:
             targets = targets_BC[:, 0].to(torch.int64)
-        types = types_BT if self._labelling.types > 1 else None
+        types = types_BT if self.labelling.types > 1 else None
         return Batch(inputs_BT, targets, ids_B, mask_BT, types_BT=types)
 
     def select(self, indices: Tensor) -> "LabelledSet":
         """Some of the samples, renumbered from 0."""
-        chosen = Chosen(self._documents, indices.numpy())
-        return LabelledSet(chosen, self._length, self._labelling, self.notes)
+        chosen = Chosen(self.documents, indices.numpy())
+        return LabelledSet(chosen, self.length, self.labelling, self.notes)
 
     @cached_property
     def digest(self) -> str:
-        parts = f"{self._documents.digest} {self._length} {self._labelling}"
+        parts = f"{self.documents.digest} {self.length} {self.labelling}"
         return hashlib.sha256(parts.encode()).hexdigest()
 
 

@@ -66,7 +66,7 @@ def _estimated(
     wanted = config.train_sequences
     count = int(total * kept) if wanted == "all" else min(wanted, int(total * kept))
     held_out = 1 if config.eval_sequences == "all" else config.eval_sequences
-    return Counted(head, max(1, count), notes), Counted(head, held_out)
+    return Counted(head, max(1, count), tuple(notes)), Counted(head, held_out)
 
 
 def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, str]:

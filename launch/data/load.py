@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
 from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
-from thinpipe.launch.data.own import OwnSet, load_own, made
+from thinpipe.launch.data.own import OwnSet, Reading, load_own, made
 from thinpipe.launch.data.packing import Layout, PackedSet, mix, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
@@ -97,10 +98,18 @@ def _load_stream(
     labelling: Labelling,
     drawn: int,
 ) -> tuple[SampleSet, SampleSet]:
-    from thinpipe.launch.data.streams.blocks import load_stream  # for those who ask for it
+    from thinpipe.launch.data.streams import blocks, stream  # for those who ask for it
 
-    tokenizer = None if config.factory else _tokenizer(config, vocab)
-    held_out: SampleSet | None = None
+    assert config.stream_block is not None, "asked of streams alone"
+    make: stream.Make
+    if config.factory is not None:
+        dataset: Any = made(config.factory, "data.factory")
+        items = stream.Items(lambda: dataset)
+        make = partial(stream.own_block, config.source, Reading())
+    else:
+        items = stream.Items(blocks.rows_of(config))
+        make = blocks.make_of(config, _tokenizer(config, vocab), seed, labelling)
+    held_out: SampleSet
     if config.eval_path is not None:
         whole: dict[str, Any] = {"path": config.eval_path, "stream_block": None}
         whole |= {"train_sequences": config.eval_sequences}
@@ -109,7 +118,13 @@ def _load_stream(
         )
     elif config.eval_factory is not None:
         held_out = OwnSet(made(config.eval_factory, "data.eval_factory"), config.source)
-    return load_stream(config, tokenizer, held_out, seed=seed, labelling=labelling, total=drawn)
+    else:
+        assert config.eval_sequences != "all", "checked with the settings"
+        held_out = blocks.take_held_out(items, make, config.eval_sequences, config.source)
+    training = stream.StreamSet(
+        items, make, what=config.source, block=config.stream_block, seed=seed, total=drawn
+    )
+    return training, held_out
 
 
 def _load_rows(
@@ -140,7 +155,7 @@ def _load_rows(
                 "set data.eval_path or use more rows"
             )
         if config.kind == "labelled":
-            labelled = LabelledSet(documents, config.sequence_length, labelling, notes)
+            labelled = LabelledSet(documents, config.sequence_length, labelling, tuple(notes))
             return _selected(labelled, setting, config=config)
         return _packed(documents, setting, config, seed, notes)
 
@@ -188,7 +203,7 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Sam
         documents = _mixed(parts, config, seed) if trained else Joined(parts)
         if config.packs:
             return _packed(documents, setting, config, seed, notes)
-        return _selected(WindowSet(documents, notes), setting, config=config)
+        return _selected(WindowSet(documents, tuple(notes)), setting, config=config)
 
     return (
         samples(sources, "all" if rest else "training", "train_sequences"),

@@ -5,6 +5,7 @@ Axes: B samples of a batch, T tokens.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -65,49 +66,50 @@ class Windows:
         return hashlib.sha256(f"{self._length} {self._tokens.digest}".encode()).hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
 class WindowSet:
     """Running text: each document is a sample, whose targets are the inputs shifted by one."""
 
-    def __init__(self, documents: Documents, notes: Sequence[str] = ()) -> None:
-        """`documents` have as many tokens each, at least two."""
-        self._documents = documents
-        self.notes = tuple(notes)
+    documents: Documents
+    """They have as many tokens each, at least two."""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        found = [self._documents.read(number).tokens for number in ids_B.tolist()]
+        found = [self.documents.read(number).tokens for number in ids_B.tolist()]
         tokens = torch.from_numpy(np.stack(found)).to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
     def select(self, indices: Tensor) -> "WindowSet":
         """Some of the samples, renumbered from 0."""
-        return WindowSet(Chosen(self._documents, indices.numpy()), self.notes)
+        return WindowSet(Chosen(self.documents, indices.numpy()), self.notes)
 
     @property
     def digest(self) -> str:
-        return self._documents.digest
+        return self.documents.digest
 
 
+@dataclass(frozen=True, eq=False)
 class Counted:
     """The samples of others, of which there are `count`: the first ones, or more than are known."""
 
-    def __init__(self, samples: SampleSet, count: int, notes: Sequence[str] = ()) -> None:
-        self._samples, self._count = samples, count
-        self.notes = tuple(notes)
+    samples: SampleSet
+    count: int
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def batch(self, ids: Ids) -> Batch:
         """Raises ValueError for samples that are not known."""
-        return self._samples.batch(ids)
+        return self.samples.batch(ids)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.count} {self.samples.digest}".encode()).hexdigest()
 
 
 def checked_ids(ids: Ids, count: int) -> Tensor:

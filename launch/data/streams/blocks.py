@@ -13,19 +13,12 @@ from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Document, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
-from thinpipe.launch.data.own import Reading, made
 from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import source_of
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
-from thinpipe.launch.data.streams.stream import (
-    Carry,
-    Items,
-    Make,
-    StreamSet,
-    own_block,
-)
+from thinpipe.launch.data.streams.stream import Carry, Items, Make
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
 from thinpipe.launch.data.tokens.store import says
@@ -44,40 +37,6 @@ class Tally:
         if says() and str(count).strip("0") == "1":
             rows = "1 row is" if count == 1 else f"{count} rows are"
             _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
-
-
-def load_stream(
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    held_out: SampleSet | None,
-    *,
-    seed: int,
-    labelling: Labelling,
-    total: int,
-) -> tuple[StreamSet, SampleSet]:
-    """Samples to train on, `total` of them, and the first of the stream to evaluate on.
-
-    `held_out` are those of `data.eval_path`; `tokenizer` is None for samples of your own.
-
-    Raises:
-        ValueError: the stream cannot be read, or ends too early.
-    """
-    assert config.stream_block is not None, "asked of streams alone"
-    make: Make
-    if config.factory is not None:
-        dataset: Any = made(config.factory, "data.factory")
-        items, make = Items(lambda: dataset), partial(own_block, config.source, Reading())
-    else:
-        assert tokenizer is not None, "loaded with the settings"
-        items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, labelling)
-    if held_out is None:
-        count = config.eval_sequences
-        assert count != "all", "checked with the settings"
-        held_out = take_held_out(items, make, count, config.source)
-    stream = StreamSet(
-        items, make, what=config.source, block=config.stream_block, seed=seed, total=total
-    )
-    return stream, held_out
 
 
 def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
@@ -102,7 +61,12 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
             )
 
 
-def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
+def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
+    """What gives the rows of `data.path` from the first one.
+
+    Raises:
+        ValueError: there are none, or they lack a field.
+    """
     if config.path is not None and config.path.startswith(HUB):
         return partial(stream_hub, config.path)
     source = source_of(config, config.path, "data.path")

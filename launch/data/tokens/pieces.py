@@ -1,15 +1,14 @@
 """Running text in pieces that a tokenizer gives the same tokens as the whole.
 
-A piece ends where the tokenizer splits text anyway, whatever stands further off: where its own
-pre-tokenizer does, or between two characters that no token of its vocabulary has side by side. The
-text before a piece is tokenized with it as its context and its tokens are dropped, so that a
-tokenizer that puts something before a text, as Metaspace does, does so once.
+A piece ends where the tokenizer splits text anyway: the tokens on either side are the same without
+the other side, and with less of it. The text before a piece is tokenized with it as its context and
+its tokens are dropped, so that a tokenizer that puts something before a text, as Metaspace does,
+does so once.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,8 +88,6 @@ class Cutter:
 
     def _splits(self, before: str, after: str) -> bool:
         """Whether the tokens before a place never depend on what follows, nor the other way."""
-        if not self._is_split(before, after):
-            return False
         shorter = before[-CONTEXT // 4 :]
         joined, near = self._ids(before + after), self._ids(shorter + after)
         left, left_near = self._ids(before), self._ids(shorter)
@@ -100,38 +97,9 @@ class Cutter:
             and joined[len(left) :] == near[len(left_near) :]
         )
 
-    def _is_split(self, before: str, after: str) -> bool:
-        left, joined = self._words(before), self._words(before + after)
-        if joined[: len(left)] == left:
-            return True
-        whole, part = "".join(joined), "".join(left)
-        if not whole.startswith(part) or len(whole) == len(part):
-            return False
-        pair = part[-1:] + whole[len(part)]
-        return pair not in self._pairs and whole[len(part)] in self._characters
-
-    def _words(self, text: str) -> list[str]:
-        """The text as the tokenizer's model gets it."""
-        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        if splitter is None:
-            return [text]
-        return [word for word, _ in splitter.pre_tokenize_str(text)]
-
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
-
-    @cached_property
-    def _pairs(self) -> set[str]:
-        """Characters that some token has side by side."""
-        vocab = self._backend.get_vocab()
-        return {token[at : at + 2] for token in vocab for at in range(len(token) - 1)}
-
-    @cached_property
-    def _characters(self) -> set[str]:
-        """Characters that are tokens: unknown ones may be joined."""
-        return {token for token in self._backend.get_vocab() if len(token) == 1}
 
 
 def _candidates(text: str, start: int, stop: int) -> Iterator[int]:
