@@ -40,7 +40,7 @@ class Labelling:
     types: int = 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LabelledSet:
     """Texts as sequences of `length` tokens with a mask, read when they are asked for."""
 

@@ -78,54 +78,55 @@ class Documents(Protocol):
         """SHA-256 (hex): equal if the numbers mean the same tokens."""
 
 
+@dataclass(eq=False)
 class Listed:
     """Documents in memory: those of a block of a stream."""
 
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
+    documents: Sequence[Document]
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     @property
     def lengths(self) -> npt.NDArray[Any]:
-        return np.array([len(document) for document in self._documents], dtype=np.int64)
+        return np.array([len(document) for document in self.documents], dtype=np.int64)
 
     @cached_property
     def digest(self) -> str:
         digest = hashlib.sha256()
-        for document in self._documents:
+        for document in self.documents:
             for part in (document.tokens, document.counts, document.types, document.targets):
                 content = b"" if part is None else part.tobytes()
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
-        whole = self._documents[number]
+        whole = self.documents[number]
         counts = None if whole.counts is None else whole.counts[start:stop]
         return replace(whole, tokens=whole.tokens[start:stop], counts=counts)
 
 
+@dataclass(eq=False)
 class Chosen:
     """Some of the documents of others, renumbered."""
 
-    def __init__(self, documents: Documents, numbers: npt.NDArray[Any]) -> None:
-        self._documents, self._numbers = documents, numbers
+    documents: Documents
+    numbers: npt.NDArray[Any]
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @cached_property
     def lengths(self) -> npt.NDArray[Any]:
-        return np.asarray(self._documents.lengths[self._numbers])
+        return np.asarray(self.documents.lengths[self.numbers])
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
-        return self._documents.read(int(self._numbers[number]), start, stop)
+        return self.documents.read(int(self.numbers[number]), start, stop)
 
     @cached_property
     def digest(self) -> str:
-        digest = hashlib.sha256(self._documents.digest.encode())
-        digest.update(np.ascontiguousarray(self._numbers, np.int64).tobytes())
+        digest = hashlib.sha256(self.documents.digest.encode())
+        digest.update(np.ascontiguousarray(self.numbers, np.int64).tobytes())
         return digest.hexdigest()
 
 

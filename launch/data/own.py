@@ -82,6 +82,7 @@ class OwnSet:
             )
         self._dataset, self._name, self._first, self._block = dataset, name, first, block
         self.reading = reading or Reading()
+        self.longest, self.shuffle = self.reading.longest, self.reading.shuffle
         self._count = (len(dataset) if stop is None else stop) - first
         if self._count < 1:
             raise ValueError(f"{name}: {self._count} samples; it needs at least one")
@@ -89,14 +90,6 @@ class OwnSet:
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def longest(self) -> int | None:
-        return self.reading.longest
-
-    @property
-    def shuffle(self) -> bool:
-        return self.reading.shuffle
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))

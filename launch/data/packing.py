@@ -71,7 +71,7 @@ class Packing:
         return Packing(order, np.cumsum([0, *sizes]))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PackedSet:
     """Samples that are read from documents when they are asked for; `pack` makes them."""
 

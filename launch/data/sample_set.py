@@ -66,7 +66,7 @@ class Windows:
         return hashlib.sha256(f"{self._length} {self._tokens.digest}".encode()).hexdigest()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WindowSet:
     """Running text: each document is a sample, whose targets are the inputs shifted by one."""
 
@@ -92,7 +92,7 @@ class WindowSet:
         return self.documents.digest
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Counted:
     """The samples of others, of which there are `count`: the first ones, or more than are known."""
 
