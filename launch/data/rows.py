@@ -61,6 +61,8 @@ class Row:
 class Rows(Protocol):
     """Rows in order, read anew whenever they are iterated over; none stays in RAM."""
 
+    name: str
+    """What messages call them."""
     columns: Sequence[Field]
     """Fields that are known before a row is read; none of JSON, whose records may have any."""
 

@@ -50,7 +50,7 @@ def opened(file: Path, packed: Compression) -> Iterator[io.BufferedReader]:
 
     try:
         with pa.CompressedInputStream(pa.OSFile(str(file)), packed) as stream:
-            yield io.BufferedReader(stream)
+            yield io.BufferedReader(stream, _BLOCK_NBYTES)
     except OSError as error:
         if error.errno is not None:  # of the disk
             raise

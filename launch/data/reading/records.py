@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
@@ -21,6 +22,8 @@ _CELL_NBYTES = 8 << 20
 """The longest cell of CSV: a quotation mark that nothing closes is noticed there."""
 _ROWS = 64
 """Of Parquet and Arrow at a time: a row may be a whole document."""
+_BEFORE, _BETWEEN = re.compile(r"[\ufeff\s\[]*"), re.compile(r"[\ufeff\s,\]]*")
+"""What stands before the first value of an array, and around others."""
 _LONGEST_WORD = 16
 """Of JSON's own, escapes included: an error before is none of a value that goes on."""
 
@@ -37,6 +40,7 @@ class FileRows:
 
     def __init__(self, forms: Sequence[Form], wanted: Collection[Field] = ()) -> None:
         self._forms, self._wanted = forms, wanted
+        self.name = str(forms[0].path)
         names = (name for form in forms for name in form.columns)
         self.columns: Sequence[Field] = [*dict.fromkeys(names)]
 
@@ -132,16 +136,13 @@ def _object(found: Any) -> Mapping[Field, Any] | str:
 
 def _values(form: Form) -> Iterator[Record]:
     """The objects of an array, or one after the other, without holding the whole file."""
-    decoder, left, first, done, final = json.JSONDecoder(), "", True, 0, False
+    decoder, left, between, done = json.JSONDecoder(), "", _BEFORE, 0
     for text in _decoded(form):
-        left, final = left + text, not text
-        while True:
-            left = left.lstrip("\ufeff \t\r\n" + ("[" if first else ",]"))
-            if not left:
-                break
-            first = False
+        left, at, final = left + text, 0, not text
+        while (at := _end(between, left, at)) < len(left):
+            between = _BETWEEN
             try:
-                value, stop = decoder.raw_decode(left)
+                value, stop = decoder.raw_decode(left, at)
             except json.JSONDecodeError as error:
                 cut = "Unterminated" in error.msg or error.pos > len(left) - _LONGEST_WORD
                 if cut and not final:
@@ -154,7 +155,13 @@ def _values(form: Form) -> Iterator[Record]:
                 break
             done += 1
             yield done, _object(value)
-            left = left[stop:]
+            at = stop
+        left = left[at:]
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    found = pattern.match(text, start)
+    return start if found is None else found.end()
 
 
 def _decoded(form: Form) -> Iterator[str]:

@@ -148,11 +148,11 @@ class SavedRows:
         self.columns: Sequence[Field] = dataset.column_names
         kept = [field for field in wanted if field in self.columns]
         self._dataset = dataset.select_columns(kept) if kept else dataset
-        self._name = name
+        self.name = name
 
     def __iter__(self) -> Iterator[Row]:
         for number, cells in enumerate(self._dataset, start=1):
-            yield _row(self._name, number, cells)
+            yield _row(self.name, number, cells)
 
     def count(self) -> int:
         return len(self._dataset)

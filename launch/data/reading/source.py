@@ -59,7 +59,7 @@ class Source:
         for field in fields:
             if rows.columns and str(field) not in rows.columns:
                 raise ValueError(
-                    f"{self.what}: no field {field!r} among {list(rows.columns)}; correct the "
+                    f"{rows.name}: no field {field!r} among {list(rows.columns)}; correct the "
                     "field's name in [data]"
                 )
         first = [*islice(rows, _LOOKED_AT)]

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps, each flushed."""
     monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(pieces, "_SIZE", 2048)
+    monkeypatch.setattr(pieces, "_SIZE", 4096)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
     monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
 
