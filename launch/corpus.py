@@ -77,15 +77,12 @@ def check_batch_size(config: RunConfig, training: SampleSet) -> None:
         ConfigError: there is not.
     """
     if len(training) < config.train.batch_size:
+        data = config.data
+        limit = data.source if data.factory else f"data.train_sequences = {data.train_sequences!r}"
         raise ConfigError(
             f"train.batch_size = {config.train.batch_size}, but there are {len(training)} "
-            f"training samples ({_limit(config)}); use a smaller batch or more data"
+            f"training samples ({limit}); use a smaller batch or more data"
         )
-
-
-def _limit(config: RunConfig) -> str:
-    data = config.data
-    return data.source if data.factory else f"data.train_sequences = {data.train_sequences!r}"
 
 
 def with_sizes(config: RunConfig) -> RunConfig:

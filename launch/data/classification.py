@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.data.columns import RowFields
-from thinpipe.launch.data.documents import Chosen, Column, Document, Documents, Rejected
+from thinpipe.launch.data.documents import Chosen, Document, Documents, Rejected
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Ids, checked_ids
 from thinpipe.launch.data.tokenizer import Tokenizer
@@ -40,76 +40,63 @@ class Labelling:
     types: int = 1
 
 
+@dataclass(eq=False)
 class LabelledSet:
     """Texts as sequences of `length` tokens with a mask, read when they are asked for."""
 
-    def __init__(
-        self, documents: Documents, length: int, labelling: Labelling, notes: Sequence[str] = ()
-    ) -> None:
-        self._documents, self._length, self._labelling = documents, length, labelling
-        self.notes = tuple(notes)
+    documents: Documents
+    length: int
+    labelling: Labelling
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        inputs_BT = torch.zeros(len(ids_B), self._length, dtype=torch.int64)
+        inputs_BT = torch.zeros(len(ids_B), self.length, dtype=torch.int64)
         mask_BT = torch.zeros(inputs_BT.shape, dtype=torch.bool)
         types_BT = torch.zeros(inputs_BT.shape, dtype=torch.uint8)
-        targets_BC = torch.zeros(len(ids_B), self._labelling.classes)
+        targets_BC = torch.zeros(len(ids_B), self.labelling.classes)
         for row, number in enumerate(ids_B.tolist()):
-            document = self._documents.document(number)
+            document = self.documents.read(number)
             inputs_BT[row, : len(document)] = torch.from_numpy(document.tokens)
             mask_BT[row, : len(document)] = True
             if document.types is not None:
                 types_BT[row, : len(document)] = torch.from_numpy(document.types)
             targets_BC[row] = torch.from_numpy(document.targets)
         targets = targets_BC
-        if self._labelling.problem == _ONE_CLASS:
+        if self.labelling.problem == _ONE_CLASS:
             targets = targets_BC[:, 0].to(torch.int64)
-        types = types_BT if self._labelling.types > 1 else None
+        types = types_BT if self.labelling.types > 1 else None
         return Batch(inputs_BT, targets, ids_B, mask_BT, types_BT=types)
 
     def select(self, indices: Tensor) -> "LabelledSet":
         """Some of the samples, renumbered from 0."""
-        chosen = Chosen(self._documents, indices.numpy())
-        return LabelledSet(chosen, self._length, self._labelling, self.notes)
+        chosen = Chosen(self.documents, indices.numpy())
+        return LabelledSet(chosen, self.length, self.labelling, self.notes)
 
     @cached_property
     def digest(self) -> str:
-        parts = f"{self._documents.digest} {self._length} {self._labelling}"
+        parts = f"{self.documents.digest} {self.length} {self.labelling}"
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
+@dataclass(frozen=True)
 class LabelledEncoder:
     """Rows as the tokens of one or two texts, and what is to be predicted of them.
 
     Of two texts the longer one loses tokens first; special tokens stay.
     """
 
-    def __init__(
-        self,
-        fields: RowFields,
-        tokenizer: Tokenizer,
-        length: int,
-        labelling: Labelling,
-        *,
-        key: str,
-    ) -> None:
-        self.key, self.ids = key, tokenizer.vocab
-        self.columns: tuple[Column, ...] = ("targets",)
-        if labelling.types > 1:
-            self.columns = ("targets", "types")
-        self._fields, self._tokenizer = fields, tokenizer
-        self._length, self._labelling = length, labelling
+    fields: RowFields
+    tokenizer: Tokenizer
+    length: int
+    labelling: Labelling
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
+    def encode(self, row: Row) -> Document | Rejected:
         """Raises ValueError if the length has no room for text, or the model lacks a type."""
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
-        fields = self._fields
+        fields = self.fields
         assert fields.text_field is not None, "checked with the config"
         assert fields.label_field is not None, "checked with the config"
         try:
@@ -117,13 +104,13 @@ class LabelledEncoder:
             other = None if fields.pair_field is None else row.text(fields.pair_field)
             found = row.value(fields.label_field)
         except RowError as error:
-            return Rejected(row.where, error.reason)
+            return Rejected(row.where, str(error))
         try:
-            targets = _targets(found, fields.labels, self._labelling)
-        except _LabelError as error:
+            targets = _targets(found, fields.labels, self.labelling)
+        except RowError as error:
             where = f"{row.where} has {reprlib.repr(found)}"
             return Rejected(where, f"field {fields.label_field!r} {error}")
-        fitted = self._tokenizer.fitted(text, other, self._length)
+        fitted = self.tokenizer.fitted(text, other, self.length)
         return Document(
             np.array(fitted.ids, dtype=np.int32),
             remark=TRUNCATED if fitted.truncated else None,
@@ -132,7 +119,7 @@ class LabelledEncoder:
         )
 
     def _types(self, types: Sequence[int]) -> npt.NDArray[np.uint8] | None:
-        known = self._labelling.types
+        known = self.labelling.types
         if known == 1:
             return None
         if max(types, default=0) >= known:
@@ -141,10 +128,6 @@ class LabelledEncoder:
                 f"to {known - 1} (its config.json); use the tokenizer that belongs to it"
             )
         return np.array(types, dtype=np.uint8)
-
-
-class _LabelError(ValueError):
-    """What is wrong with a label, after the name of its field."""
 
 
 def _targets(found: Any, labels: Sequence[str] | None, labelling: Labelling) -> list[float]:
@@ -160,7 +143,7 @@ def _targets(found: Any, labels: Sequence[str] | None, labelling: Labelling) -> 
 
 def _numbers(values: list[Any], count: int) -> list[float]:
     if len(values) != count:
-        raise _LabelError(f"has {len(values)} numbers where model.classes = {count}")
+        raise RowError(f"has {len(values)} numbers where model.classes = {count}")
     numbers = []
     for value in values:
         try:
@@ -168,9 +151,9 @@ def _numbers(values: list[Any], count: int) -> list[float]:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise _LabelError("is not a number, which regression needs")
+            raise RowError("is not a number, which regression needs")
         if number == IGNORED_TARGET:
-            raise _LabelError(
+            raise RowError(
                 f"is {IGNORED_TARGET}, which stands for a target that is not counted; shift or "
                 "scale the numbers"
             )
@@ -181,31 +164,31 @@ def _numbers(values: list[Any], count: int) -> list[float]:
 def _several(found: Any, labels: Sequence[str] | None, classes: int) -> set[int]:
     """The labels of a row that has any number of them: listed, or as one flag per class."""
     if not isinstance(found, list):
-        raise _LabelError("is not a list of labels, such as [0, 2] or []")
+        raise RowError("is not a list of labels, such as [0, 2] or []")
     if found and all(isinstance(value, bool | float) for value in found):
         if len(found) != classes or any(value not in (0, 1) for value in found):
-            raise _LabelError(f"is not {classes} flags of 0 and 1 (model.classes)")
+            raise RowError(f"is not {classes} flags of 0 and 1 (model.classes)")
         return {number for number, value in enumerate(found) if value}
     numbers = [_class_of(value, labels, classes) for value in found]
     if len(set(numbers)) < len(numbers):
-        raise _LabelError("has a label twice; list each once, or write flags as true and false")
+        raise RowError("has a label twice; list each once, or write flags as true and false")
     return set(numbers)
 
 
 def _class_of(found: Any, labels: Sequence[str] | None, classes: int) -> int:
     if not isinstance(found, str | int):
-        raise _LabelError(f"is {type(found).__name__}, not a label of text or a whole number")
+        raise RowError(f"is {type(found).__name__}, not a label of text or a whole number")
     name = str(found).lower() if isinstance(found, bool) else str(found)  # as JSON spells it
     if labels is not None:
         if name not in labels:
-            raise _LabelError(f"is not one of data.labels = {list(labels)}")
+            raise RowError(f"is not one of data.labels = {list(labels)}")
         return labels.index(name)
     try:
         number = int(name)
     except ValueError:
-        raise _LabelError("is not a whole number; name the labels in data.labels") from None
+        raise RowError("is not a whole number; name the labels in data.labels") from None
     if not 0 <= number < classes:
-        raise _LabelError(
+        raise RowError(
             f"is not one of labels 0 to {classes - 1}, which model.classes = {classes} allows"
         )
     return number

@@ -97,6 +97,11 @@ class RowFields(BaseModel):
         return [f for f in (*named, self.response_field, self.messages_field) if f is not None]
 
     @property
+    def running_field(self) -> Field:
+        """The field of running text; files without rows have none."""
+        return "text" if self.text_field is None else self.text_field
+
+    @property
     def optional_fields(self) -> tuple[Field, ...]:
         """Fields that rows may have: what a system says, and tools, beside a conversation."""
         return () if self.messages_field is None else ("system", "tools")

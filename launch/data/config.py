@@ -54,6 +54,10 @@ class DataConfig(RowFields):
             raise ValueError(f"{listed}: two sources of text; remove one")
         if self.eval_path is not None and not named:
             raise ValueError(f"eval_path = {self.eval_path!r}: nothing to train on; set path")
+        if self.max_bytes is not None and self.kind != "text":
+            raise ValueError(
+                f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
+            )
         return self
 
     @model_validator(mode="after")
@@ -73,14 +77,6 @@ class DataConfig(RowFields):
                     f"{name} = {getattr(self, name)!r}: factory = {self.factory!r} returns the "
                     "samples as they are; remove it"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _kind_fits(self) -> "DataConfig":
-        if self.max_bytes is not None and self.kind != "text":
-            raise ValueError(
-                f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
-            )
         return self
 
     @model_validator(mode="after")
@@ -104,6 +100,12 @@ class DataConfig(RowFields):
         if self.max_bytes is not None:
             raise ValueError(f"max_bytes = {self.max_bytes}: {what} reads rows; remove it")
         return self
+
+    @property
+    def paths(self) -> dict[str, str | None]:
+        """What is trained on, by setting; None stands for the standard library."""
+        named = {f"data.sources.{at}.path": source.path for at, source in enumerate(self.sources)}
+        return {**named} or {"data.path": self.path}
 
     @property
     def source(self) -> str:

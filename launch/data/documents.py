@@ -5,8 +5,8 @@ An encoder turns rows into documents. These are written once into a token file
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -47,23 +47,18 @@ class Rejected:
     reason: str
 
 
-class Encoder(Protocol):
-    """Turns rows into documents; the same rows always give the same tokens."""
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows into documents; the same row always gives the same tokens."""
 
-    @property
-    def key(self) -> str:
-        """A digest of all that decides the tokens: tokenizer files, template, settings."""
-
-    @property
-    def ids(self) -> int:
-        """One more than the highest token id; files use one, two or four bytes a token for it."""
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """What documents have beside tokens."""
-
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        """A document, or why there is none, for each row, in their order."""
+    key: str
+    """A digest of all that decides the tokens: tokenizer files, template, settings."""
+    ids: int
+    """One more than the highest token id; files use one, two or four bytes a token for it."""
+    columns: tuple[Column, ...]
+    """What documents have beside tokens."""
+    encode: Callable[[Row], Document | Rejected]
+    """A document, or why there is none."""
 
 
 class Documents(Protocol):
@@ -75,71 +70,63 @@ class Documents(Protocol):
     def lengths(self) -> npt.NDArray[Any]:
         """Tokens of each document, int64 [documents]."""
 
-    def document(self, number: int) -> Document:
-        """Read one from disk."""
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        """Read some of its tokens, which begin at `start`."""
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        """Read one from disk, or some of its tokens: those from `start` to `stop` - 1."""
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex): equal if the numbers mean the same tokens."""
 
 
+@dataclass(eq=False)
 class Listed:
     """Documents in memory: those of a block of a stream."""
 
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
+    documents: Sequence[Document]
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     @property
     def lengths(self) -> npt.NDArray[Any]:
-        return np.array([len(document) for document in self._documents], dtype=np.int64)
+        return np.array([len(document) for document in self.documents], dtype=np.int64)
 
     @cached_property
     def digest(self) -> str:
         digest = hashlib.sha256()
-        for document in self._documents:
+        for document in self.documents:
             for part in (document.tokens, document.counts, document.types, document.targets):
                 content = b"" if part is None else part.tobytes()
                 digest.update(len(content).to_bytes(8, "little") + content)
         return digest.hexdigest()
 
-    def document(self, number: int) -> Document:
-        return self._documents[number]
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        whole = self._documents[number]
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        whole = self.documents[number]
         counts = None if whole.counts is None else whole.counts[start:stop]
-        return Document(whole.tokens[start:stop], counts)
+        return replace(whole, tokens=whole.tokens[start:stop], counts=counts)
 
 
+@dataclass(eq=False)
 class Chosen:
     """Some of the documents of others, renumbered."""
 
-    def __init__(self, documents: Documents, numbers: npt.NDArray[Any]) -> None:
-        self._documents, self._numbers = documents, numbers
+    documents: Documents
+    numbers: npt.NDArray[Any]
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @cached_property
     def lengths(self) -> npt.NDArray[Any]:
-        return np.asarray(self._documents.lengths[self._numbers])
+        return np.asarray(self.documents.lengths[self.numbers])
 
-    def document(self, number: int) -> Document:
-        return self._documents.document(int(self._numbers[number]))
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        return self._documents.part(int(self._numbers[number]), start, stop)
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        return self.documents.read(int(self.numbers[number]), start, stop)
 
     @cached_property
     def digest(self) -> str:
-        digest = hashlib.sha256(self._documents.digest.encode())
-        digest.update(np.ascontiguousarray(self._numbers, np.int64).tobytes())
+        digest = hashlib.sha256(self.documents.digest.encode())
+        digest.update(np.ascontiguousarray(self.numbers, np.int64).tobytes())
         return digest.hexdigest()
 
 
@@ -157,19 +144,12 @@ class Joined:
     def lengths(self) -> npt.NDArray[Any]:
         return np.concatenate([part.lengths for part in self._parts])
 
-    def document(self, number: int) -> Document:
-        owner, own = self._place(number)
-        return owner.document(own)
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        owner, own = self._place(number)
-        return owner.part(own, start, stop)
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        at = int(np.searchsorted(self._stops, number, side="right"))
+        own = number - (int(self._stops[at - 1]) if at else 0)
+        return self._parts[at].read(own, start, stop)
 
     @cached_property
     def digest(self) -> str:
         parts = " ".join(part.digest for part in self._parts)
         return hashlib.sha256(parts.encode()).hexdigest()
-
-    def _place(self, number: int) -> tuple[Documents, int]:
-        at = int(np.searchsorted(self._stops, number, side="right"))
-        return self._parts[at], number - (int(self._stops[at - 1]) if at else 0)

@@ -7,13 +7,13 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, PromptEncoder
+from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, encode_prompt
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of, question_and_answer
 from thinpipe.launch.data.chat.template import load_template, template_text
 from thinpipe.launch.data.classification import LabelledEncoder, Labelling
 from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Encoder
+from thinpipe.launch.data.documents import Column, Encoder
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
 from thinpipe.launch.data.tokenizer_files import digest_of_folder
@@ -58,16 +58,23 @@ def encoder_for(
     """
     labelling = labelling or Labelling()
     key = _key(config, tokenizer, labelling)
+    columns: tuple[Column, ...]
     if config.kind == "labelled":
-        return LabelledEncoder(config, tokenizer, config.sequence_length, labelling, key=key)
+        columns = ("targets", "types") if labelling.types > 1 else ("targets",)
+        labelled = LabelledEncoder(config, tokenizer, config.sequence_length, labelling)
+        return Encoder(key, tokenizer.vocab, columns, labelled.encode)
     limits = Limits(config.sequence_length + 1, config.loss_on)
+    columns = () if config.loss_on == "all" else ("counts",)
     _ = tokenizer.end  # else every row would be told that there is none
     if config.messages_field is None and config.chat_template is None:
-        return PromptEncoder(tokenizer, partial(_pair, config), limits, key=key)
+        read = partial(_pair, config)
+        encode = partial(encode_prompt, tokenizer=tokenizer, read=read, limits=limits)
+        return Encoder(key, tokenizer.vocab, columns, encode)
     field = config.messages_field
-    read = partial(_question, config) if field is None else partial(messages_of, field=field)
+    messages = partial(_question, config) if field is None else partial(messages_of, field=field)
     template = partial(load_template, config.chat_template, tokenizer)
-    return ChatEncoder(tokenizer, template, read, limits, key=key)
+    chat = ChatEncoder(tokenizer, template, messages, limits)
+    return Encoder(key, tokenizer.vocab, columns, chat.encode)
 
 
 def _pair(fields: RowFields, row: Row) -> tuple[str, str]:

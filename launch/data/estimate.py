@@ -7,10 +7,11 @@ import torch
 
 from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.reading.arrow import all_columns, row_count
+from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks
+from thinpipe.launch.data.reading.records import parquet_count
 from thinpipe.launch.data.reading.saved import HUB, is_saved
-from thinpipe.launch.data.reading.source import Source, open_source, rows_of
+from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import Counted, SampleSet
@@ -33,18 +34,11 @@ def estimate(
     Raises:
         ValueError: there are no such data, or the beginning does not fit the settings.
     """
-    paths = [config.path, *(source.path for source in config.sources)]
-    named = [path for path in paths if path is not None]
+    named = [path for path in config.paths.values() if path is not None]
     datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:
         return None
-    kind = None if config.format == "auto" else config.format
-    sources = [
-        open_source(
-            path, "data.path", kind=kind, fields=config.fields, optional=config.optional_fields
-        )
-        for path in named
-    ]
+    sources = [source_of(config, path, "data.path") for path in named]
     if sum(source.nbytes for source in sources) < _LARGE_NBYTES:
         return None
     return _estimated(config, sources, seed=seed, labelling=labelling)
@@ -72,7 +66,7 @@ def _estimated(
     wanted = config.train_sequences
     count = int(total * kept) if wanted == "all" else min(wanted, int(total * kept))
     held_out = 1 if config.eval_sequences == "all" else config.eval_sequences
-    return Counted(head, max(1, count), notes), Counted(head, held_out)
+    return Counted(head, max(1, count), tuple(notes)), Counted(head, held_out)
 
 
 def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, str]:
@@ -83,18 +77,24 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         text = Decoder().decode(next(blocks(form.path, form.compression), b""))
         limit = config.max_bytes or source.nbytes * longer
         nbytes = min(source.nbytes * longer, limit)
-        field = "text" if config.text_field is None else config.text_field
-        row = Row(str(form.path), {field: text})
+        row = Row(str(form.path), {config.running_field: text})
         files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
-    rows, nbytes, known = list[Row](), 0, row_count(source.forms)
-    # without a count the bytes of whole rows say how many there are
-    read = None if known is None else (config.fields, config.optional_fields)
-    for columns in all_columns(form, columns=read):
-        rows += rows_of(source.forms, columns, config.fields)
-        nbytes += sum(len(str(value)) for column in columns.values() for value in column)
+    assert source.all_rows is not None, "it is no text"
+    rows, nbytes, known = list[Row](), 0, parquet_count(source.forms)
+    for row in source.all_rows:
+        rows.append(row)
+        nbytes += _nbytes(row, form)
         if nbytes >= _HEAD_NBYTES:
             break
+    # without a count the bytes of whole rows say how many there are
     count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
     whole = f"{'' if known else 'about '}{format_count(count)} rows"
     return rows, min(1.0, len(rows) / max(1, count)), whole
+
+
+def _nbytes(row: Row, form: Form) -> int:
+    """About how many bytes of its file a row takes."""
+    if form.kind in ("jsonl", "json"):
+        return len(str(row.fields))
+    return sum(len(str(cell)) + 1 for cell in row.fields.values())

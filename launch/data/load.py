@@ -4,24 +4,25 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.classification import LabelledSet, Labelling
-from thinpipe.launch.data.columns import Field as RowField
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Chosen, Documents, Joined
 from thinpipe.launch.data.encode import describe_marks, document_marks, encoder_for
-from thinpipe.launch.data.own import OwnSet, load_own, made
+from thinpipe.launch.data.own import OwnSet, Reading, load_own, made
 from thinpipe.launch.data.packing import Layout, PackedSet, mix, pack
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.saved import HUB
-from thinpipe.launch.data.reading.source import Source, open_source
+from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Part
-from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet, spread
+from thinpipe.launch.data.sample_set import SampleSet, Windows, WindowSet
 from thinpipe.launch.data.token_file import TokenFile, rejections
 from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from thinpipe.launch.data.tokens.encoded import encoded_rows
@@ -38,8 +39,7 @@ def files(config: DataConfig) -> list[Path]:
     """
     if config.factory is not None:
         return []
-    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
-    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
+    paths = config.paths
     if config.eval_path is not None:
         paths["data.eval_path"] = config.eval_path
     if config.tokenizer != BYTES:
@@ -98,10 +98,18 @@ def _load_stream(
     labelling: Labelling,
     drawn: int,
 ) -> tuple[SampleSet, SampleSet]:
-    from thinpipe.launch.data.streams.blocks import load_stream  # for those who ask for it
+    from thinpipe.launch.data.streams import blocks, stream  # for those who ask for it
 
-    tokenizer = None if config.factory else _tokenizer(config, vocab)
-    held_out: SampleSet | None = None
+    assert config.stream_block is not None, "asked of streams alone"
+    make: stream.Make
+    if config.factory is not None:
+        dataset: Any = made(config.factory, "data.factory")
+        items = stream.Items(lambda: dataset)
+        make = partial(stream.own_block, config.source, Reading())
+    else:
+        items = stream.Items(blocks.rows_of(config))
+        make = blocks.make_of(config, _tokenizer(config, vocab), seed, labelling)
+    held_out: SampleSet
     if config.eval_path is not None:
         whole: dict[str, Any] = {"path": config.eval_path, "stream_block": None}
         whole |= {"train_sequences": config.eval_sequences}
@@ -110,7 +118,13 @@ def _load_stream(
         )
     elif config.eval_factory is not None:
         held_out = OwnSet(made(config.eval_factory, "data.eval_factory"), config.source)
-    return load_stream(config, tokenizer, held_out, seed=seed, labelling=labelling, total=drawn)
+    else:
+        assert config.eval_sequences != "all", "checked with the settings"
+        held_out = blocks.take_held_out(items, make, config.eval_sequences, config.source)
+    training = stream.StreamSet(
+        items, make, what=config.source, block=config.stream_block, seed=seed, total=drawn
+    )
+    return training, held_out
 
 
 def _load_rows(
@@ -141,7 +155,7 @@ def _load_rows(
                 "set data.eval_path or use more rows"
             )
         if config.kind == "labelled":
-            labelled = LabelledSet(documents, config.sequence_length, labelling, notes)
+            labelled = LabelledSet(documents, config.sequence_length, labelling, tuple(notes))
             return _selected(labelled, setting, config=config)
         return _packed(documents, setting, config, seed, notes)
 
@@ -171,7 +185,7 @@ def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documen
 def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[SampleSet, SampleSet]:
     """Running text: whole documents, or windows over it."""
     sources, rest = _sources(config)
-    field, limit = _text_field(config), config.max_bytes
+    field, limit = config.running_field, config.max_bytes
     begin, finish = document_marks(tokenizer, config.document_marks)
     marks = Marks(begin, finish) if begin or finish or config.packs else None
 
@@ -189,7 +203,7 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Sam
         documents = _mixed(parts, config, seed) if trained else Joined(parts)
         if config.packs:
             return _packed(documents, setting, config, seed, notes)
-        return _selected(WindowSet(documents, notes), setting, config=config)
+        return _selected(WindowSet(documents, tuple(notes)), setting, config=config)
 
     return (
         samples(sources, "all" if rest else "training", "train_sequences"),
@@ -199,34 +213,24 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Sam
 
 def _sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
     """Those to train on, and to evaluate on: none if every tenth row or part is held out."""
-    named = {f"data.sources.{at}.path": source.path for at, source in enumerate(config.sources)}
-    paths: dict[str, str | None] = dict(named) or {"data.path": config.path}
-    sources = [_source(config, path, setting) for setting, path in paths.items()]
+    sources = [source_of(config, path, setting) for setting, path in config.paths.items()]
     if config.eval_path is not None:
-        return sources, [_source(config, config.eval_path, "data.eval_path")]
+        return sources, [source_of(config, config.eval_path, "data.eval_path")]
     rest = [source.held_out for source in sources if source.held_out is not None]
     return sources, rest if len(rest) == len(sources) else []
 
 
-def _source(config: DataConfig, path: str | None, setting: str) -> Source:
-    kind = None if config.format == "auto" else config.format
-    optional = config.optional_fields
-    return open_source(path, setting, kind=kind, fields=config.fields, optional=optional)
-
-
-def _text_field(config: DataConfig) -> RowField:
-    return "text" if config.text_field is None else config.text_field
-
-
 def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:
-    chosen = spread(
-        len(samples),
-        getattr(config, setting),
-        setting=setting,
-        found=f"{config.source} gives {len(samples)} for it",
-        remedy='"all", or more data',
-    )
-    return samples if chosen is None else samples.select(chosen)
+    """As many as the setting says, spread evenly over those that there are."""
+    wanted, found = getattr(config, setting), len(samples)
+    if wanted in ("all", found):
+        return samples
+    if wanted > found:
+        raise ValueError(
+            f"data.{setting} = {wanted}: {config.source} gives {found} for it; use at most "
+            f'{found}, "all", or more data'
+        )
+    return samples.select(torch.arange(wanted) * found // wanted)
 
 
 def _windows(
@@ -252,11 +256,6 @@ def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenize
     notes = [f"note: {what}: {note}" for note in rejections(tokens)]
     if config.tokenizer != BYTES or config.document_marks != "tokenizer":
         notes.append(f"note: {describe_marks(tokenizer, config.document_marks)}")
-    if tokens.facts["forced"]:
-        notes.append(
-            f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
-            "places where it had to be cut; tokens there may differ"
-        )
     if not tokens.facts["utf8"]:
         notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
     return notes

@@ -8,15 +8,15 @@ Axes: B samples.
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data import default_collate as TORCHS
 
@@ -82,6 +82,7 @@ class OwnSet:
             )
         self._dataset, self._name, self._first, self._block = dataset, name, first, block
         self.reading = reading or Reading()
+        self.longest, self.shuffle = self.reading.longest, self.reading.shuffle
         self._count = (len(dataset) if stop is None else stop) - first
         if self._count < 1:
             raise ValueError(f"{name}: {self._count} samples; it needs at least one")
@@ -90,19 +91,12 @@ class OwnSet:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def longest(self) -> int | None:
-        return self.reading.longest
-
-    @property
-    def shuffle(self) -> bool:
-        return self.reading.shuffle
-
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
         items = [self._dataset[self._first + i] for i in ids_B.tolist()]
         if self.reading.collate is None:
-            batch = self._stack([self._checked(i) for i in zip(ids_B.tolist(), items, strict=True)])
+            checked = map(self._checked, ids_B.tolist(), items)
+            batch = tree_map(self._stack, *checked)
         else:
             with _drawing_alike(ids_B, self._block):
                 batch = _tensors(self.reading.collate(items))
@@ -125,9 +119,8 @@ class OwnSet:
                 )
         return digest.hexdigest()
 
-    def _checked(self, numbered: tuple[int, Any]) -> PyTree:
+    def _checked(self, index: int, item: Any) -> PyTree:
         """An item as tensors."""
-        index, item = numbered
         try:
             found = _tensors(item)
         except (TypeError, ValueError, RuntimeError):
@@ -139,13 +132,8 @@ class OwnSet:
             )
         return found
 
-    def _stack(self, items: Sequence[PyTree]) -> PyTree:
-        first = items[0]
-        if isinstance(first, Mapping):
-            return {name: self._stack([item[name] for item in items]) for name in first}
-        if isinstance(first, tuple | list):
-            return tuple(self._stack(column) for column in zip(*items, strict=True))
-        shapes = {tuple(tensor.shape): place for place, tensor in enumerate(items)}
+    def _stack(self, *tensors: Tensor) -> Tensor:
+        shapes = {tuple(tensor.shape): place for place, tensor in enumerate(tensors)}
         if len(shapes) > 1:
             (one, place), (other, second), *_ = shapes.items()
             raise ValueError(
@@ -153,7 +141,7 @@ class OwnSet:
                 f"{second} {list(other)}; give all the same shape, or a collate function that pads "
                 "them: run.batches(..., collate=...)"
             )
-        return torch.stack(list(items))
+        return torch.stack(tensors)
 
     def _check_collated(self, batch: PyTree, samples: int) -> None:
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -281,23 +269,19 @@ def _parted(batch: PyTree) -> tuple[PyTree, PyTree]:
     return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
 
 
-class _drawing_alike:  # noqa: N801  a context manager
+@contextmanager
+def _drawing_alike(ids_B: Tensor, block: int) -> Iterator[None]:
     """What a collate function draws at random is alike on all ranks: it follows from the ids."""
-
-    def __init__(self, ids_B: Tensor, block: int) -> None:
-        digest = hashlib.sha256(ids_B.numpy().tobytes() + bytes(f"{block}", "ascii")).digest()
-        self._seed = int.from_bytes(digest[:8], "big") >> 1
-        self._fork = torch.random.fork_rng(devices=[])
-
-    def __enter__(self) -> None:
-        self._fork.__enter__()
-        torch.default_generator.manual_seed(self._seed)
-        self._before = random.getstate()
-        random.seed(self._seed)
-
-    def __exit__(self, *error: Any) -> None:
-        random.setstate(self._before)
-        self._fork.__exit__(*error)
+    digest = hashlib.sha256(ids_B.numpy().tobytes() + bytes(f"{block}", "ascii")).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
 
 
 def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[OwnSet, OwnSet]:

@@ -71,28 +71,22 @@ class Packing:
         return Packing(order, np.cumsum([0, *sizes]))
 
 
+@dataclass(eq=False)
 class PackedSet:
-    """Samples that are read from documents when they are asked for."""
+    """Samples that are read from documents when they are asked for; `pack` makes them."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        layout: Layout,
-        pieces: _Pieces,
-        packing: Packing,
-        notes: Sequence[str] = (),
-    ) -> None:
-        """See `pack`, which makes them."""
-        self._documents, self._layout = documents, layout
-        self._pieces, self._packing = pieces, packing
-        self.notes = tuple(notes)
+    documents: Documents
+    layout: Layout
+    pieces: _Pieces
+    packing: Packing
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._packing)
+        return len(self.packing)
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        shape = (len(ids_B), self._layout.length)
+        shape = (len(ids_B), self.layout.length)
         inputs_BT = torch.zeros(shape, dtype=torch.int64)
         targets_BT = torch.full(shape, IGNORED_TARGET, dtype=torch.int64)
         segments_BT = torch.zeros(shape, dtype=torch.int32)
@@ -103,7 +97,9 @@ class PackedSet:
                 stop = start + len(document) - 1
                 tokens = torch.from_numpy(document.tokens.astype(np.int64))
                 inputs_BT[row, start:stop] = tokens[:-1]
-                counts = _counts(document)[1:]
+                counts = torch.ones(len(document) - 1, dtype=torch.bool)
+                if document.counts is not None:
+                    counts = torch.from_numpy(document.counts[1:])
                 targets_BT[row, start:stop] = torch.where(counts, tokens[1:], IGNORED_TARGET)
                 segments_BT[row, start:stop] = segment
                 first = int(counts.int().argmax()) + 1 if counts.any() else len(counts)
@@ -114,31 +110,31 @@ class PackedSet:
             targets_BT,
             ids_B,
             mask_BT=segments_BT > 0,
-            segments_BT=segments_BT if self._layout.packs else None,
-            prefix_BT=prefix_BT if self._layout.prefix else None,
+            segments_BT=segments_BT if self.layout.packs else None,
+            prefix_BT=prefix_BT if self.layout.prefix else None,
         )
 
     def select(self, indices: Tensor) -> "PackedSet":
         """Some of the samples, renumbered from 0."""
-        chosen = self._packing.select(indices.numpy())
-        return PackedSet(self._documents, self._layout, self._pieces, chosen, self.notes)
+        chosen = self.packing.select(indices.numpy())
+        return PackedSet(self.documents, self.layout, self.pieces, chosen, self.notes)
 
     @cached_property
     def digest(self) -> str:
         """Of the documents and of where they are, not of every batch that they make."""
-        layout = replace(self._layout, seed=0)
-        digest = hashlib.sha256(f"{self._documents.digest} {layout}".encode())
-        pieces = self._pieces
+        layout = replace(self.layout, seed=0)
+        digest = hashlib.sha256(f"{self.documents.digest} {layout}".encode())
+        pieces = self.pieces
         for array in (pieces.document, pieces.start, pieces.stop):
-            digest.update(np.ascontiguousarray(array[self._packing.order], np.int64).tobytes())
-        digest.update(np.ascontiguousarray(self._packing.starts, np.int64).tobytes())
+            digest.update(np.ascontiguousarray(array[self.packing.order], np.int64).tobytes())
+        digest.update(np.ascontiguousarray(self.packing.starts, np.int64).tobytes())
         return digest.hexdigest()
 
     def _read(self, sample: int) -> list[Document]:
-        packing, pieces = self._packing, self._pieces
+        packing, pieces = self.packing, self.pieces
         own = packing.order[packing.starts[sample] : packing.starts[sample + 1]]
         places = zip(pieces.document[own], pieces.start[own], pieces.stop[own], strict=True)
-        return [self._documents.part(int(n), int(start), int(stop)) for n, start, stop in places]
+        return [self.documents.read(int(n), int(start), int(stop)) for n, start, stop in places]
 
 
 def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> PackedSet:
@@ -150,9 +146,8 @@ def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> Pac
     sizes = pieces.inputs
     if not layout.packs:
         order = np.arange(len(sizes))
-        return PackedSet(
-            documents, layout, pieces, Packing(order, np.arange(len(sizes) + 1)), notes
-        )
+        packing = Packing(order, np.arange(len(sizes) + 1))
+        return PackedSet(documents, layout, pieces, packing, tuple(notes))
     packing = best_fit(sizes, layout.length, layout.seed)
     if len(packing):
         filled = sizes.sum() / (len(packing) * layout.length)
@@ -161,7 +156,7 @@ def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> Pac
             f"note: packing: {len(sizes)} examples in {len(packing)} sequences of "
             f"{layout.length}, {100 * filled:.1f} % filled",
         )
-    return PackedSet(documents, layout, pieces, packing, notes)
+    return PackedSet(documents, layout, pieces, packing, tuple(notes))
 
 
 def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
@@ -183,15 +178,11 @@ def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
     return Packing(order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64))
 
 
-def mix(
-    sizes: Sequence[int], weights: Sequence[float] | None, seed: int
-) -> list[npt.NDArray[np.int64]]:
+def mix(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[npt.NDArray[np.int64]]:
     """Which examples of each source are taken: as many as its weight demands, and none twice.
 
-    The source that is the shortest for its weight is used up; without weights all are.
+    The source that is the shortest for its weight is used up.
     """
-    if weights is None:
-        return [np.arange(size) for size in sizes]
     most = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     found = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
@@ -256,9 +247,3 @@ def _pieces(lengths: npt.NDArray[Any], length: int) -> _Pieces:
     number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
     start = number * length
     return _Pieces(document, start, np.minimum(start + length + 1, lengths[document]))
-
-
-def _counts(document: Document) -> Tensor:
-    if document.counts is None:
-        return torch.ones(len(document), dtype=torch.bool)
-    return torch.from_numpy(document.counts)

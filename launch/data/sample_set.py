@@ -5,7 +5,8 @@ Axes: B samples of a batch, T tokens.
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,76 +56,60 @@ class Windows:
     def lengths(self) -> npt.NDArray[Any]:
         return np.full(len(self), self._length + 1)
 
-    def document(self, number: int) -> Document:
-        return self.part(number, 0, self._length + 1)
-
-    def part(self, number: int, start: int, stop: int) -> Document:
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
         first = number * self._length
-        return self._tokens.span(first + start, first + stop)
+        last = first + (self._length + 1 if stop is None else stop)
+        return self._tokens.span(first + start, last)
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(f"{self._length} {self._tokens.digest}".encode()).hexdigest()
 
 
+@dataclass(eq=False)
 class WindowSet:
     """Running text: each document is a sample, whose targets are the inputs shifted by one."""
 
-    def __init__(self, documents: Documents, notes: Sequence[str] = ()) -> None:
-        """`documents` have as many tokens each, at least two."""
-        self._documents = documents
-        self.notes = tuple(notes)
+    documents: Documents
+    """They have as many tokens each, at least two."""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
-        found = [self._documents.document(number).tokens for number in ids_B.tolist()]
+        found = [self.documents.read(number).tokens for number in ids_B.tolist()]
         tokens = torch.from_numpy(np.stack(found)).to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
     def select(self, indices: Tensor) -> "WindowSet":
         """Some of the samples, renumbered from 0."""
-        return WindowSet(Chosen(self._documents, indices.numpy()), self.notes)
+        return WindowSet(Chosen(self.documents, indices.numpy()), self.notes)
 
     @property
     def digest(self) -> str:
-        return self._documents.digest
+        return self.documents.digest
 
 
+@dataclass(eq=False)
 class Counted:
     """The samples of others, of which there are `count`: the first ones, or more than are known."""
 
-    def __init__(self, samples: SampleSet, count: int, notes: Sequence[str] = ()) -> None:
-        self._samples, self._count = samples, count
-        self.notes = tuple(notes)
+    samples: SampleSet
+    count: int
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def batch(self, ids: Ids) -> Batch:
         """Raises ValueError for samples that are not known."""
-        return self._samples.batch(ids)
+        return self.samples.batch(ids)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self._count} {self._samples.digest}".encode()).hexdigest()
-
-
-def spread(
-    available: int, wanted: int | Literal["all"], *, setting: str, found: str, remedy: str
-) -> Tensor | None:
-    """Indices of `wanted` samples spread evenly over those available; None for all of them.
-
-    Raises:
-        ValueError: more are wanted than available; `found` and `remedy` are put into the message.
-    """
-    if wanted == "all" or wanted == available:
-        return None
-    if wanted > available:
-        raise ValueError(f"data.{setting} = {wanted}: {found}; use at most {available}, {remedy}")
-    return torch.arange(wanted) * available // wanted
+        return hashlib.sha256(f"{self.count} {self.samples.digest}".encode()).hexdigest()
 
 
 def checked_ids(ids: Ids, count: int) -> Tensor:

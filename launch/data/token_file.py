@@ -11,6 +11,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -33,6 +34,8 @@ _TRUSTED_S = 3600.0
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
 """Of pages, before they are given back, and those that Linux maps around one that is read: without
 this a rank's resident set became that of the whole file (2 GB: 1.5 GB after 6,400 reads)."""
+_FLUSH_S = 5.0
+"""Between what an interrupted process need not do again."""
 _NAMED = 3
 """Rejected rows named for each reason."""
 
@@ -52,7 +55,6 @@ class TokenFile:
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         """Use `open`, which checks them."""
-        self.folder, self._manifest = folder, manifest
         self.digest: str = manifest["digest"]
         self.rejected: Mapping[str, tuple[int, tuple[str, ...]]] = {
             reason: (count, tuple(named)) for reason, (count, named) in manifest["rejected"].items()
@@ -98,35 +100,26 @@ class TokenFile:
         return np.diff(self._stops, prepend=0)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return sum(nbytes for nbytes, _ in self._manifest["files"].values())
-
-    @property
     def size(self) -> int:
         """Tokens of all documents."""
         return len(self._tokens.array)
 
-    def document(self, number: int) -> Document:
-        """Read one.
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
+        """Read one, or some of its tokens.
 
         Raises:
             IndexError: there is no such document.
         """
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)}")
-        start = 0 if number == 0 else int(self._stops[number - 1])
-        found = self.span(start, int(self._stops[number]))
+        first = 0 if number == 0 else int(self._stops[number - 1])
+        last = int(self._stops[number]) if stop is None else first + stop
+        found = self.span(first + start, last)
         if "targets" not in self._columns:
             return found
         targets = self._columns["targets"]
         each = len(targets.array) // len(self)
         return replace(found, targets=targets.read(number * each, (number + 1) * each))
-
-    def part(self, number: int, start: int, stop: int) -> Document:
-        """Read some of a document's tokens."""
-        first = 0 if number == 0 else int(self._stops[number - 1])
-        return self.span(first + start, first + stop)
 
     def span(self, start: int, stop: int) -> Document:
         """Read tokens by their place in the file, across documents."""
@@ -158,6 +151,7 @@ class TokenWriter:
         self._files = {
             name: _reopened(folder / name, saved["sizes"].get(name, 0)) for name in names
         }
+        self._flushed_s = time.monotonic()
 
     def add(self, document: Document, row: int) -> None:
         """Append a document that was made of the source's row `row`."""
@@ -188,19 +182,21 @@ class TokenWriter:
 
     def flush(self, done: Any) -> None:
         """Have all that was added on disk; `done` (JSON) says what it was made of."""
-        for file in self._files.values():
-            file.flush()
-            disk.flush(file.fileno())
+        self._flush_files()
         sizes = {name: file.tell() for name, file in self._files.items()}
         saved = {"done": done, "sizes": sizes, "rejected": self.rejected, "remarks": self.remarks}
         _write_json(self.folder / _PROGRESS, saved)
 
+    def passed(self, done: Any) -> None:
+        """As `flush`, if that was seconds ago: it waits for the disk."""
+        if time.monotonic() - self._flushed_s > _FLUSH_S:
+            self.flush(done)
+            self._flushed_s = time.monotonic()
+
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Close the folder's files and write its manifest, with `facts` of the caller's own."""
-        for file in self._files.values():
-            file.flush()
-            disk.flush(file.fileno())
-            file.close()
+        self._flush_files()
+        self.close()
         paths = {name: self.folder / name for name in self._files}
         files = {name: (path.stat().st_size, digest_of(path)) for name, path in paths.items()}
         _write_json(
@@ -219,8 +215,13 @@ class TokenWriter:
         (self.folder / _PROGRESS).unlink(missing_ok=True)
         disk.flush_folder(self.folder)
 
+    def _flush_files(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            disk.flush(file.fileno())
+
     def close(self) -> None:
-        """Close the files without finishing; what was flushed stays."""
+        """Close the files; without `finish`, what was flushed stays."""
         for file in self._files.values():
             file.close()
 
@@ -254,31 +255,6 @@ def rejections(file: TokenFile) -> list[str]:
         rows = "row is" if count == 1 else "rows are"
         lines.append(f"{count} {rows} left out: {reason} ({', '.join(named)}{more})")
     return lines + [f"{remark}: {count}" for remark, count in file.remarks.items()]
-
-
-def write_sizes(folder: Path, names: Sequence[str]) -> None:
-    """Have files on disk, and what `check_sizes` looks for."""
-    for name in names:
-        with (folder / name).open("rb") as file:
-            disk.flush(file.fileno())
-    _write_json(folder / _MANIFEST, {name: (folder / name).stat().st_size for name in names})
-    disk.flush_folder(folder)
-
-
-def check_sizes(folder: Path) -> None:
-    """Check that files are as long as they were.
-
-    Raises:
-        FileNotFoundError: they are not there, or unfinished.
-        DamagedError: one is not.
-    """
-    try:
-        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        wrong = [name for name, size in sizes.items() if (folder / name).stat().st_size != size]
-    except (ValueError, AttributeError) as error:
-        raise DamagedError(f"{folder / _MANIFEST}: cannot be read ({error})") from None
-    if wrong:
-        raise DamagedError(f"{folder / wrong[0]}: not as long as it was")
 
 
 def _progress(folder: Path) -> dict[str, Any]:

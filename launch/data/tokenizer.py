@@ -41,17 +41,17 @@ class Tokenizer(Protocol):
     def key(self) -> str:
         """A digest of all that decides which tokens a text has."""
 
-    def encode(self, text: str) -> list[int]:
-        """A text, without special tokens around it."""
+    def encode(self, text: str, *, after: bool = False) -> list[int]:
+        """A text, without special tokens around it.
+
+        `after` another text, a tokenizer's dummy space is not put before it.
+        """
 
     def begun(self, ids: list[int]) -> list[int]:
         """Ids of a text behind `begin`, which may stand there already."""
 
-    def encode_after(self, text: str) -> list[int]:
-        """A text that follows another: a tokenizer's dummy space is not put before it."""
-
     def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
-        """As `encode`, or `encode_after`, with the place of every token."""
+        """As `encode`, with the place of every token."""
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """The text of ids, with special tokens if asked; half a character is U+FFFD."""
@@ -86,14 +86,11 @@ class Bytes:
     ends: tuple[int, ...] = (end,)
     marks: frozenset[int] = frozenset(ends)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, after: bool = False) -> list[int]:
         return list(text.encode())
 
     def begun(self, ids: list[int]) -> list[int]:
         return ids
-
-    def encode_after(self, text: str) -> list[int]:
-        return self.encode(text)
 
     def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
         """Every byte of a character has the place of the character."""
@@ -150,20 +147,20 @@ class FolderTokenizer:
     def key(self) -> str:
         return hashlib.sha256(str(self.backend.to_str()).encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, after: bool = False) -> list[int]:
+        return list(self._encoded(text, after=after).ids)
 
     def begun(self, ids: list[int]) -> list[int]:
         begin = list(self.begin)
         return ids if ids[: len(begin)] == begin else begin + ids
 
-    def encode_after(self, text: str) -> list[int]:
-        return list(self._following.encode(text, add_special_tokens=False).ids)
-
     def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
-        backend = self._following if after else self.backend
-        found = backend.encode(text, add_special_tokens=False)
+        found = self._encoded(text, after=after)
         return list(found.ids), list(found.offsets)
+
+    def _encoded(self, text: str, *, after: bool) -> Any:
+        backend = self._following if after else self.backend
+        return backend.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         return str(self.backend.decode(ids, skip_special_tokens=not special))

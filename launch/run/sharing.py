@@ -9,8 +9,8 @@ from typing import Any
 from thinpipe.launch.checkpoint.manifest import Manifest
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.data.sampler import Change, paced
-from thinpipe.launch.data.streams.stream import Sampler, position, sampler_for
+from thinpipe.launch.data.sampler import Change, EpochSampler, paced
+from thinpipe.launch.data.streams.stream import Sampler, StreamSampler, position
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 
@@ -117,11 +117,15 @@ class Plan:
         return [*changes, Change(resumed.step, pipeline.dp_size, share, steps)]
 
     def _sampler(self, mesh: Mesh, share: int, changes: Sequence[Change]) -> Sampler:
-        return sampler_for(
-            self._samples,
-            batch_size=share * mesh.dp_size,
-            replicas=mesh.dp_size,
-            replica=mesh.dp_rank,
+        size, replicas, replica = share * mesh.dp_size, mesh.dp_size, mesh.dp_rank
+        stream = position(self._samples)
+        if stream is not None:
+            return StreamSampler(stream, batch_size=size, replicas=replicas, replica=replica)
+        return EpochSampler(
+            len(self._samples),
+            batch_size=size,
+            replicas=replicas,
+            replica=replica,
             seed=self._config.run.seed,
             shuffle=getattr(self._samples, "shuffle", True),  # which only those of one's own say
             changes=changes,

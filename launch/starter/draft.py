@@ -184,7 +184,7 @@ def _needed(found: Draft, context: int) -> list[int]:
     if config.kind != "instructions" or config.path is None:
         return []
     encoder = encoder_for(config, load_tokenizer(config.tokenizer))
-    found_there = encoder.encode(first_rows(config.path, "--data") or [])
+    found_there = map(encoder.encode, first_rows(config.path, "--data") or [])
     sizes = sorted(len(one) for one in found_there if isinstance(one, Document))
     if not sizes:
         return []

@@ -84,7 +84,7 @@ def test_steps_end_a_run_within_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_a_stream_that_ends_early_ends_the_run_and_is_saved(tmp_path: Path) -> None:
-    rows = [{"text": f"{n} squared is {n * n}, and {n} doubled {2 * n}."} for n in range(120)]
+    rows = [{"text": f"{n} squared is {n * n}, and {n} doubled {2 * n}."} for n in range(90)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_file = tmp_path / "run.toml"
     run_file.write_text(RUN.format(folder=tmp_path / "run", rows=tmp_path / "rows.jsonl"))

@@ -16,14 +16,11 @@ from typing import Any
 
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
+from thinpipe.launch.data.rows import RowError
 from thinpipe.launch.data.tokenizer import Tokenizer
 
 Place = tuple[int, int]
 Places = list[Place]
-
-
-class UnclearError(ValueError):
-    """It cannot be told which tokens are answers; the message says why, not of which row."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,9 @@ class _Text:
         while last < len(self.places) and self.places[last] == (stop, stop):
             last += 1  # an end mark that was inserted
         if first >= last:
-            raise UnclearError("an answer has no token of its own")
+            raise RowError("an answer has no token of its own")
         if self.text[self.places[first][0] : start].strip():
-            raise UnclearError("a token holds the end of a prompt and the beginning of its answer")
+            raise RowError("a token holds the end of a prompt and the beginning of its answer")
         return first, last
 
 
@@ -100,153 +97,138 @@ def encode_chat(
 
     Raises:
         TemplateError: the template does not take the messages.
-        UnclearError: its answers cannot be told apart.
+        RowError: its answers cannot be told apart.
     """
     spoken = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    chat = _Chat(messages, tools, template)
     if template.marks_answers:
-        text, marked = template.marked(messages, tools)
-        if len(marked) != len(spoken):
-            raise UnclearError(
-                f"the template marks {len(marked)} answers of {len(spoken)} as generated"
+        text, places = template.marked(messages, tools)
+        if len(places) != len(spoken):
+            raise RowError(
+                f"the template marks {len(places)} answers of {len(spoken)} as generated"
             )
-        whole, places = _Text(text, tokenizer, ends), marked
-    else:
-        text = template.render(messages, tools)
         whole = _Text(text, tokenizer, ends)
-        places = _places(whole, messages, tools, template)
-    _check_calls(text, messages, tools, template)
+    else:
+        whole = _Text(chat.text(messages), tokenizer, ends)
+        places = chat.places(whole)
+    chat.check_calls(whole.text)
     ranges = [whole.range(*place) for place in places]
     tokens = tokenizer.begun(whole.tokens)
     shift = len(tokens) - len(whole.tokens)
     return Encoded(tokens, [(first + shift, last + shift) for first, last in ranges], spoken)
 
 
-def _check_calls(
-    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
-) -> None:
-    """A template that knows no calls of tools would teach to answer with nothing."""
-    for number, message in enumerate(messages):
-        if message["role"] != ASSISTANT or not message.get("tool_calls"):
-            continue
-        silent = {name: value for name, value in message.items() if name != "tool_calls"}
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation, of which parts and variants are rendered."""
+
+    messages: Sequence[Message]
+    tools: list[Any] | None
+    template: ChatTemplate
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return self.template.render(messages, self.tools, prompt=prompt)
+
+    def check_calls(self, text: str) -> None:
+        """A template that knows no calls of tools would teach to answer with nothing."""
+        for number, message in enumerate(self.messages):
+            if message["role"] != ASSISTANT or not message.get("tool_calls"):
+                continue
+            silent = {name: value for name, value in message.items() if name != "tool_calls"}
+            try:
+                without = self.text([*self.messages[:number], silent, *self.messages[number + 1 :]])
+            except TemplateError:
+                continue  # it needs them
+            if without == text:
+                raise RowError("the chat template writes nothing of a call of tools")
+
+    def places(self, whole: _Text) -> Places:
+        """Where the answers are, with their end marks, which are inserted if there are none."""
+        answers = self._answers(whole.text)
+        following = [*(answer.start for answer in answers[1:]), len(whole.text)]
+        found: Places = []
+        missing = []
+        for answer, limit in zip(answers, following, strict=True):
+            first, after = answer.content or (answer.start, answer.start)
+            if answer.content and whole.end_mark(first, after):
+                raise RowError("an answer holds an end mark before its end")
+            mark = whole.end_mark(after, limit)
+            if mark is not None and not (answer.content and whole.text[after : mark[0]].strip()):
+                found.append((answer.start, mark[1]))
+                continue
+            stop = after if answer.content else self._whole_stop(whole.text, answer)
+            missing.append(stop)
+            found.append((answer.start, stop))
+        if missing:
+            whole.cut(missing)
+        return found
+
+    def _whole_stop(self, text: str, answer: _Answer) -> int:
+        """Where a message ends that is a call of tools, in a template without end marks."""
+        upto = self.text(self.messages[: answer.message + 1])
+        if not text.startswith(upto):
+            raise RowError("it cannot be told where the template ends an answer")
+        return len(upto)
+
+    def _answers(self, text: str) -> list[_Answer]:
+        contents = self._contents(text)
+        found: list[_Answer] = []
+        at = 0
+        for number, message in enumerate(self.messages):
+            if message["role"] != ASSISTANT:
+                continue
+            content = contents.get(number)
+            limit = content[0] if content else len(text)
+            start = self._prompt_length(text, self.messages[:number])
+            if start is None or not at <= start <= limit:
+                if content is None:
+                    raise RowError("it cannot be told where the template begins an answer")
+                start = content[0]
+            found.append(_Answer(number, start, content))
+            at = content[1] if content else start
+        return found
+
+    def _prompt_length(self, text: str, before: Sequence[Message]) -> int | None:
+        """Length of what `generate` is given to write this answer, if the text begins with that."""
         try:
-            without = template.render([*messages[:number], silent, *messages[number + 1 :]], tools)
+            prompt = self.text(before, prompt=True) if before else ""
         except TemplateError:
-            continue  # it needs them
-        if without == text:
-            raise UnclearError("the chat template writes nothing of a call of tools")
+            return None
+        return len(prompt) if prompt and text.startswith(prompt) else None
 
-
-def _places(
-    whole: _Text,
-    messages: Sequence[Message],
-    tools: list[Any] | None,
-    template: ChatTemplate,
-) -> Places:
-    """Where the answers are, with their end marks, which are inserted if there are none."""
-    answers = _find(whole.text, messages, tools, template)
-    following = [*(answer.start for answer in answers[1:]), len(whole.text)]
-    found: Places = []
-    missing = []
-    for answer, limit in zip(answers, following, strict=True):
-        first, after = answer.content or (answer.start, answer.start)
-        if answer.content and whole.end_mark(first, after):
-            raise UnclearError("an answer holds an end mark before its end")
-        mark = whole.end_mark(after, limit)
-        if mark is not None and not (answer.content and whole.text[after : mark[0]].strip()):
-            found.append((answer.start, mark[1]))
-            continue
-        stop = (
-            after if answer.content else _whole_stop(whole.text, answer, messages, tools, template)
-        )
-        missing.append(stop)
-        found.append((answer.start, stop))
-    if missing:
-        whole.cut(missing)
-    return found
-
-
-def _whole_stop(
-    text: str,
-    answer: _Answer,
-    messages: Sequence[Message],
-    tools: list[Any] | None,
-    template: ChatTemplate,
-) -> int:
-    """Where a message ends that is a call of tools, in a template without end marks."""
-    upto = template.render(messages[: answer.message + 1], tools)
-    if not text.startswith(upto):
-        raise UnclearError("it cannot be told where the template ends an answer")
-    return len(upto)
-
-
-def _find(
-    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
-) -> list[_Answer]:
-    contents = _contents(text, messages, tools, template)
-    found: list[_Answer] = []
-    at = 0
-    for number, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        content = contents.get(number)
-        limit = content[0] if content else len(text)
-        start = _prompt_length(text, messages[:number], tools, template)
-        if start is None or not at <= start <= limit:
-            if content is None:
-                raise UnclearError("it cannot be told where the template begins an answer")
-            start = content[0]
-        found.append(_Answer(number, start, content))
-        at = content[1] if content else start
-    return found
-
-
-def _prompt_length(
-    text: str, before: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
-) -> int | None:
-    """Length of what `generate` is given to write this answer, if the text begins with that."""
-    try:
-        prompt = template.render(before, tools, prompt=True) if before else ""
-    except TemplateError:
-        return None
-    return len(prompt) if prompt and text.startswith(prompt) else None
-
-
-def _contents(
-    text: str, messages: Sequence[Message], tools: list[Any] | None, template: ChatTemplate
-) -> dict[int, Place]:
-    """Where the texts of the assistant's messages are; none if the template changes them."""
-    own = [
-        number
-        for number, message in enumerate(messages)
-        if message["role"] == ASSISTANT and message["content"].strip()
-    ]
-    marks = {number: f"thinpipe{number}marks" for number in own}
-    if any(mark in text for mark in marks.values()):
-        return {}
-    replaced = [
-        {**message, "content": marks[number]} if number in marks else message
-        for number, message in enumerate(messages)
-    ]
-    try:
-        rest = template.render(replaced, tools)
-    except TemplateError:
-        return {}
-    found: dict[int, Place] = {}
-    at = 0
-    for number in own:
-        before, mark, rest = rest.partition(marks[number])
-        if not mark or not text.startswith(before, at):
+    def _contents(self, text: str) -> dict[int, Place]:
+        """Where the texts of the assistant's messages are; none if the template changes them."""
+        own = [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == ASSISTANT and message["content"].strip()
+        ]
+        marks = {number: f"thinpipe{number}marks" for number in own}
+        if any(mark in text for mark in marks.values()):
             return {}
-        at += len(before)
-        next_mark = next((marks[other] for other in own if other > number), None)
-        between = rest if next_mark is None else rest.partition(next_mark)[0]
-        written = _written(text, at, messages[number]["content"], between)
-        if written is None:
+        replaced = [
+            {**message, "content": marks[number]} if number in marks else message
+            for number, message in enumerate(self.messages)
+        ]
+        try:
+            rest = self.text(replaced)
+        except TemplateError:
             return {}
-        found[number] = (at, at + len(written))
-        at += len(written)
-    return found if text[at:] == rest else {}
+        found: dict[int, Place] = {}
+        at = 0
+        for number in own:
+            before, mark, rest = rest.partition(marks[number])
+            if not mark or not text.startswith(before, at):
+                return {}
+            at += len(before)
+            next_mark = next((marks[other] for other in own if other > number), None)
+            between = rest if next_mark is None else rest.partition(next_mark)[0]
+            written = _written(text, at, self.messages[number]["content"], between)
+            if written is None:
+                return {}
+            found[number] = (at, at + len(written))
+            at += len(written)
+        return found if text[at:] == rest else {}
 
 
 def _written(text: str, at: int, content: str, after: str) -> str | None:

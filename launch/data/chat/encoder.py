@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thinpipe.launch.data.chat.answers import Encoded, UnclearError, encode_chat
+from thinpipe.launch.data.chat.answers import Encoded, encode_chat
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message, tools_of
 from thinpipe.launch.data.chat.template import ChatTemplate, TemplateError
-from thinpipe.launch.data.documents import Column, Document, Rejected
+from thinpipe.launch.data.documents import Document, Rejected
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.tokenizer import Tokenizer
 
@@ -33,80 +33,53 @@ class Limits:
     loss_on: LossOn
 
 
-class PromptEncoder:
-    """Prompts with responses as plain text: nothing is put between the two."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        read: Callable[[Row], tuple[str, str]],
-        limits: Limits,
-        *,
-        key: str,
-    ) -> None:
-        """`read` gives prompt and response of a row."""
-        self.key, self.ids = key, tokenizer.vocab
-        self.columns = _columns(limits)
-        self._tokenizer, self._read, self._limits = tokenizer, read, limits
-
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
-        tokenizer = self._tokenizer
-        try:
-            prompt, response = self._read(row)
-        except RowError as error:
-            return Rejected(row.where, error.reason)
-        asked = tokenizer.begun(tokenizer.encode(prompt))
-        answer = tokenizer.encode_after(response)
-        if not answer or answer[-1] not in tokenizer.ends:
-            answer.append(tokenizer.end)
-        whole = [*asked, *answer]
-        first = max(len(asked), 1)  # the first token of all has nothing that predicts it
-        return _fitted(row, whole, [(first, len(whole))], tokenizer, self._limits)
+def encode_prompt(
+    row: Row, *, tokenizer: Tokenizer, read: Callable[[Row], tuple[str, str]], limits: Limits
+) -> Document | Rejected:
+    """A prompt and its response, which `read` gives, as plain text: nothing is put between them."""
+    try:
+        prompt, response = read(row)
+    except RowError as error:
+        return Rejected(row.where, str(error))
+    asked = tokenizer.begun(tokenizer.encode(prompt))
+    answer = tokenizer.encode(response, after=True)
+    if not answer or answer[-1] not in tokenizer.ends:
+        answer.append(tokenizer.end)
+    whole = [*asked, *answer]
+    first = max(len(asked), 1)  # the first token of all has nothing that predicts it
+    return _fitted(row, whole, [(first, len(whole))], tokenizer, limits)
 
 
+@dataclass(frozen=True)
 class ChatEncoder:
     """Conversations, as a chat template writes them."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: Callable[[], ChatTemplate],
-        read: Callable[[Row], list[Message]],
-        limits: Limits,
-        *,
-        key: str,
-    ) -> None:
-        """`template` is called when the first row is encoded; `read` gives a row's messages."""
-        self.key, self.ids = key, tokenizer.vocab
-        self.columns = _columns(limits)
-        self._tokenizer, self._load, self._read = tokenizer, template, read
-        self._limits = limits
+    tokenizer: Tokenizer
+    load: Callable[[], ChatTemplate]
+    """Called when the first row is encoded."""
+    read: Callable[[Row], list[Message]]
+    """Gives a row's messages."""
+    limits: Limits
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return self._load()
+        return self.load()
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        return answer_ends(self._template, self._tokenizer)
+        return answer_ends(self._template, self.tokenizer)
 
     @cached_property
     def _end_texts(self) -> list[str]:
-        return [self._tokenizer.decode([end], special=True) for end in self._ends]
+        return [self.tokenizer.decode([end], special=True) for end in self._ends]
 
-    def encode(self, rows: Sequence[Row]) -> list[Document | Rejected]:
-        return [self._encode(row) for row in rows]
-
-    def _encode(self, row: Row) -> Document | Rejected:
+    def encode(self, row: Row) -> Document | Rejected:
         try:
-            messages = [self._without_ends(message) for message in self._read(row)]
+            messages = [self._without_ends(message) for message in self.read(row)]
             tools = tools_of(row)
             found = self._tokens(messages, tools)
             remark = None
-            while len(found.tokens) > self._limits.room:
+            while len(found.tokens) > self.limits.room:
                 shorter = _without_first_turn(messages)
                 if shorter is None:
                     break
@@ -114,12 +87,10 @@ class ChatEncoder:
                 found = self._tokens(messages, tools)
             learnt = self._learnt(found, messages)
         except RowError as error:
-            return Rejected(row.where, error.reason)
+            return Rejected(row.where, str(error))
         except TemplateError as error:
             return Rejected(row.where, f"the chat template refuses it ({error})")
-        except UnclearError as error:
-            return Rejected(row.where, str(error))
-        fitted = _fitted(row, found.tokens, learnt, self._tokenizer, self._limits, remark)
+        fitted = _fitted(row, found.tokens, learnt, self.tokenizer, self.limits, remark)
         if tools and isinstance(fitted, Document) and fitted.remark is None:
             knows = self._template.render(messages, tools) != self._template.render(messages)
             return fitted if knows else replace(fitted, remark=NO_TOOLS)
@@ -127,16 +98,16 @@ class ChatEncoder:
 
     def _tokens(self, messages: Sequence[Message], tools: list[Any] | None) -> Encoded:
         return encode_chat(
-            messages, tools, template=self._template, tokenizer=self._tokenizer, ends=self._ends
+            messages, tools, template=self._template, tokenizer=self.tokenizer, ends=self._ends
         )
 
     def _learnt(self, found: Encoded, messages: Sequence[Message]) -> list[tuple[int, int]]:
         pairs = [*zip(found.answers, found.messages, strict=True)]
-        if self._limits.loss_on == "last":
+        if self.limits.loss_on == "last":
             pairs = pairs[-1:]
         learnt = [place for place, number in pairs if messages[number].get("weight", 1)]
         if not learnt:
-            raise UnclearError("no answer is learnt, as their weights are 0")
+            raise RowError("no answer is learnt, as their weights are 0")
         return learnt
 
     def _without_ends(self, message: Message) -> Message:
@@ -147,10 +118,6 @@ class ChatEncoder:
         for text in self._end_texts:
             content = content.removesuffix(text)
         return {**message, "content": content}
-
-
-def _columns(limits: Limits) -> tuple[Column, ...]:
-    return () if limits.loss_on == "all" else ("counts",)
 
 
 def answer_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:

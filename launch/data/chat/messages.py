@@ -4,7 +4,6 @@ OpenAI's `role` and `content`, or ShareGPT's `from` and `value` with its names o
 """
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,16 +33,15 @@ def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Messag
     """
     found = row.value(field)
     if isinstance(found, str):
-        found = _parsed(row, field, found)
+        found = _parsed(field, found)
     if not isinstance(found, Sequence) or not found:
-        kind = type(found).__name__
-        raise _bad(row, f"field {field!r} is no list of messages", f"{kind} {reprlib.repr(found)}")
-    messages = [_message(row, number, one) for number, one in enumerate(found)]
+        raise RowError(f"field {field!r} is no list of messages")
+    messages = [_message(one) for one in found]
     system = row.fields.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if answered and not any(message["role"] == ASSISTANT for message in messages):
-        raise _bad(row, "no message is the assistant's", f"field {field!r}")
+        raise RowError("no message is the assistant's")
     return messages
 
 
@@ -68,17 +66,17 @@ def tools_of(row: Row) -> list[Any] | None:
     """
     found = row.fields.get("tools")
     if isinstance(found, str):
-        found = _parsed(row, "tools", found) if found.strip() else None
+        found = _parsed("tools", found) if found.strip() else None
     if not found:
         return None
     if not isinstance(found, Sequence):
-        raise _bad(row, "field 'tools' is no list", reprlib.repr(found))
+        raise RowError("field 'tools' is no list")
     return [without_nulls(tool) for tool in found]
 
 
-def _message(row: Row, number: int, found: Any) -> Message:
+def _message(found: Any) -> Message:
     if not isinstance(found, Mapping):
-        raise _bad(row, "a message is no object", f"number {number}: {reprlib.repr(found)}")
+        raise RowError("a message is no object")
     given = without_nulls(found)
     if "role" not in given and "from" in given:
         role = _ROLES.get(str(given["from"]).lower())
@@ -88,48 +86,45 @@ def _message(row: Row, number: int, found: Any) -> Message:
         role, content = given.get("role"), given.get("content")
         rest = {key: given[key] for key in given if key not in ("role", "content")}
     if not isinstance(role, str) or not role:
-        name = given.get("role", given.get("from"))
-        raise _bad(row, f"a message's role is {name!r}", f"number {number}")
+        raise RowError(f"a message's role is {given.get('role', given.get('from'))!r}")
     if role == "function_call":
-        role, content, rest = ASSISTANT, "", rest | {"tool_calls": [_call(row, number, content)]}
+        role, content, rest = ASSISTANT, "", rest | {"tool_calls": [_call(content)]}
     if "tool_calls" in rest:
         rest["tool_calls"] = [_with_arguments(call) for call in rest["tool_calls"]]
-    text = _text(row, number, content, blank=role != ASSISTANT or "tool_calls" in rest)
+    text = _text(content, blank=role != ASSISTANT or "tool_calls" in rest)
     if rest.get("weight", 1) not in (0, 1):
-        raise _bad(row, "a message's weight is neither 0 nor 1", f"number {number}")
+        raise RowError("a message's weight is neither 0 nor 1")
     return {"role": role, "content": text, **rest}
 
 
-def _text(row: Row, number: int, content: Any, *, blank: bool) -> str:
+def _text(content: Any, *, blank: bool) -> str:
     """A message's text, of one string or of parts that are all texts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
         if any(kind != "text" for kind in kinds):
             other = next(kind for kind in kinds if kind != "text")
-            raise _bad(row, f"a message has a part of type {other!r}", f"number {number}")
+            raise RowError(f"a message has a part of type {other!r}")
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and blank:
         return ""
     if not isinstance(content, str):
-        raise _bad(row, f"a message is {type(content).__name__}, not text", f"number {number}")
+        raise RowError(f"a message is {type(content).__name__}, not text")
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise _bad(row, "a message holds an unpaired surrogate", f"number {number}") from error
+        raise RowError("a message holds an unpaired surrogate") from error
     if not blank and not content.strip():
-        raise _bad(row, "a message of the assistant is blank", f"number {number}")
+        raise RowError("a message of the assistant is blank")
     return content
 
 
-def _call(row: Row, number: int, content: Any) -> Mapping[str, Any]:
+def _call(content: Any) -> Mapping[str, Any]:
     """A call of a tool, as ShareGPT's data sets write it: JSON with `name` and `arguments`."""
     try:
         found = json.loads(content)
         function = {"name": found["name"], "arguments": found["arguments"]}
     except (TypeError, ValueError, KeyError):
-        raise _bad(
-            row, "a function_call is no JSON of name and arguments", f"number {number}"
-        ) from None
+        raise RowError("a function_call is no JSON of name and arguments") from None
     return {"type": "function", "function": function}
 
 
@@ -142,12 +137,8 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _parsed(row: Row, field: Field, text: str) -> Any:
+def _parsed(field: Field, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise _bad(row, f"field {field!r} is text, not a list", reprlib.repr(text)) from None
-
-
-def _bad(row: Row, reason: str, what: str) -> RowError:
-    return RowError(f"{row.where}: {reason} ({what}); correct or remove the row", reason)
+        raise RowError(f"field {field!r} is text, not a list") from None

@@ -1,10 +1,12 @@
 """What kind of data a file holds, by its content and, where that leaves it open, by its name."""
 
 import codecs
+import contextlib
 import csv
+import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +14,6 @@ from typing import Literal
 from thinpipe.launch.data.reading.opening import COMPRESSED, Compression, compression_of, head_of
 
 Kind = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
-KINDS: tuple[Kind, ...] = ("text", "jsonl", "json", "csv", "tsv", "parquet", "arrow")
 
 _BY_NAME: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -25,7 +26,7 @@ _BY_NAME: dict[str, Kind] = {
     ".arrow": "arrow",
 }
 _DELIMITERS = ",;\t|"
-_ROWS = 3
+_ALIKE = 3
 """Lines of one shape that make a table of what has no table's name."""
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,39}")
 """A column's name, as opposed to a sentence between commas."""
@@ -89,8 +90,7 @@ def form_of(file: Path, chosen: Kind | None, *, header: bool = True) -> Form:
         return Form(file, kind, packed)
     text = _decoded(file, head)
     delimiter = "\t" if kind == "tsv" else _delimiter(text)
-    quoting: Literal[0, 3] = csv.QUOTE_NONE if kind == "tsv" else csv.QUOTE_MINIMAL
-    first = next(iter(_records(text, delimiter, quoting)), [])
+    first = next(_rows(text, delimiter, quotes=kind == "csv"), [])
     columns = first if header else [str(number) for number in range(len(first))]
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
@@ -181,9 +181,8 @@ def _is_object(line: str) -> bool:
 def _table_kind(text: str) -> Kind | None:
     """Whether what has no table's name has a table's shape: a header, and rows as wide as it."""
     for delimiter in "\t,;":
-        quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-        rows = list(_records(text, delimiter, quoting))[:-1]  # the last may be cut
-        if len(rows) <= _ROWS or len(rows[0]) < 2:
+        rows = list(_rows(text, delimiter, quotes=delimiter != "\t"))[:-1]  # the last may be cut
+        if len(rows) <= _ALIKE or len(rows[0]) < 2:
             continue
         alike = {len(row) for row in rows} == {len(rows[0])}
         named = all(map(_COLUMN.fullmatch, rows[0])) and len({*rows[0]}) == len(rows[0])
@@ -196,21 +195,25 @@ def _delimiter(text: str) -> str:
     """The one that makes most columns of the first line, of those that make as many of others."""
     best, most = ",", 1
     for delimiter in _DELIMITERS:
-        rows = list(_records(text, delimiter, csv.QUOTE_MINIMAL))
+        rows = list(_rows(text, delimiter, quotes=True))
         rows = rows[:-1] if len(rows) > 2 else rows
         if rows and len(rows[0]) > most and {len(row) for row in rows} == {len(rows[0])}:
             best, most = delimiter, len(rows[0])
     return best
 
 
-def _records(text: str, delimiter: str, quoting: Literal[0, 3]) -> Iterator[Sequence[str]]:
-    lines = text.splitlines(keepends=True)
-    try:
-        for row in csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=False):
-            if row:
-                yield row
-    except csv.Error:
-        return
+def cells_of(lines: Iterable[str], delimiter: str, *, quotes: bool) -> Iterator[list[str]]:
+    """The rows of a table that are not blank.
+
+    TSV has no quotes, as CoLA's sentences contain single quotation marks.
+    """
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    return filter(None, csv.reader(lines, delimiter=delimiter, quoting=quoting))
+
+
+def _rows(text: str, delimiter: str, *, quotes: bool) -> Iterator[list[str]]:
+    with contextlib.suppress(csv.Error):
+        yield from cells_of(io.StringIO(text, newline=""), delimiter, quotes=quotes)
 
 
 def _decoded(file: Path, head: bytes) -> str:

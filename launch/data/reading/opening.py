@@ -1,10 +1,11 @@
 """Files opened as what they hold: gzip and zstd are unpacked on the way."""
 
+import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from thinpipe.launch.host.cache import cache_folder
 
@@ -35,7 +36,7 @@ def compression_of(file: Path) -> Compression:
 
 
 @contextmanager
-def opened(file: Path, packed: Compression) -> Iterator[Any]:
+def opened(file: Path, packed: Compression) -> Iterator[io.BufferedReader]:
     """The content of a file, to be read from its beginning.
 
     Raises:
@@ -49,7 +50,7 @@ def opened(file: Path, packed: Compression) -> Iterator[Any]:
 
     try:
         with pa.CompressedInputStream(pa.OSFile(str(file)), packed) as stream:
-            yield stream
+            yield io.BufferedReader(stream, _BLOCK_NBYTES)
     except OSError as error:
         if error.errno is not None:  # of the disk
             raise
@@ -62,7 +63,7 @@ def opened(file: Path, packed: Compression) -> Iterator[Any]:
 def head_of(file: Path, packed: Compression) -> bytes:
     """The first 64 KiB of a file's content."""
     with opened(file, packed) as stream:
-        return bytes(stream.read(_HEAD_NBYTES))
+        return stream.read(_HEAD_NBYTES)
 
 
 def blocks(file: Path, packed: Compression, start: int = 0) -> Iterator[bytes]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thinpipe.launch.data.columns import Field
-from thinpipe.launch.data.reading.arrow import Columns
-from thinpipe.launch.data.rows import Row, Rows, without_nulls
+from thinpipe.launch.data.rows import Row, without_nulls
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
 
@@ -18,7 +17,6 @@ _FORM = "hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]"
 _NAME = re.compile(
     r"hf:(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<revision>[^#]+))?(#(?P<split>.+))?"
 )
-_ROW = "thinpipe_row"
 _HELD_OUT = ("validation", "test")
 """Splits to evaluate on, the first there is."""
 
@@ -88,16 +86,16 @@ def load_hub(name: HubName, what: str) -> Any:
     return _loaded(name, what)
 
 
-def stream_hub(path: str, fields: Sequence[Field]) -> "StreamedRows":
+def stream_hub(path: str) -> "StreamedRows":
     """The rows of a data set of the hub, downloaded as they are read.
 
     Raises:
-        ValueError: it cannot be had, or lacks a field.
+        ValueError: it cannot be had.
     """
     name = parse_hub(path, "data.path")
     name = name._replace(split=name.split or "train")
     found = _loaded(name, f"data.path = {path!r}", streaming=True)
-    return StreamedRows(found, fields, f"{path} {name.split}")
+    return StreamedRows(found, f"{path} {name.split}")
 
 
 def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
@@ -127,22 +125,42 @@ def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
 class StreamedRows:
     """A data set's stream as rows, which can be returned to."""
 
-    def __init__(self, dataset: Any, fields: Sequence[Field], name: str) -> None:
-        self._dataset, self._fields, self._name = dataset, fields, name
-        self._parser, self._row = _Parser(name), 0
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name, self._number = dataset, name, 0
 
     def __iter__(self) -> Iterator[Row]:
-        for columns in self._dataset:
-            self._row += 1
-            cells = {**columns, _ROW: self._row}
-            yield Row(self._parser.where(cells), self._parser.fields(cells))
+        for cells in self._dataset:
+            self._number += 1
+            yield _row(self._name, self._number, cells)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dataset": self._dataset.state_dict(), "row": self._row}
+        return {"dataset": self._dataset.state_dict(), "row": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._dataset.load_state_dict(state["dataset"])
-        self._row = state.get("row", 0)
+        self._number = state.get("row", 0)
+
+
+class SavedRows:
+    """The rows of a data set; other columns than wanted ones, which may be images, are not read."""
+
+    def __init__(self, dataset: Any, wanted: Sequence[Field], name: str) -> None:
+        self.columns: Sequence[Field] = dataset.column_names
+        kept = [field for field in wanted if field in self.columns]
+        self._dataset = dataset.select_columns(kept) if kept else dataset
+        self.name = name
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, cells in enumerate(self._dataset, start=1):
+            yield _row(self.name, number, cells)
+
+    def count(self) -> int:
+        return len(self._dataset)
+
+
+def _row(dataset: str, number: int, cells: Mapping[str, Any]) -> Row:
+    fields: dict[Field, Any] = {name: without_nulls(value) for name, value in cells.items()}
+    return Row(f"{dataset}, row {number}", fields)
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:
@@ -167,48 +185,3 @@ def key_parts(dataset: Any) -> Sequence[object]:
     files = [Path(file["filename"]) for file in dataset.cache_files]
     sizes = [file.stat().st_size for file in files]
     return [*map(str, files), *sizes, dataset.num_rows, str(dataset.split)]
-
-
-def rows_of(dataset: Any, columns: Columns, name: str) -> Rows:
-    """Its rows; other columns, which may be images, are not looked at.
-
-    Raises:
-        ValueError: there is no such column.
-    """
-    fields, optional = columns
-    for field in fields:
-        if field not in dataset.column_names:
-            raise ValueError(
-                f"{name}: no field {field!r} among {dataset.column_names}; correct the field's "
-                "name in [data]"
-            )
-    kept = [*fields, *(field for field in optional if field in dataset.column_names)]
-    chosen = dataset.select_columns(kept) if fields else dataset
-    return Rows(_Table(chosen), _Parser(name))
-
-
-class _Table:
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def columns(self, start: int, stop: int) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = self._dataset[start:stop]
-        return found | {_ROW: list(range(start + 1, stop + 1))}
-
-    def nbytes(self, start: int, stop: int) -> int:
-        data = self._dataset.data
-        return int(data.nbytes / max(1, data.num_rows) * (stop - start))
-
-
-class _Parser:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def where(self, columns: Mapping[str, Any]) -> str:
-        return f"{self._name}, row {columns[_ROW]}"
-
-    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any]:
-        return {name: without_nulls(value) for name, value in columns.items() if name != _ROW}

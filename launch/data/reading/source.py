@@ -1,30 +1,21 @@
 """What a setting names as data: rows or running text, and a digest of its content."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.reading import saved
-from thinpipe.launch.data.reading.arrow import (
-    FILE,
-    JSON,
-    PROBLEM,
-    ROW,
-    Columns,
-    Table,
-    all_columns,
-    copy_nbytes,
-    write_table,
-)
 from thinpipe.launch.data.reading.digests import digest_of
 from thinpipe.launch.data.reading.files import find_files
 from thinpipe.launch.data.reading.kinds import Form, Kind, form_of
+from thinpipe.launch.data.reading.records import FileRows, with_columns
 from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
-from thinpipe.launch.data.rows import Row, Rows, rows_of_columns, without_nulls
-from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
+from thinpipe.launch.data.rows import Row, Rows
+from thinpipe.launch.data.tokens.store import key_of
 
 _FAMILIES: tuple[set[Kind], ...] = (
     {"text"},
@@ -33,7 +24,6 @@ _FAMILIES: tuple[set[Kind], ...] = (
     {"parquet", "arrow"},
 )
 """Kinds that may stand side by side."""
-_PLACES = (FILE, ROW, PROBLEM)
 _LOOKED_AT = 100
 """Rows in which a field has to be once; else its name is wrong, not the rows."""
 
@@ -46,7 +36,8 @@ class Source:
     key: str
     nbytes: int
     forms: tuple[Form, ...] = ()
-    open_rows: Callable[[], Rows] | None = None
+    all_rows: Rows | None = None
+    """None of text without rows."""
     held_out: "Source | None" = None
     """What it brings to evaluate on."""
     is_one_document: bool = False
@@ -55,7 +46,7 @@ class Source:
     @property
     def is_text(self) -> bool:
         """Whether it is text without rows."""
-        return self.open_rows is None
+        return self.all_rows is None
 
     def rows(self, fields: Sequence[Field]) -> Rows:
         """Its rows.
@@ -63,15 +54,28 @@ class Source:
         Raises:
             ValueError: it has none, or none has one of the fields.
         """
-        assert self.open_rows is not None, "asked of rows alone"
-        rows = self.open_rows()
-        if not len(rows):
+        rows = self.all_rows
+        assert rows is not None, "asked of rows alone"
+        for field in fields:
+            if rows.columns and str(field) not in rows.columns:
+                raise ValueError(
+                    f"{rows.name}: no field {field!r} among {list(rows.columns)}; correct the "
+                    "field's name in [data]"
+                )
+        first = [*islice(rows, _LOOKED_AT)]
+        if not first:
             raise ValueError(f"{self.what}: no rows; name a file that has some")
-        first = rows[: min(_LOOKED_AT, len(rows))]
         read = next((row for row in first if row.problem is None), first[0])
         for field in fields:
-            if not any(field in row.fields for row in first):
-                read.value(field)  # says which there are
+            if any(field in row.fields for row in first):
+                continue
+            if read.problem is not None:
+                raise ValueError(f"{read.where}: {read.problem}; correct or remove it")
+            among = f"among {list(read.fields)}" if read.fields else "in an empty record"
+            raise ValueError(
+                f"{read.where}: no field {field!r} {among}; correct the row or the field's name in "
+                "[data]"
+            )
         return rows
 
     def texts(self, field: Field, *, lines: bool) -> Texts:
@@ -97,58 +101,24 @@ def open_source(
         ValueError: there is nothing, or it does not fit `kind` and `fields`.
     """
     what = f"{setting} = {path!r}"
+    wanted = [*fields, *optional] if fields else []
     dataset = _dataset(path, setting)
     if dataset is not None:
-        return _of_dataset(dataset, (fields, optional), what, str(path))
-    files = find_files(path, setting)
-    if path is None:
-        forms = [Form(file, "text") for file in files]
-    else:
-        header = not _numbered(fields)
-        forms = [form_of(file, kind, header=header) for file in files]
+        return _of_dataset(dataset, wanted, what, str(path))
+    forms = _forms(path, setting, kind, header=not _numbered(fields))
     _check(forms, fields, what)
     key = key_of(*([*_facts(form), digest_of(form.path)] for form in forms))
     nbytes = sum(form.path.stat().st_size for form in forms)
-    if forms[0].kind == "text":
-        return Source(what, key, nbytes, tuple(forms))
-    return Source(
-        what, key, nbytes, tuple(forms), lambda: _rows(forms, (fields, optional), key, what)
+    rows = None if forms[0].kind == "text" else FileRows(forms, wanted)
+    return Source(what, key, nbytes, tuple(forms), rows)
+
+
+def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
+    """The same, read as settings say."""
+    kind = None if config.format == "auto" else config.format
+    return open_source(
+        path, setting, kind=kind, fields=config.fields, optional=config.optional_fields
     )
-
-
-def stream_rows(
-    source: Source, fields: Sequence[Field], optional: Sequence[Field] = ()
-) -> "StreamedFiles":
-    """The rows of files as they are read: nothing is kept on disk."""
-    return StreamedFiles(source.forms, (fields, optional))
-
-
-class StreamedFiles:
-    """Rows of files, one after the other, from a row that can be returned to."""
-
-    def __init__(self, forms: Sequence[Form], columns: Columns) -> None:
-        self._forms, self._columns, self._done = forms, columns, 0
-        self._parser = _Parser(forms, numbered=_numbered(columns[0]))
-
-    def __iter__(self) -> Iterator[Row]:
-        passed = self._done
-        for number, form in enumerate(self._forms):
-            for columns in all_columns(form, number, self._columns):
-                count = len(columns[ROW])
-                if passed >= count:
-                    passed -= count
-                    continue
-                part = {name: values[passed:] for name, values in columns.items()}
-                passed = 0
-                for row in rows_of_columns(part, self._parser):
-                    self._done += 1
-                    yield row
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._done = state["done"]
 
 
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
@@ -160,20 +130,19 @@ def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:
-        return saved.rows_of(saved.chosen_splits(dataset, what)[0], ((), ()), path)[:count]
-    forms = [form_of(file, None) for file in find_files(path, setting)]
+        training, _ = saved.chosen_splits(dataset, what)
+        return [*islice(saved.SavedRows(training, (), path), count)]
+    forms = _forms(path, setting, None, header=True)
     _check_alike(forms, what)
-    if forms[0].kind == "text":
-        return None
-    columns = next(all_columns(forms[0]), {})
-    return rows_of_columns(columns, _Parser(forms, numbered=False))[:count]
+    return None if forms[0].kind == "text" else [*islice(FileRows(forms), count)]
 
 
-def rows_of(
-    forms: Sequence[Form], columns: Mapping[str, Sequence[Any]], fields: Sequence[Field]
-) -> list[Row]:
-    """Rows of what `all_columns` gives."""
-    return rows_of_columns(columns, _Parser(forms, numbered=_numbered(fields)))
+def _forms(path: str | None, setting: str, kind: Kind | None, *, header: bool) -> list[Form]:
+    files = find_files(path, setting)
+    if path is None:
+        return [Form(file, "text") for file in files]
+    found = [form_of(file, kind, header=header) for file in files]
+    return [with_columns(form) if form.kind in ("parquet", "arrow") else form for form in found]
 
 
 def _dataset(path: str | None, setting: str) -> Any | None:
@@ -222,75 +191,21 @@ def _check_alike(forms: Sequence[Form], what: str) -> None:
         )
 
 
-def _rows(forms: Sequence[Form], columns: Columns, key: str, what: str) -> Rows:
-    fields, optional = columns
-    whole = forms[0].kind in ("jsonl", "json")  # records are kept as they are
-    kept = None if whole or not fields else (list(fields), list(optional))
-
-    def make(folder: Path) -> None:
-        check_room(folder, copy_nbytes(forms), what)
-        write_table(forms, kept, folder)
-
-    table = obtain(
-        "rows",
-        key_of(key, kept),
-        Table,
-        make,
-        what=what,
-    )
-    return Rows(table, _Parser(forms, numbered=_numbered(fields)))
-
-
 def _numbered(fields: Sequence[Field]) -> bool:
     return any(isinstance(field, int) for field in fields)
 
 
-class _Parser:
-    """Where a row is, and its fields, from the columns of the table."""
-
-    def __init__(self, forms: Sequence[Form], *, numbered: bool) -> None:
-        self._forms, self._numbered = forms, numbered
-
-    def where(self, columns: Mapping[str, Any]) -> str:
-        form = self._forms[columns[FILE]]
-        return f"{form.path}{':' if form.kind == 'jsonl' else ', row '}{columns[ROW]}"
-
-    def fields(self, columns: Mapping[str, Any]) -> Mapping[Field, Any] | str:
-        if JSON in columns:
-            return _record(columns[JSON])
-        if problem := columns.get(PROBLEM):
-            return str(problem)
-        own = {name: value for name, value in columns.items() if name not in _PLACES}
-        if self._numbered:
-            return {int(name): value for name, value in own.items()}
-        return {name: without_nulls(value) for name, value in own.items()}
-
-
-def _record(text: str | None) -> Mapping[Field, Any] | str:
-    """The fields of a record of JSON, or what is wrong with it; None is not UTF-8."""
-    if text is None:
-        return "not UTF-8"
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        return f"not JSON ({error.msg})"
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    return found if isinstance(found, dict) else "not a JSON object with fields"
-
-
-def _of_dataset(found: Any, columns: Columns, what: str, name: str) -> Source:
+def _of_dataset(found: Any, wanted: Sequence[Field], what: str, name: str) -> Source:
     """A data set of the package datasets."""
     training, held_out = saved.chosen_splits(found, what)
-    if not columns[0]:
+    if not wanted:
         raise ValueError(
             f"{what}: rows have fields ({', '.join(training.column_names)}); name them in "
             "data.text_field or in data.prompt_field and data.response_field"
         )
 
     def source(part: Any, rest: Source | None) -> Source:
-        named = f"{name} {part.split}" if part.split else name
-        rows = lambda: saved.rows_of(part, columns, named)  # noqa: E731
+        rows = saved.SavedRows(part, wanted, f"{name} {part.split}" if part.split else name)
         key = key_of(*saved.key_parts(part))
         return Source(what, key, int(part.data.nbytes), (), rows, rest, is_one_document=True)
 

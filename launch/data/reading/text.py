@@ -14,7 +14,6 @@ from thinpipe.launch.data.rows import RowError, Rows
 
 HELD_OUT = 10
 """One in this many documents, or the last of this many equal parts of the text."""
-_BATCH = 256
 Part = Literal["all", "training", "held out"]
 
 
@@ -84,15 +83,14 @@ class RowTexts:
             yield None
 
     def _documents(self) -> Iterator[bytes | Rejected]:
-        for batch in self._rows.batches(_BATCH):
-            for row in batch:
-                try:
-                    text = row.text(self._field, blank=True)
-                except RowError as error:
-                    yield Rejected(row.where, error.reason)
-                else:
-                    whole = text.endswith("\n") or not self._lines
-                    yield (text if whole else text + "\n").encode()
+        for row in self._rows:
+            try:
+                text = row.text(self._field, blank=True)
+            except RowError as error:
+                yield Rejected(row.where, str(error))
+            else:
+                whole = text.endswith("\n") or not self._lines
+                yield (text if whole else text + "\n").encode()
 
 
 @dataclass(frozen=True)

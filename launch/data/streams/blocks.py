@@ -11,29 +11,19 @@ import torch
 from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Document, Encoder, Listed, Rejected
+from thinpipe.launch.data.documents import Document, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
-from thinpipe.launch.data.own import Reading, made
-from thinpipe.launch.data.packing import Layout, pack
+from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
-from thinpipe.launch.data.reading.source import open_source, stream_rows
+from thinpipe.launch.data.reading.source import source_of
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
-from thinpipe.launch.data.streams.stream import (
-    Carry,
-    Items,
-    Make,
-    StreamSet,
-    own_block,
-)
+from thinpipe.launch.data.streams.stream import Carry, Items, Make
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.launch.data.tokens.running import Marks
 from thinpipe.launch.data.tokens.store import says
 
 _log = logging.getLogger(__name__)
-
-Read = Callable[[Sequence[Row]], list[Document]]
-"""The documents of rows; others are counted and named."""
 
 
 class Tally:
@@ -47,40 +37,6 @@ class Tally:
         if says() and str(count).strip("0") == "1":
             rows = "1 row is" if count == 1 else f"{count} rows are"
             _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
-
-
-def load_stream(
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    held_out: SampleSet | None,
-    *,
-    seed: int,
-    labelling: Labelling,
-    total: int,
-) -> tuple[StreamSet, SampleSet]:
-    """Samples to train on, `total` of them, and the first of the stream to evaluate on.
-
-    `held_out` are those of `data.eval_path`; `tokenizer` is None for samples of your own.
-
-    Raises:
-        ValueError: the stream cannot be read, or ends too early.
-    """
-    assert config.stream_block is not None, "asked of streams alone"
-    make: Make
-    if config.factory is not None:
-        dataset: Any = made(config.factory, "data.factory")
-        items, make = Items(lambda: dataset), partial(own_block, config.source, Reading())
-    else:
-        assert tokenizer is not None, "loaded with the settings"
-        items, make = Items(_rows_of(config)), make_of(config, tokenizer, seed, labelling)
-    if held_out is None:
-        count = config.eval_sequences
-        assert count != "all", "checked with the settings"
-        held_out = take_held_out(items, make, count, config.source)
-    stream = StreamSet(
-        items, make, what=config.source, block=config.stream_block, seed=seed, total=total
-    )
-    return stream, held_out
 
 
 def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
@@ -105,100 +61,76 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
             )
 
 
-def _rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
+def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
+    """What gives the rows of `data.path` from the first one.
+
+    Raises:
+        ValueError: there are none, or they lack a field.
+    """
     if config.path is not None and config.path.startswith(HUB):
-        return partial(stream_hub, config.path, config.fields)
-    kind = None if config.format == "auto" else config.format
-    optional = config.optional_fields
-    source = open_source(
-        config.path, "data.path", kind=kind, fields=config.fields, optional=optional
-    )
+        return partial(stream_hub, config.path)
+    source = source_of(config, config.path, "data.path")
     if source.is_text:
         raise ValueError(
             f"{source.what}: text without rows takes no memory as it is; remove data.stream_block"
         )
-    return partial(stream_rows, source, config.fields, optional)
+    return partial(source.rows, config.fields)
 
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
     """How rows become samples, a block at a time."""
     tally, length = Tally(config.source), config.sequence_length
     layout = Layout(length, config.packs, config.objective == "prefix", seed)
-    if config.kind != "text":
-        rows = partial(_encoded, encoder_for(config, tokenizer, labelling), tally)
-        if config.kind == "labelled":
-            return partial(_labelled, rows, length=length, labelling=labelling)
-        return partial(_packed, rows, layout)
-    marks = Marks(*document_marks(tokenizer, config.document_marks))
-    lines = not config.packs and marks == Marks()
-    field: Field = "text" if config.text_field is None else config.text_field
-    read = partial(_texts, tokenizer, field, marks, tally, lines=lines)
-    return partial(_packed, read, layout) if config.packs else partial(_running, read, length)
+    is_running = config.kind == "text" and not config.packs
+    encode: Callable[[Row], Document | Rejected]
+    if config.kind == "text":
+        marks = Marks(*document_marks(tokenizer, config.document_marks))
+        lines = is_running and marks == Marks()
+        encode = partial(_text, tokenizer, config.running_field, marks, lines=lines)
+    else:
+        encode = encoder_for(config, tokenizer, labelling).encode
+
+    def make(
+        rows: Sequence[Row], carry: Carry, number: int
+    ) -> tuple[LabelledSet | PackedSet | WindowSet | None, Carry]:
+        found = list[Document]()
+        for one in map(encode, rows):
+            if isinstance(one, Rejected):
+                tally.add(one.where, one.reason)
+            else:
+                found.append(one)
+        if is_running:
+            return _windows(found, carry, length)
+        documents = Listed(found)
+        labelled = config.kind == "labelled"
+        samples = LabelledSet(documents, length, labelling) if labelled else pack(documents, layout)
+        return (samples if len(samples) else None), carry
+
+    return make
 
 
-def _encoded(encoder: Encoder, tally: Tally, rows: Sequence[Row]) -> list[Document]:
-    found = []
-    for one in encoder.encode(rows):
-        if isinstance(one, Rejected):
-            tally.add(one.where, one.reason)
-        else:
-            found.append(one)
-    return found
+def _text(
+    tokenizer: Tokenizer, field: Field, marks: Marks, row: Row, *, lines: bool
+) -> Document | Rejected:
+    """A document of text; with `lines` it is a line."""
+    try:
+        text = row.text(field, blank=lines)
+    except RowError as error:
+        return Rejected(row.where, str(error))
+    if lines and not text.endswith("\n"):
+        text += "\n"
+    ids = np.array(tokenizer.encode(text), dtype=np.int32)
+    return Document(marks.put(ids, first=True, last=True))
 
 
-def _texts(
-    tokenizer: Tokenizer,
-    field: Field,
-    marks: Marks,
-    tally: Tally,
-    rows: Sequence[Row],
-    *,
-    lines: bool,
-) -> list[Document]:
-    """Documents of text; with `lines` they follow each other as lines."""
-    found = []
-    for row in rows:
-        try:
-            text = row.text(field, blank=lines)
-        except RowError as error:
-            tally.add(row.where, error.reason)
-            continue
-        if lines and not text.endswith("\n"):
-            text += "\n"
-        ids = np.array(tokenizer.encode(text), dtype=np.int32)
-        found.append(Document(marks.put(ids, first=True, last=True)))
-    return found
-
-
-def _running(
-    read: Read, length: int, rows: Sequence[Row], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
+def _windows(
+    documents: Sequence[Document], carry: Carry, length: int
+) -> tuple[WindowSet | None, Carry]:
     """Windows over the documents, one after the other; the rest begins the next block."""
-    tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in read(rows))])
+    tokens = torch.cat([carry, *(torch.from_numpy(document.tokens) for document in documents)])
     count = (len(tokens) - 1) // length if len(tokens) else 0
     left = tokens[count * length :].clone()
     if not count:
         return None, left
     windows = [Document(window.numpy()) for window in tokens.unfold(0, length + 1, length)]
     return WindowSet(Listed(windows)), left
-
-
-def _packed(
-    read: Read, layout: Layout, rows: Sequence[Row], carry: Carry, number: int
-) -> tuple[SampleSet | None, Carry]:
-    """The documents of a block, packed among themselves."""
-    found = pack(Listed(read(rows)), layout)
-    return (found if len(found) else None), carry
-
-
-def _labelled(
-    read: Read,
-    rows: Sequence[Row],
-    carry: Carry,
-    number: int,
-    *,
-    length: int,
-    labelling: Labelling,
-) -> tuple[SampleSet | None, Carry]:
-    found = read(rows)
-    return (LabelledSet(Listed(found), length, labelling) if found else None), carry

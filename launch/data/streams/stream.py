@@ -12,7 +12,6 @@ import copy
 import hashlib
 import itertools
 import json
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from thinpipe.launch.data.own import OwnSet, Reading, digest_item
 from thinpipe.launch.data.sample_set import Ids, SampleSet
-from thinpipe.launch.data.sampler import Change, EpochSampler, shuffled
+from thinpipe.launch.data.sampler import EpochSampler, shuffled
 from thinpipe.pipeline.batch import Batch
 
 Carry = Tensor
@@ -40,12 +39,12 @@ class _Origin:
     """Where an object that is read begins: all who read it have to begin there."""
 
     def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
         self.first: str | None = None
         """A digest of its first item."""
         self.moved = False
         """Whether it was sent to another place, where it may begin from then on."""
         self.reader: object = None
-        self.kept: object = None
         self.returns = all(hasattr(iterable, name) for name in ("state_dict", "load_state_dict"))
         self.start: Any = None
         if self.returns:
@@ -53,18 +52,15 @@ class _Origin:
                 self.start = copy.deepcopy(iterable.state_dict())
 
 
-_ORIGINS: dict[int, _Origin] = {}
-"""Of each object that is read, by its id: not every object can be a key."""
+_ORIGINS: list[_Origin] = []
+"""Of each object that this process reads: not every object can be a key."""
 
 
 def _origin(iterable: Any) -> _Origin:
-    if id(iterable) not in _ORIGINS:
-        _ORIGINS[id(iterable)] = found = _Origin(iterable)
-        try:
-            weakref.finalize(iterable, _ORIGINS.pop, id(iterable))
-        except TypeError:  # it has slots: it is kept, as another object could have its id
-            found.kept = iterable
-    return _ORIGINS[id(iterable)]
+    found = next((origin for origin in _ORIGINS if origin.iterable is iterable), None)
+    if found is None:
+        _ORIGINS.append(found := _Origin(iterable))
+    return found
 
 
 class Items:
@@ -112,7 +108,7 @@ class Items:
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
-        if own is not None:
+        if own is not None and self._origin.returns:
             self._iterator = self._begun(own)
         else:
             self._iterator = self._from_start()
@@ -356,34 +352,6 @@ class StreamSampler:
 
 
 Sampler = EpochSampler | StreamSampler
-
-
-def sampler_for(  # noqa: PLR0913  # those of EpochSampler
-    samples: SampleSet,
-    *,
-    batch_size: int,
-    replicas: int,
-    replica: int,
-    seed: int,
-    shuffle: bool,
-    changes: Sequence[Change] = (),
-    alike: bool = False,
-    masks: bool = True,
-) -> Sampler:
-    """What chooses the samples of every step."""
-    if isinstance(samples, StreamSet):
-        return StreamSampler(samples, batch_size=batch_size, replicas=replicas, replica=replica)
-    return EpochSampler(
-        len(samples),
-        batch_size=batch_size,
-        replicas=replicas,
-        replica=replica,
-        seed=seed,
-        shuffle=shuffle,
-        changes=changes,
-        alike=alike,
-        masks=masks,
-    )
 
 
 def position(samples: SampleSet) -> StreamSet | None:

@@ -1,7 +1,8 @@
 """Documents of rows as a token file: each row is encoded once on a host, in bounded memory."""
 
-import time
 from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 from thinpipe.launch.data.columns import Field
@@ -13,8 +14,8 @@ from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _VERSION = 1
-_BATCH = 64
-_FLUSH_S = 5.0
+_FIRST = 64
+"""Rows whose tokens say how many there will be."""
 
 
 def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> TokenFile:
@@ -30,7 +31,7 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
     def make(folder: Path) -> None:
         _make(source.rows(fields), encoder, folder, what)
 
-    found = obtain("tokens", key, TokenFile.open, make, what=what)
+    found = obtain(key, TokenFile.open, make, what=what)
     if not len(found):
         raise ValueError(f"{what}: no row can be used: {'; '.join(rejections(found))}; correct it")
     return found
@@ -38,28 +39,26 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
 
 def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
     """Write the folder, from where an interrupted process left off."""
-    writer = TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)
-    done = int(writer.done or 0)
-    progress = Progress(f"{what}: encoding rows", len(rows), done, unit="rows")
-    flushed, tokens = time.monotonic(), 0
-    try:
-        for batch in rows.batches(_BATCH, done):
-            found = encoder.encode(batch)
-            if not tokens:  # check the disk before anything is written, by the first rows
-                tokens = sum(len(one) for one in found if not isinstance(one, Rejected))
-                width = token_type(encoder.ids).itemsize + len(encoder.columns)
-                check_room(folder, tokens * len(rows) // len(batch) * width, what)
-            for row, one in enumerate(found, start=done):
-                if isinstance(one, Rejected):
-                    writer.reject(one)
-                else:
-                    writer.add(one, row)
-            done += len(batch)
-            progress.at(done)
-            if time.monotonic() - flushed > _FLUSH_S:
-                writer.flush(done)
-                flushed = time.monotonic()
+    count = rows.count()
+    _estimate(rows, count, encoder, folder, what)
+    with closing(TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)) as writer:
+        done = int(writer.done or 0)
+        progress = Progress(f"{what}: encoding rows", count, done, unit="rows")
+        for number, row in enumerate(islice(rows, done, None), start=done):
+            found = encoder.encode(row)
+            if isinstance(found, Rejected):
+                writer.reject(found)
+            else:
+                writer.add(found, number)
+            progress.at(number + 1)
+            writer.passed(number + 1)
         writer.finish({})
-    finally:
-        writer.close()
     progress.finished(folder)
+
+
+def _estimate(rows: Rows, count: int, encoder: Encoder, folder: Path, what: str) -> None:
+    """Check the disk before anything is written, by the first rows."""
+    first = [encoder.encode(row) for row in islice(rows, _FIRST)]
+    tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
+    width = token_type(encoder.ids).itemsize + len(encoder.columns)
+    check_room(folder, tokens * count // len(first) * width, what)

@@ -1,7 +1,7 @@
 """Running text as one stream of tokens on disk, made in bounded memory."""
 
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,8 +24,6 @@ _VERSION = 2
 """Of how text becomes tokens: another one makes all files again."""
 _BATCH_SIZE, _MOST_PIECES = 1 << 20, 4096
 """Characters, or pieces, tokenized at a time: some hundred bytes of memory for each character."""
-_FLUSH_S = 5.0
-"""Between what an interrupted process need not do again; flushing waits for the disk."""
 
 _Ids = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -75,7 +73,7 @@ def running_tokens(
         extent = Extent.of(texts, limit, one_document=source.is_one_document)
         _Maker(source.what, texts, extent, part, tokenizer, marks).make(folder)
 
-    return obtain("tokens", key, TokenFile.open, make, what=source.what)
+    return obtain(key, TokenFile.open, make, what=source.what)
 
 
 @dataclass(frozen=True)
@@ -99,59 +97,51 @@ class _Text:
     nbytes: int
 
 
+@dataclass
 class _Maker:
-    def __init__(
-        self,
-        what: str,
-        texts: Texts,
-        extent: Extent,
-        part: Part,
-        tokenizer: Tokenizer,
-        marks: Marks | None,
-    ) -> None:
-        self._what, self._texts, self._extent, self._part = what, texts, extent, part
-        self._tokenizer, self._marks = tokenizer, marks
-        self._nbytes = extent.nbytes(part)
-        self._utf8, self._forced = True, 0
+    what: str
+    texts: Texts
+    extent: Extent
+    part: Part
+    tokenizer: Tokenizer
+    marks: Marks | None
+    utf8: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes(self.part)
 
     def make(self, folder: Path) -> None:
         """Write the folder, from where an interrupted process left off."""
-        writer = TokenWriter(folder, ids=self._tokenizer.vocab)
-        done, context, self._utf8, self._forced = writer.done or (0, "", True, 0)
-        writer.rejected.clear()  # those before are met again on the way
-        progress = Progress(f"{self._what}: tokenizing", self._nbytes, done)
-        flushed = time.monotonic()
-        try:
+        with closing(TokenWriter(folder, ids=self.tokenizer.vocab)) as writer:
+            done, context, self.utf8 = (writer.done or (0, "", True))[:3]
+            writer.rejected.clear()  # those before are met again on the way
+            progress = Progress(f"{self.what}: tokenizing", self.nbytes, done)
             for step in self._steps(folder, writer, done, context):
                 for tokens, ends in step.parts:
                     writer.add(Document(tokens), 0) if ends else writer.extend(Document(tokens))
                 done += step.nbytes
                 progress.at(done)
-                if time.monotonic() - flushed > _FLUSH_S:
-                    writer.flush([done, step.context, self._utf8, self._forced])
-                    flushed = time.monotonic()
-            if self._marks is None:
+                writer.passed([done, step.context, self.utf8])
+            if self.marks is None:
                 writer.add(Document(np.zeros(0, dtype=np.int32)), 0)  # its end
-            writer.finish({"utf8": self._utf8, "forced": self._forced, "bytes": self._nbytes})
-        finally:
-            writer.close()
+            writer.finish({"utf8": self.utf8, "bytes": self.nbytes})
         progress.finished(folder)
 
     def _steps(self, folder: Path, writer: TokenWriter, done: int, context: str) -> Iterator[_Step]:
-        read = self._texts.read(Chooser(self._extent, self._part), writer.reject)
-        documents = _documents(_without(read, done), joined=self._marks is None)
-        if self._tokenizer.backend is None:
-            check_room(folder, self._nbytes, self._what)
+        read = self.texts.read(Chooser(self.extent, self.part), writer.reject)
+        documents = _documents(_without(read, done), joined=self.marks is None)
+        if self.tokenizer.backend is None:
+            check_room(folder, self.nbytes, self.what)
             yield from self._plain(documents, begun=done > 0 and bool(context))
             return
-        cutter, first = Cutter(self._tokenizer.backend), True
+        cutter, first = Cutter(self.tokenizer.backend), True
         for batch in _batches(self._pieces(cutter, documents, context)):
             found = cutter.encode([text.piece for text in batch])
             nbytes = sum(text.nbytes for text in batch)
             if first:
                 self._estimate(folder, sum(map(len, found)), nbytes)
                 first = False
-            self._forced += sum(text.piece.forced for text in batch)
             parts = [
                 (self._marked(tokens, first=text.first, last=text.last), self._ends(text.last))
                 for tokens, text in zip(found, batch, strict=True)
@@ -160,10 +150,10 @@ class _Maker:
             yield _Step(parts, nbytes, "" if self._ends(last.last) else _end(last.piece))
 
     def _marked(self, tokens: _Ids, *, first: bool, last: bool) -> _Ids:
-        return tokens if self._marks is None else self._marks.put(tokens, first=first, last=last)
+        return tokens if self.marks is None else self.marks.put(tokens, first=first, last=last)
 
     def _ends(self, last: bool) -> bool:
-        return last and self._marks is not None
+        return last and self.marks is not None
 
     def _pieces(
         self, cutter: Cutter, documents: Iterable[Iterator[bytes]], context: str
@@ -179,19 +169,19 @@ class _Maker:
 
     def _estimate(self, folder: Path, tokens: int, nbytes: int) -> None:
         """Check the disk before anything is written, by the first tokens of the text."""
-        share = tokens * token_type(self._tokenizer.vocab).itemsize / max(1, nbytes)
-        check_room(folder, int(share * self._nbytes), self._what)
+        share = tokens * token_type(self.tokenizer.vocab).itemsize / max(1, nbytes)
+        check_room(folder, int(share * self.nbytes), self.what)
 
     def _plain(self, documents: Iterable[Iterator[bytes]], *, begun: bool) -> Iterator[_Step]:
         decoder = Decoder()
         for parts in documents:
             first, begun = not begun, False
             for part, last in _with_last(parts):
-                if self._utf8:
+                if self.utf8:
                     try:
                         decoder.decode(part)
                     except UnicodeDecodeError:
-                        self._utf8 = False
+                        self.utf8 = False
                 tokens = np.frombuffer(part, dtype=np.uint8).astype(np.int32)
                 marked, ends = self._marked(tokens, first=first, last=last), self._ends(last)
                 yield _Step([(marked, ends)], len(part), "" if ends else "within")
@@ -203,7 +193,7 @@ class _Maker:
                 yield decoder.decode(part)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self._what}: the text is not UTF-8 ({error}), as data.tokenizer needs; "
+                f"{self.what}: the text is not UTF-8 ({error}), as data.tokenizer needs; "
                 'convert it, or use tokenizer = "bytes"'
             ) from None
 

@@ -21,6 +21,8 @@ from thinpipe.launch.host.cache import CACHE, cache_folder
 from thinpipe.launch.host.words import format_bytes
 
 _log = logging.getLogger(__name__)
+_TOKENS, _ROWS = "tokens", "rows"
+"""Folders of the cache; the second has copies of rows that version 0.2 made."""
 _POLL_S = 0.05
 _SILENT_S = 300.0
 """A process that makes something writes every few seconds; after so long it is stuck."""
@@ -31,7 +33,6 @@ T = TypeVar("T")
 
 
 def obtain(
-    kind: str,
     key: str,
     read: Callable[[Path], T],
     make: Callable[[Path], None],
@@ -49,7 +50,7 @@ def obtain(
         TimeoutError: another process makes it, and has written nothing for minutes.
     """
     try:
-        root = cache_folder() / kind
+        root = cache_folder() / _TOKENS
         root.mkdir(exist_ok=True)
         folder = root / key[:32]
         found = _read(folder, read)
@@ -58,8 +59,13 @@ def obtain(
                 found = _read(folder, read)  # made meanwhile
                 if found is None:
                     _sweep(root)
+                    _sweep(root.parent / _ROWS)
                     if not _is_whole(partial, read):
-                        _make(partial, make)
+                        try:
+                            make(partial)
+                        except ValueError:  # an interruption leaves what was written for next time
+                            shutil.rmtree(partial, ignore_errors=True)
+                            raise
                     _settle(partial, folder)
                     found = read(folder)
         with contextlib.suppress(OSError):
@@ -121,15 +127,6 @@ def _is_whole(partial: Path, read: Callable[[Path], object]) -> bool:
     return True
 
 
-def _make(partial: Path, make: Callable[[Path], None]) -> None:
-    """An interruption leaves what was written for the next time, wrong data does not."""
-    try:
-        make(partial)
-    except ValueError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def _settle(partial: Path, folder: Path) -> None:
     """Give what was made its name; what is damaged there goes."""
     if folder.exists():
@@ -178,7 +175,7 @@ def _signs(folder: Path) -> list[tuple[str, int, int]]:
 def _sweep(root: Path) -> None:
     """Remove what was not opened for a month, unless a process has it locked."""
     oldest = time.time() - _UNUSED_S
-    for folder in root.iterdir():
+    for folder in [*root.iterdir()] if root.is_dir() else ():
         with contextlib.suppress(OSError):
             if folder.suffix == ".lock" or folder.stat().st_mtime > oldest:
                 continue

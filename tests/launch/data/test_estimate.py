@@ -13,9 +13,9 @@ from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.estimate import estimate
 from thinpipe.launch.data.load import load
-from thinpipe.launch.data.reading import arrow
+from thinpipe.launch.data.reading import records
 
-TEXTS = [f"text {number} " * (20 + number % 7) for number in range(4000)]
+TEXTS = [f"text {number} " * (20 + number % 7) for number in range(1000)]
 
 
 def _text(folder: Path) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def _parquet(folder: Path) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test can write is large."""
-    monkeypatch.setattr(module, "_LARGE_NBYTES", 100_000)
-    monkeypatch.setattr(module, "_HEAD_NBYTES", 50_000)
+    monkeypatch.setattr(module, "_LARGE_NBYTES", 50_000)
+    monkeypatch.setattr(module, "_HEAD_NBYTES", 25_000)
 
 
 @pytest.mark.parametrize("make", [_text, _jsonl, _csv, _parquet])
@@ -64,13 +64,13 @@ def test_columns_that_are_not_used_are_not_read(
 ) -> None:
     """They may be images."""
     asked = list[str]()
-    typed = arrow._typed
+    typed = records._typed
 
-    def noted(form: Any, columns: Any) -> Any:
-        asked.extend(columns)
-        return typed(form, columns)
+    def noted(form: Any, wanted: Any) -> Any:
+        asked.extend(wanted)
+        return typed(form, wanted)
 
-    monkeypatch.setattr(arrow, "_typed", noted)
+    monkeypatch.setattr(records, "_typed", noted)
     config = DataConfig.model_validate({**_parquet(tmp_path), "train_sequences": "all"})
     assert estimate(config, seed=0, labelling=Labelling()) is not None
     assert asked == ["text"]

@@ -149,7 +149,7 @@ def test_text_that_is_not_utf8_is_noted(tmp_path: Path) -> None:
     text, binary = tmp_path / "text", tmp_path / "binary"
     text.write_bytes("été, ça ".encode() * 200)  # some limit below cuts a character
     binary.write_bytes(bytes(range(256)) * 20)
-    for limit in range(1500, 1510):
+    for limit in (1500, 1501):
         for part in load(_config(text, max_bytes=limit)):
             assert part.notes == ()
     note = "is not UTF-8 text; it is read as plain bytes"
@@ -163,7 +163,7 @@ def test_text_that_is_not_utf8_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xc3\x28", b"caf\xe9 noir"])
 def test_invalid_utf8_is_detected_anywhere(wrong: bytes, tmp_path: Path) -> None:
     text, path = (
-        "日本語".encode() * 200_000,
+        "日本語".encode() * 130_000,
         tmp_path / "text",
     )  # longer than what is read in one go
     for content, notes in ((text[1:-1], 0), (text + wrong + text, 1)):

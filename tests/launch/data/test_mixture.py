@@ -17,7 +17,3 @@ def test_mixtures_follow_the_weights_and_repeat_nothing(
     assert abs(len(second) - weight * len(first)) <= max(1, weight)
     again = mix([ones, twos], [1.0, weight], seed)
     assert [part.tolist() for part in again] == [first, second]
-
-
-def test_without_weights_everything_is_taken() -> None:
-    assert [len(part) for part in mix([3, 9], None, 0)] == [3, 9]

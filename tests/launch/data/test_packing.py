@@ -109,7 +109,7 @@ def test_documents_are_chosen_and_joined(tmp_path: Path) -> None:
     one, two = _file(tmp_path / "a", [3, 4, 5]), _file(tmp_path / "b", [6, 2])
     joined = Joined([Chosen(one, np.array([2, 0])), two])
     assert joined.lengths.tolist() == [5, 3, 6, 2]
-    tokens = [joined.document(number).tokens.tolist() for number in range(len(joined))]
+    tokens = [joined.read(number).tokens.tolist() for number in range(len(joined))]
     assert tokens == [[7, 8, 9, 10, 11], [0, 1, 2], [0, 1, 2, 3, 4, 5], [6, 7]]
-    assert joined.part(2, 1, 3).tokens.tolist() == [1, 2]
+    assert joined.read(2, 1, 3).tokens.tolist() == [1, 2]
     assert joined.digest != Joined([one, two]).digest

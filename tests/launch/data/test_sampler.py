@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinpipe.launch.data.sampler import Change, EpochSampler, paced
@@ -33,28 +33,26 @@ def _epoch_ids(sampler: EpochSampler, epoch: int) -> list[int]:
     return torch.cat([sampler.ids(step) for step in steps]).tolist()
 
 
+@settings(max_examples=40)
 @given(_runs(), st.integers(0, 3))
-def test_every_sample_is_visited_once_per_epoch(run: dict[str, int], epoch: int) -> None:
-    samplers = _samplers(run)
-    visited = [sample for sampler in samplers for sample in _epoch_ids(sampler, epoch)]
+def test_every_sample_is_visited_once_per_epoch_by_its_replica(
+    run: dict[str, int], epoch: int
+) -> None:
+    samplers, visited = _samplers(run), []
+    for replica, sampler in enumerate(samplers):
+        own = _epoch_ids(sampler, epoch)
+        assert {sample % run["replicas"] for sample in own} == {replica}
+        visited += own
     assert sorted(visited) == list(range(run["n"] - samplers[0].dropped))
     assert samplers[0].dropped == run["n"] % run["replicas"]
+    for step in samplers[0].steps_of(epoch):
+        sizes = {len(sampler.ids(step)) for sampler in samplers}
+        assert len(sizes) == 1
+        assert 1 <= sizes.pop() <= run["batch_size"] // run["replicas"]
 
 
-@given(_runs(), st.integers(0, 3))
-def test_samples_stick_to_their_replica(run: dict[str, int], epoch: int) -> None:
-    for replica, sampler in enumerate(_samplers(run)):
-        assert {sample % run["replicas"] for sample in _epoch_ids(sampler, epoch)} == {replica}
-
-
-@given(_runs(), st.integers(0, 200))
-def test_replicas_take_equally_many_samples_in_every_step(run: dict[str, int], step: int) -> None:
-    sizes = {len(sampler.ids(step)) for sampler in _samplers(run)}
-    assert len(sizes) == 1
-    assert 1 <= sizes.pop() <= run["batch_size"] // run["replicas"]
-
-
-@given(_runs(), st.lists(st.integers(0, 200), min_size=1, max_size=8))
+@settings(max_examples=20)
+@given(_runs(), st.lists(st.integers(0, 200), min_size=1, max_size=4))
 def test_ids_depend_on_the_step_alone(run: dict[str, int], steps: list[int]) -> None:
     used = _samplers(run)[0]
     for step in steps:
@@ -104,10 +102,10 @@ def test_negative_step_is_refused() -> None:
 def _changed_runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """A run, and the numbers of its replicas with how many steps each takes."""
     batch = draw(st.sampled_from([4, 6, 12]))
-    n = draw(st.integers(batch, 90))
+    n = draw(st.integers(batch, 50))
     fitting = [number for number in range(1, batch + 1) if batch % number == 0]
     parts = draw(
-        st.lists(st.tuples(st.sampled_from(fitting), st.integers(0, 9)), min_size=2, max_size=4)
+        st.lists(st.tuples(st.sampled_from(fitting), st.integers(0, 9)), min_size=2, max_size=3)
     )
     alike = draw(st.booleans())
     run = {"n": n, "batch_size": batch, "seed": draw(st.integers(0, 99)), "alike": alike}
@@ -144,6 +142,7 @@ def _visits(run: dict[str, Any], parts: list[tuple[int, int]]) -> dict[int, list
     return visited
 
 
+@settings(max_examples=40)
 @given(_changed_runs())
 def test_a_change_of_replicas_repeats_no_sample(run: tuple[dict[str, Any], Any]) -> None:
     for epoch, visited in _visits(*run).items():
@@ -154,8 +153,7 @@ def test_a_change_of_replicas_repeats_no_sample(run: tuple[dict[str, Any], Any])
     ("n", "batch", "parts"),
     [
         (41, 4, [(1, 5), (2, 0)]),
-        (4101, 4, [(1, 512), (2, 0)]),
-        (4101, 12, [(2, 100), (3, 0)]),
+        (41, 12, [(2, 2), (3, 0)]),
         (41, 4, [(1, 10), (2, 0)]),  # one is left, for two
         (41, 4, [(2, 3), (4, 0)]),
         (41, 4, [(4, 9), (1, 0)]),

@@ -1,5 +1,6 @@
 """Token files: what was written comes back, goes on after an interruption, and damage is found."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +27,14 @@ def test_documents_come_back(tmp_path: Path, ids: int) -> None:
     assert found.lengths.tolist() == [len(document) for document in DOCUMENTS]
     assert found.rows.tolist() == [0, 2, 4, 6, 8]
     for number, document in enumerate(DOCUMENTS):
-        read = found.document(number)
+        read = found.read(number)
         assert read.tokens.dtype == np.int32
         assert np.array_equal(read.tokens, document.tokens)
         assert read.counts is None
     assert found.rejected == {"field 'text' is null": (1, ("a.jsonl, row 1",))}
     assert found.facts == {"source": "a.jsonl"}
     with pytest.raises(IndexError, match="document 5 of 5"):
-        found.document(5)
+        found.read(5)
 
 
 def test_token_types_hold_their_ids() -> None:
@@ -50,20 +51,19 @@ def test_what_counts_comes_back(tmp_path: Path) -> None:
     counts = np.array([False, True, True])
     writer.add(Document(np.array([1, 299, 3], dtype=np.int32), counts), 0)
     writer.finish({})
-    read = TokenFile.open(tmp_path).document(0).counts
+    read = TokenFile.open(tmp_path).read(0).counts
     assert read is not None
     assert read.tolist() == [False, True, True]
 
 
 def test_a_writer_goes_on_where_it_was_flushed(tmp_path: Path) -> None:
     whole = _write(tmp_path / "whole")
-    writer = TokenWriter(tmp_path / "part", ids=256)
-    for row, document in enumerate(DOCUMENTS[:3]):
-        writer.add(document, 2 * row)
-    writer.reject(Rejected("a.jsonl, row 1", "field 'text' is null"))
-    writer.flush(3)
-    writer.add(DOCUMENTS[0], 99)  # not flushed: as if it had been killed
-    writer.close()
+    with closing(TokenWriter(tmp_path / "part", ids=256)) as writer:
+        for row, document in enumerate(DOCUMENTS[:3]):
+            writer.add(document, 2 * row)
+        writer.reject(Rejected("a.jsonl, row 1", "field 'text' is null"))
+        writer.flush(3)
+        writer.add(DOCUMENTS[0], 99)  # not flushed: as if it had been killed
     with pytest.raises(FileNotFoundError):
         TokenFile.open(tmp_path / "part")
     again = TokenWriter(tmp_path / "part", ids=256)

@@ -79,7 +79,7 @@ SPACED: dict[str, dict[str, Any]] = {
 def test_no_space_comes_between_a_prompt_and_its_answer(kind: str, tmp_path: Path) -> None:
     tokenizer = _saved(tmp_path / "t", _bpe(**SPACED[kind]))
     for prompt, response in (("a0:", "b"), ("a0:", " b"), ("self", " name"), ("a0: ", "b")):
-        ids = [*tokenizer.encode(prompt), *tokenizer.encode_after(response)]
+        ids = [*tokenizer.encode(prompt), *tokenizer.encode(response, after=True)]
         assert tokenizer.decode(ids).lstrip() == prompt + response
 
 
@@ -89,8 +89,12 @@ def test_a_unigram_model_that_strips_keeps_the_space_of_an_answer(tmp_path: Path
     whole.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
     whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer = _saved(tmp_path / "t", whole)
-    assert tokenizer.encode("a") + tokenizer.encode_after(" b") == tokenizer.encode("a b") == [5, 4]
-    assert tokenizer.encode_after("b") == [3]
+    assert (
+        tokenizer.encode("a") + tokenizer.encode(" b", after=True)
+        == tokenizer.encode("a b")
+        == [5, 4]
+    )
+    assert tokenizer.encode("b", after=True) == [3]
 
 
 def test_truncation_and_padding_of_a_file_are_not_applied(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ def test_truncation_and_padding_of_a_file_are_not_applied(tmp_path: Path) -> Non
     whole.enable_padding(length=64, pad_id=0, pad_token=END)
     tokenizer = _saved(tmp_path / "t", whole)
     assert tokenizer.encode(TEXT) == expected
-    assert tokenizer.encode_after("b") == tokenizer.encode("b")
+    assert tokenizer.encode("b", after=True) == tokenizer.encode("b")
     assert len(tokenizer.fitted(TEXT, None, 9999).ids) == len(expected)
 
 
@@ -195,7 +199,9 @@ def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     processor = spm.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert tokenizer.encode(TEXT) == processor.encode(TEXT)
     assert tokenizer.end == processor.eos_id()
-    assert tokenizer.decode([*tokenizer.encode("a0:"), *tokenizer.encode_after("b")]) == "a0:b"
+    assert (
+        tokenizer.decode([*tokenizer.encode("a0:"), *tokenizer.encode("b", after=True)]) == "a0:b"
+    )
 
 
 def test_a_model_that_cannot_be_converted_is_named(tmp_path: Path) -> None:

@@ -122,22 +122,6 @@ _DEEPSEEK = (
 _ZEPHYR = _same_for_all(
     "{{ '<|' + m.role + '|>\n' }}", "{{ eos_token }}", end="{{ '\n' }}"
 ) + _prompt("{{ '<|assistant|>\n' }}")
-_COMMAND_TURN = "<|START_OF_TURN_TOKEN|>"
-_COMMAND = (
-    "{{ bos_token }}{% set names = {'system': '<|SYSTEM_TOKEN|>', 'user': '<|USER_TOKEN|>', "
-    "'assistant': '<|CHATBOT_TOKEN|>'} %}"
-    + _same_for_all(
-        "{{ '<|START_OF_TURN_TOKEN|>' + names[m.role] }}",
-        "{{ '<|END_OF_TURN_TOKEN|>' }}",
-        content="m.content.strip()",
-    )
-    + _prompt("{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}")
-)
-_GRANITE = _same_for_all(
-    "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' }}",
-    "{{ '<|end_of_text|>' }}",
-    end="{{ '\n' }}",
-) + _prompt("{{ '<|start_of_role|>assistant<|end_of_role|>' }}")
 _VICUNA = (
     f"{_SYSTEM_FIRST}{{{{ system }}}}{{% for m in rest %}}{{% if m.role == 'user' %}}"
     "{{ ' USER: ' + m.content }}{% else %}{{ ' ASSISTANT:' }}[[{{ ' ' + m.content + eos_token }}]]"
@@ -186,16 +170,6 @@ STYLES: dict[str, Style] = {
     ),
     "zephyr": Style(
         _ZEPHYR, ("<s>", "</s>"), "</s>", "<s>", adds_bos=True, metaspace=True, learnt="{}</s>"
-    ),
-    "command-r": Style(
-        _COMMAND,
-        ("<BOS_TOKEN>", _COMMAND_TURN, "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
-         "<|END_OF_TURN_TOKEN|>"),
-        "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>", adds_bos=True, learnt="{}<|END_OF_TURN_TOKEN|>",
-    ),
-    "granite": Style(
-        _GRANITE, ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"), "<|end_of_text|>",
-        learnt="{}<|end_of_text|>",
     ),
     "vicuna": Style(
         _VICUNA, ("<s>", "</s>"), "</s>", "<s>", adds_bos=True, metaspace=True, learnt=" {}</s>"

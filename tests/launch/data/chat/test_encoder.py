@@ -55,7 +55,7 @@ def rejected(folder: Path | str, said: Any, **settings: Any) -> str:
 def row_of(folder: Path | str, fields: dict[str, Any], **settings: Any) -> Any:
     tokenizer = load_tokenizer(str(folder))
     config = DataConfig(tokenizer=str(folder), **{"sequence_length": 500, **settings})
-    return tokenizer, encoder_for(config, tokenizer).encode([Row("row", fields)])[0]
+    return tokenizer, encoder_for(config, tokenizer).encode(Row("row", fields))
 
 
 def test_sharegpt_is_the_same_conversation(chatml: Path) -> None:

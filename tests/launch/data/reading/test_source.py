@@ -1,5 +1,6 @@
 """Files of all kinds, packed, damaged, mixed: their rows and text, or what is wrong with them."""
 
+import csv
 import gzip
 import json
 import re
@@ -12,7 +13,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from thinpipe.launch.data.reading.source import first_rows, open_source, stream_rows
+from thinpipe.launch.data.reading import records
+from thinpipe.launch.data.reading.source import Source, first_rows, open_source
 from thinpipe.launch.data.rows import RowError
 
 ROWS = [{"text": "one, two", "label": "0"}, {"text": 'say "three"\nfour', "label": "1"}]
@@ -26,6 +28,10 @@ def _file(name: str, content: bytes | str) -> Maker:
         return path
 
     return make
+
+
+def _open(path: Path, fields: list[Any]) -> Source:
+    return open_source(str(path), "data.path", kind=None, fields=fields)
 
 
 def _lines(rows: list[Any]) -> str:
@@ -93,16 +99,14 @@ READ: dict[str, Maker] = {
 @pytest.mark.parametrize("name", READ)
 def test_rows_are_read(tmp_path: Path, name: str) -> None:
     path = READ[name](tmp_path)
-    source = open_source(str(path), "data.path", kind=None, fields=["text", "label"])
+    source = _open(path, ["text", "label"])
     assert not source.is_text
     rows = source.rows(["text", "label"])
-    assert len(rows) == 2
-    assert [dict(row.fields) for row in rows] == ROWS
-    assert rows[1].fields == rows[-1].fields == rows[0:2][1].fields
-    assert rows[1].where.startswith(str(path))
-    found = first_rows(str(path), "data.path")
-    assert found is not None
+    assert rows.count() == 2
+    found = [*rows]
     assert [dict(row.fields) for row in found] == ROWS
+    assert found[1].where.startswith(str(path))
+    assert first_rows(str(path), "data.path") == found
 
 
 TSV = 'text\tlabel\none, two\t0\nsay "three\t1\n'
@@ -111,9 +115,8 @@ TSV = 'text\tlabel\none, two\t0\nsay "three\t1\n'
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
 def test_tsv_has_no_quotes(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     (tmp_path / "a.tsv").write_bytes(pack(TSV.encode()))
-    rows = open_source(
-        str(tmp_path / "a.tsv"), "data.path", kind=None, fields=["text"]
-    ).rows(["text"])  # fmt: skip
+    rows = _open(tmp_path / "a.tsv", ["text"]).rows(["text"])
+    rows = [*rows]
     assert [row.text("text") for row in rows] == ["one, two", 'say "three']
     assert rows[1].where == f"{tmp_path / 'a.tsv'}, row 2"
 
@@ -121,7 +124,7 @@ def test_tsv_has_no_quotes(tmp_path: Path, pack: Callable[[bytes], bytes]) -> No
 def test_tsv_columns_by_number_keep_quotes_and_empty_cells(tmp_path: Path) -> None:
     """CoLA's form: no header, an empty third column, single quotation marks."""
     (tmp_path / "a.tsv").write_text('gj04\t1\t\tHe said "hi.\r\nks08\t0\t*\tHim is.\r\n\r\n')
-    source = open_source(str(tmp_path), "data.path", kind=None, fields=[3, 1])
+    source = _open(tmp_path, [3, 1])
     assert [(row.text(3), row.value(1)) for row in source.rows([3, 1])] == [
         ('He said "hi.', "1"),
         ("Him is.", "0"),
@@ -131,9 +134,7 @@ def test_tsv_columns_by_number_keep_quotes_and_empty_cells(tmp_path: Path) -> No
 def test_columns_are_those_of_their_file(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("label\ttext\n1\tyes\n")
     (tmp_path / "b.tsv").write_text("text\tlabel\nno\t0\n")
-    rows = open_source(
-        str(tmp_path), "data.path", kind=None, fields=["text", "label"]
-    ).rows(["text"])  # fmt: skip
+    rows = _open(tmp_path, ["text", "label"]).rows(["text"])
     assert [(row.text("text"), row.value("label")) for row in rows] == [("yes", "1"), ("no", "0")]
     assert [row.where for row in rows] == [
         f"{tmp_path / 'a.tsv'}, row 1",
@@ -144,7 +145,8 @@ def test_columns_are_those_of_their_file(tmp_path: Path) -> None:
 def test_json_lines_end_at_line_feeds_only_and_keep_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"a": "one\u2028two"}\n\n{"a": "three"}', encoding="utf-8")
-    rows = open_source(str(path), "data.path", kind=None, fields=["a"]).rows(["a"])
+    rows = _open(path, ["a"]).rows(["a"])
+    rows = [*rows]
     assert [row.text("a") for row in rows] == ["one\u2028two", "three"]
     assert rows[1].where == f"{path}:3"
 
@@ -159,21 +161,21 @@ def test_records_are_as_they_were_written(tmp_path: Path) -> None:
     ]
     for name, content in (("a.jsonl", _lines(rows)), ("a.json", json.dumps(rows))):
         (tmp_path / name).write_text(content)
-        source = open_source(str(tmp_path / name), "data.path", kind=None, fields=["m", "x"])
+        source = _open(tmp_path / name, ["m", "x"])
         assert [dict(row.fields) for row in source.rows(["m"])] == rows
 
 
 def test_keys_that_only_other_records_have_are_left_out_of_typed_ones(tmp_path: Path) -> None:
     rows = [{"m": [{"role": "user", "text": "a"}]}, {"m": [{"role": "tool", "id": 7}]}]
     (tmp_path / "a.parquet").write_bytes(_parquet(rows))
-    source = open_source(str(tmp_path), "data.path", kind=None, fields=["m"])
+    source = _open(tmp_path, ["m"])
     assert [dict(row.fields) for row in source.rows(["m"])] == rows
 
 
 def test_long_json_arrays_are_read_in_parts(tmp_path: Path) -> None:
-    rows = [{"n": number, "text": "é\\" * (number % 4000)} for number in range(1500)]
+    rows = [{"n": number, "text": "é\\" * (number * 10)} for number in range(400)]
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False), "utf-8")
-    source = open_source(str(tmp_path), "data.path", kind=None, fields=["n"])
+    source = _open(tmp_path, ["n"])
     assert [row.fields for row in source.rows(["n"])] == rows
 
 
@@ -191,7 +193,7 @@ TEXT: dict[str, str] = {
 @pytest.mark.parametrize("name", TEXT)
 def test_text_is_text(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.txt").write_text(TEXT[name])
-    assert open_source(str(tmp_path), "data.path", kind=None, fields=[]).is_text
+    assert _open(tmp_path, []).is_text
     assert first_rows(str(tmp_path), "data.path") is None
 
 
@@ -214,7 +216,7 @@ def test_binaries_are_named_as_what_they_are(tmp_path: Path, what: str) -> None:
     path = tmp_path / BINARIES[what][0]
     path.write_bytes(BINARIES[what][1])
     with pytest.raises(ValueError, match=rf"{path.name}: {what}.*, neither text nor rows"):
-        open_source(str(path), "data.path", kind=None, fields=[])
+        _open(path, [])
 
 
 LONG = gzip.compress(_lines(ROWS * 50).encode())
@@ -256,7 +258,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
 
 LATIN = '{"text": "café"}\n'.encode("latin-1")
 WIDE = "text,label\na,1\nb\nc,2,3\nd,4\n"
-LATE = (WIDE[:15] + "x,1\n" * 20_000).encode() + "café,1\ny,1\n".encode("latin-1")
+LATE = (WIDE[:15] + f"{'x' * 200},1\n" * 500).encode() + "café,1\ny,1\n".encode("latin-1")
 DAMAGED: dict[str, tuple[Maker, dict[int, str]]] = {
     "no JSON": (_file("a.jsonl", '{"text": \n' + _lines(ROWS)), {1: "not JSON (Expecting value)"}),
     "deep JSON": (
@@ -274,7 +276,7 @@ DAMAGED: dict[str, tuple[Maker, dict[int, str]]] = {
         _file("a.csv", "text,label\nb\n"),
         {1: "the table has 2 columns, and it has 1"},
     ),
-    "csv in Latin-1, far down": (_file("a.csv", LATE), {20_002: "not UTF-8"}),
+    "csv in Latin-1, far down": (_file("a.csv", LATE), {502: "not UTF-8"}),
     "csv with another column in Latin-1": (_file("a.csv", "text,label\na,é\n".encode("l1")), {}),
 }
 
@@ -283,31 +285,29 @@ DAMAGED: dict[str, tuple[Maker, dict[int, str]]] = {
 def test_damaged_rows_are_told_from_the_others(tmp_path: Path, name: str) -> None:
     make, wrong = DAMAGED[name]
     path = make(tmp_path)
-    source = open_source(str(path), "data.path", kind=None, fields=["text"])
-    rows = [*source.open_rows()] if source.open_rows is not None else []
+    source = _open(path, ["text"])
+    rows = [*(source.all_rows or ())]
     numbers = [int(re.findall(r"\d+", row.where)[-1]) for row in rows]
-    assert sorted(numbers) == list(range(1, len(rows) + 1))
+    assert numbers == list(range(1, len(rows) + 1))
     for number, row in zip(numbers, rows, strict=True):
         if number in wrong:
             assert (row.problem or "").startswith(wrong[number])
-            with pytest.raises(RowError, match=rf"{path.name}.*{number}: .*; correct or remove"):
+            with pytest.raises(RowError, match=re.escape(wrong[number])):
                 row.text("text")
         else:
             assert row.problem is None
             assert row.text("text", blank=True) is not None
-    streamed = [*stream_rows(source, ["text"])]
-    assert [(row.where, row.problem) for row in streamed] == [(r.where, r.problem) for r in rows]
 
 
-@pytest.mark.parametrize("make", [_file("a.csv", WIDE), _file("a.parquet", _parquet(ROWS))])
-def test_a_field_that_is_not_there_is_named_in_streams_too(tmp_path: Path, make: Maker) -> None:
-    source = open_source(str(make(tmp_path)), "data.path", kind=None, fields=["body"])
-    with pytest.raises(ValueError, match=r"no field 'body' among \['text', 'label'\]; correct"):
-        next(iter(stream_rows(source, ["body"], ["system"])))
-    assert next(iter(stream_rows(source, ["text"], ["system", "label"]))).fields.keys() == {
-        "text",
-        "label",
-    }
+def test_a_quotation_mark_that_nothing_closes_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_CELL_NBYTES", 1000)
+    path = _file("a.csv", 'text,label\n"open,1\n' + "x,1\n" * 500)(tmp_path)
+    before = csv.field_size_limit()
+    with pytest.raises(ValueError, match=r"a.csv: cannot be read as csv \(field larger than"):
+        _open(path, ["text"]).rows(["text"])
+    csv.field_size_limit(before)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -315,7 +315,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str) -> None:
     make, message = WRONG[name]
     path = make(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
-        list(open_source(str(path), "data.path", kind=None, fields=["text"]).rows(["text"]))
+        list(_open(path, ["text"]).rows(["text"]))
     assert path.name in str(caught.value)
 
 
@@ -335,7 +335,7 @@ def test_a_table_is_never_running_text(
 ) -> None:
     path = _file(name, content)(tmp_path)
     with pytest.raises(ValueError, match=rf"{kind} has fields.*name them in data.text_field"):
-        open_source(str(path), "data.path", kind=None, fields=[])
+        _open(path, [])
     assert open_source(str(path), "data.path", kind="text", fields=[]).is_text
 
 
@@ -343,31 +343,13 @@ def test_files_of_several_kinds_are_named(tmp_path: Path) -> None:
     for make in (READ["csv"], READ["parquet"], _file("notes.txt", "Some notes.\n")):
         make(tmp_path)
     with pytest.raises(ValueError, match=r"several formats \(csv: a.csv, parquet: .*text: notes"):
-        open_source(str(tmp_path), "data.path", kind=None, fields=["text"])
-
-
-def test_files_whose_columns_have_other_types_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(_parquet([{"text": "a"}]))
-    (tmp_path / "b.parquet").write_bytes(_parquet([{"text": [1]}]))
-    with pytest.raises(ValueError, match=r"a.parquet and the other files do not agree"):
-        open_source(str(tmp_path), "data.path", kind=None, fields=["text"]).rows(["text"])
+        _open(tmp_path, ["text"])
 
 
 def test_the_key_is_that_of_the_content(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(_lines(ROWS))
-    key = open_source(str(path), "data.path", kind=None, fields=["text"]).key
-    assert open_source(str(path), "data.path", kind=None, fields=["text"]).key == key
+    key = _open(path, ["text"]).key
+    assert _open(path, ["text"]).key == key
     path.write_text(_lines(ROWS).replace("one", "two"))
-    assert open_source(str(path), "data.path", kind=None, fields=["text"]).key != key
-
-
-def test_long_rows_come_in_short_batches(tmp_path: Path) -> None:
-    """Memory that a tokenizer takes grows with a batch."""
-    rows = [{"n": n, "text": "x" * (900_000 if n in (5, 6, 7) else 10)} for n in range(40)]
-    (tmp_path / "a.jsonl").write_text(_lines(rows))
-    found = open_source(str(tmp_path), "data.path", kind=None, fields=["n"]).rows(["n"])
-    batches = list(found.batches(16))
-    assert [row.value("n") for batch in batches for row in batch] == list(range(40))
-    assert max(sum(len(row.text("text")) for row in batch) for batch in batches) < 2_100_000
-    assert [row.value("n") for row in next(found.batches(8, 20))] == list(range(20, 28))
+    assert _open(path, ["text"]).key != key

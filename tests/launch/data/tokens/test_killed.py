@@ -12,11 +12,12 @@ import pytest
 
 from tests.launch.data.tokens.test_store import TEXT, _tokenizer
 from tests.often import mostly_slow
+from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.reading import digests
 from thinpipe.launch.data.token_file import TokenWriter
-from thinpipe.launch.data.tokens import encoded, pieces, running, store
+from thinpipe.launch.data.tokens import pieces, running, store
 from thinpipe.launch.host import cache, disk
 
 MOMENTS = {
@@ -42,15 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps, each flushed."""
     monkeypatch.setenv(cache.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(pieces, "_SIZE", 16_384)
+    monkeypatch.setattr(pieces, "_SIZE", 4096)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
-    monkeypatch.setattr(running, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(encoded, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(encoded, "_BATCH", 30)
+    monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
 
 
 def _config(folder: Path, kind: str) -> DataConfig:
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT[:40_000])
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return DataConfig(
         path=str(folder / ("text.txt" if kind == "text" else "rows.jsonl")),
@@ -86,7 +85,7 @@ def _moments(config: DataConfig, owner: Any, name: str) -> Iterator[int]:
     count = 1
     while _killed(config, owner, name, count):
         yield count
-        count += 1 if count < 6 else 17
+        count += 1 if count < 3 else 17
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "text".__eq__))

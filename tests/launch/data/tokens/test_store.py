@@ -1,6 +1,6 @@
 """What is made once on a host: by one process, found again, gone on with, made again if damaged."""
 
-import json
+import functools
 import shutil
 import threading
 import time
@@ -14,14 +14,13 @@ from thinpipe.launch.data import token_file
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.reading import digests
-from thinpipe.launch.data.reading.source import open_source
 from thinpipe.launch.data.token_file import TokenFile
 from thinpipe.launch.data.tokens import pieces, running, store
 from thinpipe.launch.data.tokens.pieces import Cutter
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 from thinpipe.launch.host import cache
 
-TEXT = "".join(f"{number:06d} a line of text, and another one\n" for number in range(4000))
+TEXT = "".join(f"{number:06d} a line of text, and another one\n" for number in range(1500))
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def test_one_makes_what_several_want() -> None:
         (folder / "made").write_text("content")
 
     def want() -> None:
-        found.append(obtain("tests", key_of("x"), _read, make, what="data.path = 'x'"))
+        found.append(obtain(key_of("x"), _read, make, what="data.path = 'x'"))
 
     threads = [threading.Thread(target=want) for _ in range(4)]
     for thread in threads:
@@ -67,11 +66,11 @@ def test_one_that_is_stopped_is_named(
         folder.mkdir()
         (folder / "made").write_text("late")
 
-    other = threading.Thread(target=obtain, args=("tests", "ab", _read, stuck), kwargs={"what": ""})
+    other = threading.Thread(target=obtain, args=("ab", _read, stuck), kwargs={"what": ""})
     other.start()
     begun.wait(30)
     with pytest.raises(TimeoutError, match=r"path = 'x': another process has .*ab.lock and wrote"):
-        obtain("tests", "ab", _read, stuck, what="data.path = 'x'")
+        obtain("ab", _read, stuck, what="data.path = 'x'")
     over.set()
     other.join(30)
     assert "data.path = 'x': waiting for another process" in caplog.text
@@ -83,8 +82,8 @@ def test_wrong_data_leave_nothing_behind(own_cache: Path) -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        obtain("tests", "ab", _read, make, what="x")
-    assert [path.suffix for path in (own_cache / "tests").iterdir()] == [".lock"]
+        obtain("ab", _read, make, what="x")
+    assert [path.suffix for path in (own_cache / "tokens").iterdir()] == [".lock"]
 
 
 def test_what_nobody_opened_for_a_month_is_removed(
@@ -94,13 +93,13 @@ def test_what_nobody_opened_for_a_month_is_removed(
         folder.mkdir()
         (folder / "made").write_text("content")
 
-    obtain("tests", "aa", _read, make, what="x")
-    obtain("tests", "bb", _read, make, what="x")
-    names = {path.name for path in (own_cache / "tests").iterdir() if path.is_dir()}
+    obtain("aa", _read, make, what="x")
+    obtain("bb", _read, make, what="x")
+    names = {path.name for path in (own_cache / "tokens").iterdir() if path.is_dir()}
     assert names == {"aa", "bb"}
     monkeypatch.setattr(store, "_UNUSED_S", -60.0)
-    obtain("tests", "cc", _read, make, what="x")
-    names = {path.name for path in (own_cache / "tests").iterdir() if path.is_dir()}
+    obtain("cc", _read, make, what="x")
+    names = {path.name for path in (own_cache / "tokens").iterdir() if path.is_dir()}
     assert names == {"cc"}
 
 
@@ -110,7 +109,7 @@ def test_a_place_that_cannot_be_written_is_named(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.CACHE, str(tmp_path / "file"))
     with pytest.raises(OSError, match=r"x: its cache .*file.* THINPIPE_CACHE=\.\.\."):
-        obtain("tests", "aa", _read, Path.mkdir, what="x")
+        obtain("aa", _read, Path.mkdir, what="x")
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path) -> None:
@@ -119,51 +118,6 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: P
     with pytest.raises(OSError, match=r"data.path = 'x': takes about .* free; free disk space, or"):
         check_room(tmp_path / "tokens", 2 * room, "data.path = 'x'")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_room_for_the_copy_of_rows_is_counted_before_it_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """About four times a packed file; of Parquet what its columns take unpacked."""
-    import gzip
-
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    lines = "".join(json.dumps({"text": f"{n} " + "x" * 500}) + "\n" for n in range(2000)).encode()
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    rows = pa.table({"text": [f"{n} " + "x" * 500 for n in range(2000)]})
-    parquet.write_table(rows, tmp_path / "c.parquet", compression="zstd", use_dictionary=False)
-    packed = (tmp_path / "b.jsonl.gz").stat().st_size
-    usage = shutil.disk_usage(tmp_path)
-    for name, needed in (("a.jsonl", len(lines)), ("b.jsonl.gz", 4 * packed), ("c.parquet", 10**6)):
-        source = open_source(str(tmp_path / name), "data.path", kind=None, fields=["text"])
-        free = usage._replace(free=needed - 1)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
-        with pytest.raises(OSError, match=rf"{name}': takes about .* free; free disk space, or"):
-            source.rows(["text"])
-        assert not [*(tmp_path / "cache" / "rows").rglob("*.arrow")]
-        free = usage._replace(free=needed * 2)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: free)
-        assert len(source.rows(["text"])) == 2000
-        shutil.rmtree(tmp_path / "cache")
-
-
-def test_a_copy_of_rows_that_was_cut_is_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Between two batches a stream of Arrow that is cut looks as if it were whole."""
-    path = str(tmp_path / "a.jsonl")
-    Path(path).write_text("".join(f'{{"text": "{n}"}}\n' for n in range(200_000)))
-    rows = open_source(path, "data.path", kind=None, fields=["text"]).rows(["text"])
-    (file,) = (tmp_path / "cache").rglob("*.arrow")
-    content = file.read_bytes()
-    cut = content.rindex(b"\xff\xff\xff\xff", 0, len(content) - 8)
-    file.write_bytes(content[:cut])
-    again = open_source(path, "data.path", kind=None, fields=["text"]).rows(["text"])
-    assert len(again) == len(rows) == 200_000
-    assert "not as long as it was; it is made again" in caplog.text
 
 
 def _folder(tmp_path: Path, **changes: Any) -> tuple[DataConfig, Path]:
@@ -182,15 +136,20 @@ def _made(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()]
 
 
-def _tokenizer(folder: Path) -> str:
+@functools.cache
+def _trained() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     found = Tokenizer(models.BPE())
     found.pre_tokenizer = pre_tokenizers.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
     found.train_from_iterator([TEXT[:20_000]], trainer)
+    return found
+
+
+def _tokenizer(folder: Path) -> str:
     folder.mkdir()
-    found.save(str(folder / "tokenizer.json"))
+    _trained().save(str(folder / "tokenizer.json"))
     return str(folder)
 
 
@@ -203,7 +162,7 @@ def test_an_interrupted_process_is_gone_on_with(
     config = config.model_copy(update={"eval_path": None, "eval_sequences": 1})
     monkeypatch.setattr(pieces, "_SIZE", 8192)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
-    monkeypatch.setattr(running, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
     encode, calls, limit = Cutter.encode, Counter[str](), 10**6
 
     def counted(self: Cutter, chosen: Any) -> Any:
