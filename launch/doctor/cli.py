@@ -1,7 +1,6 @@
 """`thinpipe doctor run.toml --nnodes 3 --rdzv host0:29500`, the same on every host."""
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,32 +12,16 @@ import typer
 from rich.console import Console
 
 from thinpipe.launch import preflight
-from thinpipe.launch.config.cli_options import (
-    Machines,
-    RanksOption,
-    SetOption,
-    refuse,
-)
+from thinpipe.launch.config.cli_options import Machines, RanksOption, SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
 from thinpipe.launch.doctor.group import DoctorError, join_group
-from thinpipe.launch.doctor.host import (
-    HostInfo,
-    check_host,
-    check_key,
-    choose_interface,
-    describe_host,
-)
+from thinpipe.launch.doctor.host import HostInfo, check_host, check_key, describe_host
 from thinpipe.launch.doctor.links import listen, measure_links
 from thinpipe.launch.doctor.report import as_network, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
-from thinpipe.launch.host.interfaces import (
-    format_endpoint,
-    interface_to,
-    parse_endpoint,
-    reachable_address,
-)
+from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint, reachable_address
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
@@ -112,10 +95,7 @@ class _Diagnosis:
         with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
             sized = self._check_host()
-            chosen = interface_to(reachable_address(endpoint[0]))
-            info = describe_host(
-                self._config, chosen, network.address, port=own_port, results=self.results
-            )
+            info = describe_host(self._config, network.address, port=own_port, results=self.results)
             group = join_group(network, self._nnodes, wait_s=self._wait_s)
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
             links = measure_links(
@@ -149,14 +129,9 @@ class _Diagnosis:
         host, port = endpoint
         config, address = self._config.network, reachable_address(host)
         patience_s = min(config.patience_s, self._wait_s / 2)
-        if self._nnodes > 1 and not ip_address(address).is_loopback:
-            if config.trusted:
-                chosen, found = choose_interface(address)
-                self.results += found
-                if "GLOO_SOCKET_IFNAME" in os.environ:  # a wrong one is told: checks go on
-                    os.environ["GLOO_SOCKET_IFNAME"] = chosen.name
-            else:
-                self.results += [check_key(config)]
+        here = self._nnodes == 1 or ip_address(address).is_loopback
+        if not (here or config.trusted):
+            self.results += [check_key(config)]
         return several_machines(
             config.model_copy(update={"patience_s": patience_s}),
             format_endpoint(host, port),

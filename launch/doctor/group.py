@@ -13,7 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-e
 
 from thinpipe.launch.host.interfaces import format_endpoint
 from thinpipe.launch.net.ranks.network import HostNetwork
-from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
 
 class DoctorError(RuntimeError):
@@ -102,12 +101,10 @@ def _name_lost_host(doing: str) -> Iterator[None]:
 
 def _open(network: HostNetwork, wait_s: float) -> TCPStore:
     """The store, which this process serves if it was the first at its address."""
-    if network.server is not None:
-        return hold_store(network.server, wait_s=wait_s)
-    if network.overlay is None:
+    if network.server is None and network.overlay is None:
         _reach(*network.store, wait_s)
     try:
-        return connect_store(network.store, wait_s=wait_s)
+        return network.open_store(wait_s)
     except RuntimeError as error:
         where = format_endpoint(*network.store)
         raise DoctorError(f"{where}: {str(error).splitlines()[0]}") from None

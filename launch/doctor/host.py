@@ -1,9 +1,6 @@
 """Inspects one host: interface, kernel settings, memory and disk, versions, config."""
 
-import ipaddress
-import os
 import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,7 +14,6 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import device_type, free_gpu_memory, host_notices
-from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces, resolve
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.host.words import format_bytes
@@ -39,8 +35,6 @@ class HostInfo:
     name: str
     address: str
     port: int
-    interface: str
-    mtu: int
     send_buffer: int
     receive_buffer: int
     slow_start_after_idle: bool
@@ -59,20 +53,13 @@ def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
 
 
 def describe_host(
-    config: RunConfig,
-    chosen: Interface,
-    address: str,
-    *,
-    port: int,
-    results: Sequence[CheckResult],
+    config: RunConfig, address: str, *, port: int, results: Sequence[CheckResult]
 ) -> HostInfo:
-    """This host, for the others; it listens at `address`, and `chosen` leads to them."""
+    """This host, for the others; it listens at `address`."""
     return HostInfo(
         name=config.network.own_name(),
         address=address,
         port=port,
-        interface=chosen.name,
-        mtu=chosen.mtu,
         send_buffer=_largest("tcp_wmem"),
         receive_buffer=_largest("tcp_rmem"),
         slow_start_after_idle=_sysctl("tcp_slow_start_after_idle", "1") == "1",
@@ -103,64 +90,6 @@ def check_key(config: NetworkConfig) -> CheckResult:
     if left < _SOON_DAYS:
         return warning(name, f"{path}: expires in {left} days", "make a new one in time")
     return ok(name, f"key {path}, valid until {info.not_after:%Y-%m-%d}")
-
-
-def choose_interface(rendezvous: str) -> tuple[Interface, list[CheckResult]]:
-    """The interface that gloo will use to reach the other hosts, and whether it is right.
-
-    `rendezvous` is an address. If GLOO_SOCKET_IFNAME is unusable, the interface that leads to it is
-    used, so that the remaining checks can run.
-
-    Raises:
-        ValueError: no interface leads to the rendezvous.
-    """
-    where, known = socket.gethostname(), interfaces()
-    right = interface_to(rendezvous)
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME")
-    remedy = f"export GLOO_SOCKET_IFNAME={right.name}"
-    if wanted is None:
-        return right, _check_own_name(where, right, remedy)
-    names = ", ".join(sorted(known))
-    if wanted not in known:
-        return right, [
-            problem(
-                where,
-                f"GLOO_SOCKET_IFNAME = {wanted!r}: {_why_not_an_interface(wanted)}; there are "
-                f"{names}",
-                remedy,
-            )
-        ]
-    if known[wanted].is_loopback and not right.is_loopback:
-        text = f"GLOO_SOCKET_IFNAME = {wanted!r}: reaches this host only"
-        return right, [problem(where, text, remedy)]
-    if wanted != right.name:
-        text = f"GLOO_SOCKET_IFNAME = {wanted!r}, but {right.name} leads to {rendezvous}"
-        return known[wanted], [warning(where, text, remedy)]
-    return right, [ok(where, f"interface {right.name}, {right.address}, MTU {right.mtu}")]
-
-
-def _check_own_name(where: str, right: Interface, remedy: str) -> list[CheckResult]:
-    try:
-        own = resolve(where)
-    except ValueError:
-        own = ""
-    if (own and not ipaddress.ip_address(own).is_loopback) or right.is_loopback:
-        return [ok(where, f"interface {right.name}, {right.address}, MTU {right.mtu}")]
-    text = (
-        f"GLOO_SOCKET_IFNAME is not set, and the host's own name {where} "
-        + (f"resolves to {own}" if own else "does not resolve")
-        + "; `thinpipe train --nnodes` chooses the interface itself, torchrun does not"
-    )
-    return [warning(where, text, remedy)]
-
-
-def _why_not_an_interface(text: str) -> str:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        wrong = set(text) & set("^,=")
-        return "gloo expects the name of one interface" if wrong else "no such interface"
-    return "gloo expects an interface's name, not its address"
 
 
 def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckResult]:

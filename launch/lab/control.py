@@ -13,7 +13,8 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict
+
+from pydantic import BaseModel
 
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.lab.linux import ShapedError
@@ -29,13 +30,13 @@ _CLIENT_S = 5.0
 _MOST_PAIRS = 6
 
 
-class Change(TypedDict):
+class Change(BaseModel):
     """Arguments of `NetworkSpec.changed`, as the user wrote them."""
 
-    rate: str | None
-    up: str | None
-    down: str | None
-    pairs: list[str]
+    rate: str | None = None
+    up: str | None = None
+    down: str | None = None
+    pairs: list[str] = []
 
 
 def listen(run: int) -> socket.socket:
@@ -66,22 +67,9 @@ def _reply(message: bytes, uid: int, apply: Callable[[Change], NetworkSpec]) -> 
     if uid != os.geteuid():
         return {"error": "this run belongs to another user"}
     try:
-        return {"done": describe(apply(_read(message)))}
+        return {"done": describe(apply(Change.model_validate_json(message)))}
     except (ValueError, ShapedError) as error:
         return {"error": str(error)}
-
-
-def _read(message: bytes) -> Change:
-    content = json.loads(message)
-    if not isinstance(content, dict):
-        raise ValueError("a change is an object with rate, up, down or pairs")
-    texts = [content.get(key) for key in ("rate", "up", "down")]
-    pairs = content.get("pairs", [])
-    if not all(text is None or isinstance(text, str) for text in texts):
-        raise ValueError("rates must be text, such as 100mbit")
-    if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
-        raise ValueError("pairs must be a list of text, such as 0,1=20mbit")
-    return Change(rate=texts[0], up=texts[1], down=texts[2], pairs=pairs)
 
 
 def describe(spec: NetworkSpec) -> str:
@@ -118,7 +106,7 @@ def request(change: Change, run: int | None = None) -> str:
         raise ValueError(f"--run = {run}: no such run; running: {found}")
     chosen = known[0] if run is None else run
     try:
-        reply = _send(chosen, json.dumps(change).encode())
+        reply = _send(chosen, change.model_dump_json().encode())
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"--run = {chosen}: did not answer: {reason}; has it ended?") from None

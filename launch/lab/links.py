@@ -11,6 +11,7 @@ from thinpipe.launch.host.links import MTU
 from thinpipe.launch.lab import linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address, host_mac, host_name
+from thinpipe.launch.lab.requirements import needs
 from thinpipe.launch.lab.shaping import Shaper, downlink, uplink
 from thinpipe.launch.lab.spec import NetworkSpec
 
@@ -39,15 +40,16 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
         _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
         for host in range(spec.hosts)
     ]
-    refused = shape_hosts(spec, hosts)
-    if refused:
-        raise ShapedError(f"the kernel rejects these rates ({refused})")
+    shape_hosts(spec, hosts)
     return hosts
 
 
-def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> str:
-    """Set every link to the rates of `spec`; return errors of the kernel, "" if none."""
-    refused = []
+def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
+    """Set every link to the rates of `spec`.
+
+    Raises:
+        ShapedError: the kernel rejects one; links after that are as they were.
+    """
     for index, host in enumerate(hosts):
         for direction, shaper, shape in (
             ("uplink", host.up, uplink(spec, index)),
@@ -56,8 +58,10 @@ def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> str:
             try:
                 shaper.apply(shape)
             except (NetlinkError, OSError) as error:
-                refused.append(f"{direction} of {host_name(index)}: {error.args[-1]}")
-    return "; ".join(refused)
+                where = f"{direction} of {host_name(index)}"
+                raise ShapedError(
+                    f"the kernel rejects these rates ({where}: {error.args[-1]})"
+                ) from None
 
 
 def _no_ipv6() -> None:
@@ -68,7 +72,8 @@ def _no_ipv6() -> None:
 
 
 def _bridge(switch: IPRoute) -> int:
-    switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
+    with needs("bridge"):
+        switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
     index: int = switch.link_lookup(ifname="switch")[0]
     switch.link("set", index=index, state="up")
     return index
@@ -94,7 +99,8 @@ def _build_host(
 def _connect(host: int, switch: IPRoute, net_fd: int) -> int:
     """Connect the switch's port `h0` to the host's `eth0`."""
     end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
-    switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
+    with needs("veth"):
+        switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
     port: int = switch.link_lookup(ifname=f"h{host}")[0]
     switch.link("set", index=port, state="up")
     return port

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from thinpipe.launch.lab.names import host_mac
+from thinpipe.launch.lab.requirements import needs
 from thinpipe.launch.lab.spec import NetworkSpec
 
 PACKET_VNET_HDR = 15
@@ -29,9 +30,10 @@ _MAC = slice(10, 16)
 
 def open_port(interface: str) -> socket.socket:
     """A socket that receives and sends whole frames on one port of the switch."""
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    port.setsockopt(_SOL_PACKET, PACKET_VNET_HDR, 1)
-    port.setsockopt(_SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    with needs("packet"):
+        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        port.setsockopt(_SOL_PACKET, PACKET_VNET_HDR, 1)
+        port.setsockopt(_SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for usual, beyond_limit in (
         (socket.SO_RCVBUF, _SO_RCVBUFFORCE),
         (socket.SO_SNDBUF, _SO_SNDBUFFORCE),

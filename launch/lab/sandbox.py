@@ -17,9 +17,6 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
-
 from thinpipe.launch.lab import control, linux, requirements
 from thinpipe.launch.lab.links import Host, build_hosts, shape_hosts
 from thinpipe.launch.lab.linux import ShapedError
@@ -103,8 +100,6 @@ def _build(spec: NetworkSpec) -> list[Host]:
         mount_names(spec.hosts)
     except OSError as error:
         raise ShapedError(requirements.NO_MOUNTS.format(reason=error)) from error
-    with IPRoute() as ip:
-        requirements.check(requirements.needs(spec), ip)
     return build_hosts(spec)
 
 
@@ -139,7 +134,7 @@ def _serve(
 
     def apply(change: control.Change) -> NetworkSpec:
         nonlocal spec
-        changed = spec.changed(**change)
+        changed = spec.changed(**dict(change))
         _change(spec, changed, hosts)
         spec = changed
         return spec
@@ -155,17 +150,13 @@ def _serve(
 def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
     """Switch to the rates of `changed`; if some are rejected, back to those of `before`."""
     try:
-        with IPRoute() as ip:
-            requirements.check(requirements.needs(changed), ip)
-    except (NetlinkError, OSError) as error:
-        raise ShapedError(
-            f"cannot query the kernel's features: {error}; no rate was changed"
-        ) from error
-    refused = shape_hosts(changed, hosts)
-    if refused:
-        stuck = shape_hosts(before, hosts)
-        now = f"and also the previous ones ({stuck})" if stuck else "the previous ones are in force"
-        raise ShapedError(f"the kernel rejects these rates ({refused}); {now}")
+        shape_hosts(changed, hosts)
+    except ShapedError as error:
+        try:
+            shape_hosts(before, hosts)
+        except ShapedError as stuck:
+            raise ShapedError(f"{error}, and also the previous ones: {stuck}") from None
+        raise ShapedError(f"{error}; the previous ones are in force") from None
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import errno
 import socket
-import time
 from dataclasses import dataclass
 
 from pyroute2 import IPRoute
@@ -10,6 +9,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS
 from thinpipe.launch.lab.names import host_address
+from thinpipe.launch.lab.requirements import needs
 from thinpipe.launch.lab.spec import NetworkSpec
 
 QUEUE_S = 0.05
@@ -21,9 +21,6 @@ _HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
 _BASE_BPS = 8_000.0
 """Rate of a class without borrowing: almost nothing, so that the host's own rate limits the sum."""
 
-_BUSY = (errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
-_PAUSES_S = (0.0, 0.05, 0.2, 0.5)
-"""Pauses before retries while the kernel is busy."""
 _NOTHING_THERE = (errno.ENOENT, errno.EINVAL)
 
 
@@ -62,26 +59,14 @@ class Shaper:
     def apply(self, shape: Shape) -> None:
         """Change the limits; without losing packets unless limits are added or removed.
 
-        If that fails, set them up from scratch, and retry while the kernel is busy.
-
         Raises:
             NetlinkError: the kernel rejects it; the next call sets up its limits from scratch.
+            ShapedError: the kernel lacks a feature.
         """
-        if shape == self._shape:
-            return
-        old, self._shape = self._shape, None
-        for pause_s in _PAUSES_S:
-            try:
-                self._switch(old, shape)
-                break
-            except NetlinkError as error:
-                if old is None and error.code not in _BUSY:
-                    raise
-                old = None
-                time.sleep(pause_s)
-        else:
-            self._switch(None, shape)
-        self._shape = shape
+        if shape != self._shape:
+            old, self._shape = self._shape, None
+            self._switch(old, shape)
+            self._shape = shape
 
     def _switch(self, old: Shape | None, shape: Shape) -> None:
         size = gso_bytes(shape.slowest_bps())
@@ -95,6 +80,10 @@ class Shaper:
         elif shape.rate_bps is not None:
             self._bucket(shape.rate_bps)
 
+    def _tc(self, verb: str, kind: str, *handle: int, **options: object) -> None:
+        with needs(kind):
+            self._ip.tc(verb, kind, self._interface, *handle, **options)
+
     def _clear(self) -> None:
         try:
             self._ip.tc("del", index=self._interface, root=True)
@@ -103,22 +92,20 @@ class Shaper:
                 raise
 
     def _bucket(self, bps: float) -> None:
-        burst, queue = burst_bytes(bps), f"{QUEUE_S * 1e3:.0f}ms"
-        self._ip.tc(
+        self._tc(
             "replace",
             "tbf",
-            self._interface,
             root=True,
             rate=int(bps / 8),
-            burst=burst,
-            latency=queue,
+            burst=burst_bytes(bps),
+            latency=f"{QUEUE_S * 1e3:.0f}ms",
         )
 
     def _tree(self, shape: Shape, verb: str) -> None:
         """A class per limited destination and one for all others, within the host's own rate."""
         top_bps = shape.rate_bps or MAX_RATE_BPS
         if verb == "add":
-            self._ip.tc("add", "htb", self._interface, _HANDLE, root=True, default=_REST)
+            self._tc("add", "htb", _HANDLE, root=True, default=_REST)
         self._class(verb, _TOP, rate_bps=top_bps, ceil_bps=top_bps)
         self._leaf(verb, _REST, top_bps)
         for host, bps in shape.towards_bps:
@@ -128,10 +115,9 @@ class Shaper:
                 self._filter(host, minor)
 
     def _class(self, verb: str, minor: int, *, rate_bps: float, ceil_bps: float) -> None:
-        self._ip.tc(
+        self._tc(
             f"{verb}-class",
             "htb",
-            self._interface,
             _HANDLE | minor,
             parent=_HANDLE if minor == _TOP else _HANDLE | _TOP,
             rate=int(rate_bps / 8),
@@ -143,10 +129,9 @@ class Shaper:
 
     def _leaf(self, verb: str, minor: int, bps: float) -> None:
         self._class(verb, minor, rate_bps=min(_BASE_BPS, bps), ceil_bps=bps)
-        self._ip.tc(
+        self._tc(
             "replace",
             "tbf",  # only as a queue with a length in bytes: its rate never delays a packet
-            self._interface,
             (0x1000 | minor) << 16,
             parent=_HANDLE | minor,
             rate=int(MAX_RATE_BPS / 8),
@@ -155,10 +140,9 @@ class Shaper:
         )
 
     def _filter(self, host: int, minor: int) -> None:
-        self._ip.tc(
+        self._tc(
             "add-filter",
             "u32",
-            self._interface,
             parent=_HANDLE,
             prio=10,
             protocol=0x0800,

@@ -5,12 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from thinpipe.launch.host.links import (
-    Pair,
-    links,
-    parse_rate,
-    parse_time,
-)
+from thinpipe.launch.host.links import Pair, links, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
 
 MAX_HOSTS = 64

@@ -13,7 +13,7 @@ import psutil
 
 from tests.faults import damage
 from tests.faults.hosts import cut_off, reset, unplug
-from tests.faults.scene import STEPS_PER_EPOCH, Scene, kill
+from tests.faults.scene import Scene, kill
 
 After = Literal["goes on", "restarts", "either"]
 _KILLED = r"killed by signal 9|relay ended|is gone|has left the run|lost while|lost in an"
@@ -25,8 +25,7 @@ _LOST = r"connection to host\d lost|no connection to host\d|host\d is given up"
 class Fault:
     """`says` is what some host must print of it, if the run does not just go on.
 
-    `after`: what becomes of the run, unless it ends. `exact`: losses stay those of the undisturbed
-    run. `steps`: how many more show that a run goes on and has said what it was to say.
+    `after`: what becomes of the run, unless it ends.
     """
 
     kind: str
@@ -34,8 +33,6 @@ class Fault:
     says: str
     after: After = "restarts"
     must_say: bool = True
-    exact: bool = True
-    steps: int = 2
 
 
 def catalogue() -> list[Fault]:
@@ -47,14 +44,6 @@ def at_the_end() -> list[Fault]:
     """Faults when nothing is left to train."""
     kinds = ("rank", "agent", "relay")
     return [_kill(kind, "at the end", Scene.at_the_end, must_say=False) for kind in kinds]
-
-
-def bits() -> Fault:
-    """A flipped bit in the row of a memory; what it is sent anew changes the losses."""
-    says = r"cached activations of the two ends differed|bytes were damaged"
-    steps = 2 * STEPS_PER_EPOCH + 2  # from first in an epoch to last in the next
-    kind = "RAM: bit of a memory's row"
-    return Fault(kind, damage.flip_ram, says, "goes on", exact=False, steps=steps)
 
 
 _PHASES = {
@@ -132,7 +121,6 @@ def _links() -> Iterator[Fault]:
     yield Fault("link: one direction, 0.5 to 3 s", one_way, _LOST, "goes on", must_say=False)
     yield Fault("link: cut for good", _cut_for_good, _LOST, "either")
     yield Fault("link: resets", _resets, _LOST, "goes on", must_say=False)
-    yield Fault("wire: flipped bit", _flip_wire, _LOST, "goes on")
 
 
 def _cut(cut: Callable[..., None], least_s: float, most_s: float, scene: Scene) -> None:
@@ -158,13 +146,6 @@ def _resets(scene: Scene) -> None:
     for _ in range(scene.chance.randrange(1, 6)):
         reset(scene.machines, scene.host())
         time.sleep(scene.chance.random() * 0.3)
-
-
-def _flip_wire(scene: Scene) -> None:
-    scene.any_time(0)
-    scene.machines.mark()
-    scene.machines.wire.flip(scene.chance.randrange(1 << 30))
-    scene.wait(lambda: scene.machines.wire.flipped)
 
 
 def _rest() -> Iterator[Fault]:

@@ -8,7 +8,7 @@ COUNTS = {
     "file-faults": 15,
     "kill-faults": 40,
     "live-faults": 6,
-    "flips": 250,  # of bits, in each kind of message
+    "flips": 130,  # of bits, in each kind of message: one in each byte of a frame
     "soak-steps": 750,
     "fault-seed": 1,
 }

@@ -1,4 +1,4 @@
-"""Faults of disks, checkpoints and RAM in a run that is under way."""
+"""Faults of disks and checkpoints in a run that is under way."""
 
 import random
 import shutil
@@ -8,13 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults import ram
 from tests.faults.machines import HOSTS
-from tests.faults.scene import BATCH, SAMPLES, NoMomentError, Scene, kill
+from tests.faults.scene import Scene, kill
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.reshard import part_name
-from thinpipe.launch.config.run import load_config
-from thinpipe.launch.data.sampler import EpochSampler
 
 Harm = Callable[[Path, random.Random], None]
 """Does something to a host's checkpoints."""
@@ -77,37 +73,6 @@ def _keep(scene: Scene, host: int) -> None:
         shutil.copytree(kept, root)
 
     scene.heals.append(heal)
-
-
-def flip_ram(scene: Scene) -> None:
-    """A row that is visited again soon changes in the RAM of one rank."""
-    machines = scene.machines
-    for _ in range(20):
-        host = scene.host()
-        root = machines.checkpoints(host)
-        scene.wait(lambda root=root: files.newest(root))  # type: ignore[misc]
-        victim = scene.victim("rank", host)
-        victim.suspend()
-        try:
-            saved, done = files.newest(root) or 0, machines.steps() + 2
-            scene.machines.mark()
-            part = part_name(load_config(machines.run_folder(0) / "config.toml").mesh(host))
-            if ram.flip_row(victim, root, part, _visited(saved, done), scene.chance):
-                return
-        finally:
-            victim.resume()
-    raise NoMomentError
-
-
-def _visited(first: int, last: int) -> set[int]:
-    """Samples of these steps in any layout."""
-    samplers = [
-        EpochSampler(SAMPLES, batch_size=BATCH, replicas=replicas, replica=replica, seed=0)
-        for replicas in (1, 2)
-        for replica in range(replicas)
-    ]
-    steps = range(first, last + 1)
-    return {sample for each in samplers for step in steps for sample in each.ids(step).tolist()}
 
 
 def _fill(scene: Scene, host: int) -> Path:

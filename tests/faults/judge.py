@@ -52,7 +52,7 @@ class Judge:
         """Until the run goes on, or has ended."""
         machines, limit_s = self._machines, time.monotonic() + LIMIT_S
         base, restarted = machines.steps(), False
-        enough = {"goes on": self._fault.steps, "either": 6, "restarts": float("inf")}
+        enough = {"goes on": 2, "either": 6, "restarts": float("inf")}
         while time.monotonic() < limit_s:
             if machines.has_ended():
                 self._ended()
@@ -118,4 +118,4 @@ class Judge:
         found = self._machines.losses()
         pairs = zip(found, self._losses, strict=False)
         wrong = [step for step, (a, b) in enumerate(pairs, start=1) if a != b]
-        return f"losses differ from step {wrong[0]} on" if wrong and self._fault.exact else ""
+        return f"losses differ from step {wrong[0]} on" if wrong else ""

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.hosts import PORT, HostsRun
-from tests.faults.wire import WIRE, FaultyWire
+from tests.faults.hosts import HostsRun
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.lab import linux
@@ -34,7 +33,6 @@ class Machines(HostsRun):
     """Hosts, the launchers of a run on them, and what they leave."""
 
     def __init__(self, folder: Path, config: str, *settings: str) -> None:
-        """Host 1 reaches host 0, where all meet, over a wire that can flip a bit."""
         folder.mkdir()
         self.folder = folder
         for host in range(HOSTS):
@@ -46,9 +44,7 @@ class Machines(HostsRun):
         names = net.run(lambda _: os.readlink("/proc/self/ns/net"))
         self._namespaces = {name: host for host, name in enumerate(names)}
         self._marks = dict.fromkeys(range(HOSTS), 0)
-        self.wire = FaultyWire(net, 1, ("10.77.0.1", PORT), folder)
-        own = {1: [f'network.peers={{host0="{WIRE}"}}']}
-        super().__init__(net, folder, config, *settings, hosts=HOSTS, own=own)
+        super().__init__(net, folder, config, *settings, hosts=HOSTS)
 
     def disk(self, host: int) -> Path:
         return self.folder / str(host)
@@ -126,7 +122,7 @@ class Machines(HostsRun):
         self.wait(lambda: not self.processes(), END_S)
         found = [f"host{host}: process {process}" for host, process in self.processes()]
         for host, ports in enumerate(self.net.run(_listening)):
-            found += [f"host{host}: port {port}" for port in ports if port != WIRE]
+            found += [f"host{host}: port {port}" for port in ports]
         for host in range(HOSTS):
             hidden = [p for p in (self.disk(host) / "tmp").iterdir() if p.name not in _CACHES]
             if self.checkpoints(host).is_dir():

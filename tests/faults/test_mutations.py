@@ -33,7 +33,7 @@ def messages(folder: Path) -> Iterator[tuple[str, int, Attempt]]:
     contexts = keys.contexts(key)
     for name, wire, check in _tensors():
         yield name, len(wire), partial(_tensor, wire, check)
-    for kind in Kind:
+    for kind in (Kind.BEAT, Kind.DATA):  # TLS does not look inside
         frame = _frame(kind)
         size = len(_Tls(contexts).encrypt(frame))
         yield f"{kind.name} frame in TLS", size, partial(_through_tls, contexts, frame)
@@ -59,7 +59,7 @@ def test_no_changed_bit_is_taken_for_true(tmp_path: Path, option: Callable[[str]
         assert not found["ignored"] or "hello" in kind or "answer" in kind, kind
         rows.append([kind, str(nbytes), *map(str, found.values())])
     print(format_table(["message", "bytes", "refused", "ignored", "taken for true"], rows))
-    assert len(rows) == 14
+    assert len(rows) == 8
 
 
 def _tensor(wire: Tensor, check: Callable[[Tensor], bool], change: Change) -> str:

@@ -72,7 +72,6 @@ every_steps = {{save_every}}
 keep = 3
 """
 _EPOCHS, _SAVE_EVERY = 15, 2
-_BITS_PER_RUN = 6
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,14 @@ class Episode:
 
     def disturb(self, queue: Sequence[Fault]) -> int:
         """Let faults strike until the run ends; how many of the queue did."""
-        machines, exact = self.machines, all(fault.exact for fault in queue)
-        taken = 0
+        machines, taken = self.machines, 0
         for fault in queue:
             taken += 1
             if not self.strike(fault):
                 break
-        if exact and not machines.has_ended():
+        if not machines.has_ended():
             self.strike(self._scene.chance.choice(catalogue.at_the_end()))
-        self.end(exact=exact)
+        self.end()
         return taken
 
     def strike(self, fault: Fault) -> bool:
@@ -139,16 +137,16 @@ class Episode:
             self._add(Outcome(fault.kind, "lost", traceback.format_exc()))
         return not self.machines.has_ended()
 
-    def end(self, *, exact: bool) -> None:
+    def end(self) -> None:
         """What is wrong at the end is the matter of all faults of the run."""
         machines, calm, problems = self.machines, self._workload, []
         machines.wait(machines.has_ended, 3 * LIMIT_S)
         losses = machines.losses()
         if any(machines.codes.values()) or len(losses) != calm.steps:
             problems.append(f"ended with {machines.codes} after {len(losses)} steps")
-        elif exact and losses != list(calm.losses):
+        elif losses != list(calm.losses):
             problems.append("losses differ")
-        elif exact and any(machines.digests(h) != calm.digests for h in range(HOSTS)):
+        elif any(machines.digests(h) != calm.digests for h in range(HOSTS)):
             problems.append("digests of the last checkpoint differ")
         problems += machines.leftovers()
         text = f"{'; '.join(problems)}\n{machines.text()[-4000:]}" if problems else ""
@@ -160,23 +158,20 @@ class Episode:
 
 
 def inject(count: int, seed: int, only: str) -> Iterator[Outcome]:
-    """Disturb runs in both layouts by turns; a tenth of the faults are bits of memories in RAM."""
+    """Disturb runs in both layouts by turns."""
     folder, chance = Path("/mnt/runs"), random.Random(seed)
     workloads = [workload(folder / name, name, _EPOCHS, _SAVE_EVERY) for name in LAYOUTS]
     kinds = [fault for fault in catalogue.catalogue() if only in fault.kind]
-    bits = [catalogue.bits()] * (count // 10 if kinds else count)
-    bits = bits if only in catalogue.bits().kind else []
-    others: list[Fault] = []
-    while len(others) < count - len(bits):
-        others += chance.sample(kinds, len(kinds))
-    del others[count - len(bits) :]
+    assert kinds, f"no fault has {only!r} in its name"
+    queue: list[Fault] = []
+    while len(queue) < count:
+        queue += chance.sample(kinds, len(kinds))
+    del queue[count:]
     number = 0
-    while others or bits:
-        queue = bits if not others or (bits and number % 3 == 2) else others
-        most = _BITS_PER_RUN if queue is bits else len(queue)
+    while queue:
         episode = Episode(folder / str(number), workloads[number % len(workloads)], chance)
         try:
-            del queue[: episode.disturb(queue[:most])]
+            del queue[: episode.disturb(queue)]
         finally:
             episode.machines.close()
         yield from episode.outcomes

@@ -28,7 +28,6 @@ KINDS = (
     "link: cut, 2 to 4 s",
     "link: interface down, 0.2 to 1 s",
     "link: resets",
-    "wire: flipped bit",
     "memory: rank killed by the kernel for want of it",
     "disk: full for a while",
     "files: bit of a part, then a restart",
@@ -93,7 +92,7 @@ def soak(steps: int, seed: int) -> tuple[list[Outcome], list[Sample]]:
         machines.wait(machines.has_ended, 600)
         stop.set()
         sampler.join()
-        episode.end(exact=True)
+        episode.end()
     finally:
         stop.set()
         machines.close()

@@ -1,6 +1,5 @@
 """A run on several machines from one command; a stand-in for ssh runs the commands here."""
 
-import json
 import os
 import shutil
 import signal
@@ -29,7 +28,6 @@ SSH = """#!/bin/sh
 for word; do [ "$word" = -p ] && exec {ssh} "$@"; done
 if [ "$1" = -G ]; then echo "hostname $(echo "$2" | sed s/^alias$/127.0.0.1/)"; exit; fi
 while :; do case $1 in -T) shift;; -o) shift 2;; *) break;; esac; done
-echo "$1" >> {folder}/asked
 shift
 cd {folder}/home && exec setsid --wait sh -c "$*"
 """
@@ -71,17 +69,6 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def launch(*arguments: object) -> tuple[int, str, str]:
-    """Exit code and what it printed."""
-    with start(*arguments) as process:
-        try:
-            output = process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-    return process.returncode, *output
-
-
 def remains(tmp_path: Path) -> list[int]:
     """Processes of the hosts that still run."""
     found = []
@@ -92,25 +79,6 @@ def remains(tmp_path: Path) -> list[int]:
         except OSError:
             continue
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
-    settings = ["--set", "pipeline.cuts=[2]", "--set", "run.name=second"]
-    code, out, err = launch(hosts, run_file, *settings)
-    assert code == 0, out + err
-    folder = run_file.parent / "run"
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert (summary["stages"], summary["steps"]) == (2, 15)
-    assert 'name = "second"' in (folder / "config.toml").read_text(encoding="utf-8")
-    assert "host0| step 15/15" in out
-    assert "host1| " not in out  # the same numbers
-    assert all(line.startswith(("host0| ", "host1| ")) for line in (out + err).splitlines())
-    assert sorted((hosts.parent / "asked").read_text(encoding="utf-8").split()) == [
-        "me@host0",
-        "me@host1",
-    ]
 
 
 @pytest.mark.slow

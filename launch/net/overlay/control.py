@@ -9,11 +9,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, rest_if_full
+from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, Steps, rest_if_full
 
 ADDRESS = "THINPIPE_OVERLAY"
 """Environment variable: where ranks find the relay's socket."""
-_LONGEST = 1 << 20
+_LONGEST, _LIMIT_S = 1 << 20, 10.0
 
 
 class OverlayError(RuntimeError):
@@ -67,42 +67,29 @@ class Server:
 
     def _accept(self, server: socket.socket) -> None:
         try:
-            _Connection(self._loop, server.accept()[0], self._handle)
+            sock = server.accept()[0]
         except OSError as error:
             rest_if_full(error)
-
-
-class _Connection:
-    def __init__(
-        self, loop: Loop, sock: socket.socket, handle: Callable[[str, dict[str, Any]], Any]
-    ) -> None:
-        self._loop, self._sock, self._handle = loop, sock, handle
-        self._in, self._out = b"", b""
-        sock.setblocking(False)
-        self._watch()
-
-    def _watch(self) -> None:
-        self._loop.watch(self._sock, READ | (WRITE if self._out else 0), self._on_event)
-
-    def _on_event(self, events: int) -> None:
-        try:
-            if events & READ:
-                data = self._sock.recv(65536)
-                self._in += data
-                if not data or len(self._in) > _LONGEST:
-                    self._loop.close(self._sock)
-                    return
-                *lines, self._in = self._in.split(b"\n")
-                for line in lines:
-                    self._out += self._answer(line)
-            if self._out:
-                self._out = self._out[self._sock.send(self._out) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._loop.close(self._sock)
             return
-        self._watch()
+
+        def close(_: object) -> None:
+            self._loop.close(sock)
+
+        self._loop.spawn(self._serve(sock), _LIMIT_S, done=close, failed=close)
+
+    def _serve(self, sock: socket.socket) -> Steps[None]:
+        sock.setblocking(False)
+        line = b""
+        while not line.endswith(b"\n"):
+            yield sock, READ
+            data = sock.recv(65536)
+            if not data or len(line) > _LONGEST:
+                return
+            line += data
+        answer = self._answer(line)
+        while answer:
+            yield sock, WRITE
+            answer = answer[sock.send(answer) :]
 
     def _answer(self, line: bytes) -> bytes:
         try:

@@ -89,22 +89,13 @@ class Overlay:
     def client(self) -> Client:
         return Client(self.socket)
 
-    def gone_hosts(self) -> list[str]:
-        """Hosts that have left or cannot be reached; all others, if the relay has ended."""
+    def links(self) -> dict[str, dict[str, Any]]:
+        """What the relay knows of the other hosts, by name; nothing if it does not answer."""
         try:
-            links = self.client().ask("status")["links"].items()
-        except OverlayError:
-            others = [host.name for host in self.peer_list.hosts if host.name != self.name]
-            return others if self.has_ended else []
-        return [name for name, link in links if link["left"] or link["lost"]]
-
-    def restarts(self) -> dict[str, int]:
-        """How often hosts came again, whose ranks of before are gone; none if nobody can say it."""
-        try:
-            links = self.client().ask("status")["links"].items()
+            found: dict[str, dict[str, Any]] = self.client().ask("status")["links"]
         except OverlayError:
             return {}
-        return {name: int(link["restarts"]) for name, link in links}
+        return found
 
     @property
     def has_ended(self) -> bool:

@@ -26,10 +26,7 @@ from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
 from thinpipe.launch.net.ranks.failures import death_by
-from thinpipe.launch.net.ranks.network import (
-    HostNetwork,
-    one_machine,
-)
+from thinpipe.launch.net.ranks.network import HostNetwork, one_machine
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 

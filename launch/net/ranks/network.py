@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
+
 from thinpipe.launch.config.network import NetworkConfig, natural
 from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
-from thinpipe.launch.net.overlay.control import OverlayError
+from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
 if TYPE_CHECKING:
     from thinpipe.launch.net.overlay.process import Overlay
@@ -65,14 +67,22 @@ class HostNetwork:
         """Whether this host has lost its relay, and with it all others."""
         return self.overlay is not None and self.overlay.has_ended
 
+    def open_store(self, wait_s: float) -> TCPStore:
+        """The store, which this process holds from now on if it listens there.
+
+        Raises:
+            RuntimeError: nobody answers there in time.
+        """
+        if self.server is None:
+            return connect_store(self.store, wait_s=wait_s)
+        return hold_store(self.server, wait_s=wait_s)
+
     def lost_hosts(self) -> int:
         if self.overlay is None:
             return 0
-        try:
-            links = self.overlay.client().ask("status")["links"].values()
-        except OverlayError:
+        if not (links := self.overlay.links()):
             return len(self.overlay.peer_list.hosts) - 1
-        return sum(link["lost"] for link in links)
+        return sum(link["lost"] for link in links.values())
 
     def close(self) -> None:
         if self.overlay is not None:

@@ -39,7 +39,6 @@ from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.network import ROUND, HostNetwork
 from thinpipe.launch.net.ranks.restarts import refused_restarts
 from thinpipe.launch.net.ranks.stopping import Stop
-from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
@@ -74,7 +73,7 @@ class _RoundStore(PrefixStore):
     ) -> None:
         super().__init__(prefix, store)
         self._own, self._hosts, self._overlay = own, hosts, overlay
-        self._before = overlay.restarts()
+        self._before = {name: link["restarts"] for name, link in overlay.links().items()}
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         """As of any store; at the end, until each of the hosts has come, or is gone."""
@@ -84,9 +83,12 @@ class _RoundStore(PrefixStore):
         self.set(f"ended/{self._own}", "")
         awaited = {*self._hosts}
         while awaited := {host for host in awaited if not self.check([f"ended/{host}"])}:
-            now = self._overlay.restarts()
-            again = {host for host in awaited if now.get(host, 0) > self._before.get(host, 0)}
-            awaited -= {*self._overlay.gone_hosts(), *again}
+            if self._overlay.has_ended:
+                return  # and with it all others are gone
+            for name, link in self._overlay.links().items():
+                again = link["restarts"] > self._before.get(name, 0)
+                if link["left"] or link["lost"] or again:
+                    awaited.discard(name)
             time.sleep(_POLL_S)
 
 
@@ -122,11 +124,7 @@ class Rendezvous(RendezvousHandler):
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
         self._holds = network.server is not None or bool(network.newcomer)
-        self._tcp = (
-            connect_store(network.store, wait_s=limit_s)
-            if network.server is None
-            else hold_store(network.server, wait_s=limit_s)
-        )
+        self._tcp = network.open_store(limit_s)
         opened(self._tcp)
         self._store = PrefixStore(f"rendezvous{network.newcomer}", self._tcp)
         self._posts = self._handled = self._round = 0

@@ -30,7 +30,6 @@ class Host:
     """Faults of a host, and the options of its doctor."""
 
     options: tuple[str, ...] = ()
-    environment: Mapping[str, str | None] | None = None
     sysctls: Mapping[str, str] | None = None
     small_disk: Path | None = None
     unreachable: int | None = None
@@ -86,8 +85,6 @@ def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) 
 
 
 def _prepare(host: Host) -> None:
-    for name, text in (host.environment or {}).items():
-        os.environ.pop(name) if text is None else os.environ.__setitem__(name, text)
     for name, text in (host.sysctls or {}).items():
         (SYSCTL / name).write_text(text)
     if host.small_disk is not None:
@@ -124,26 +121,19 @@ def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Pa
         net,
         tmp_path,
         [
-            Host(environment={"GLOO_SOCKET_IFNAME": "lo"}),
+            Host(),
             Host(
                 sysctls={"tcp_wmem": "4096 16384 32768"},
                 small_disk=disk,
                 options=("--set", f"run.folder={disk}/run"),
             ),
-            Host(
-                environment={"GLOO_SOCKET_IFNAME": "10.77.0.3"},
-                options=("--set", "train.lr=0.5"),
-            ),
+            Host(options=("--set", "train.lr=0.5")),
         ],
         *TRUSTED,
     )
     assert [outcome.code for outcome in found] == [1, 1, 1], found
     for outcome in found:
         for text in (
-            "problem host0: GLOO_SOCKET_IFNAME = 'lo': reaches this host only "
-            "-> export GLOO_SOCKET_IFNAME=eth0",
-            "problem host2: GLOO_SOCKET_IFNAME = '10.77.0.3': gloo expects an interface's name, "
-            "not its address; there are eth0, lo -> export GLOO_SOCKET_IFNAME=eth0",
             "problem host2: config: train.lr = 0.5, host0 has 0.001 -> copy one run file",
             "warning host1: net.ipv4.tcp_wmem allows at most 32768 bytes",
             "-> sysctl -w net.ipv4.tcp_wmem='4096 131072 8388608'",

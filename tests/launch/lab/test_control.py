@@ -17,7 +17,7 @@ from thinpipe.launch.lab.spec import NetworkSpec
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
 RUN = 1_000_000_000 + os.getpid()  # no process has this number
-CHANGE = control.Change(rate="1mbit", up=None, down=None, pairs=[])
+CHANGE = control.Change(rate="1mbit")
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def server() -> Iterator[socket.socket]:
 
 def answer_one(server: socket.socket) -> threading.Thread:
     def apply(change: Any) -> NetworkSpec:
-        return NetworkSpec.of(2, change["rate"])
+        return NetworkSpec.of(2, change.rate)
 
     thread = threading.Thread(target=control.answer, args=(server, apply))
     thread.start()
@@ -48,7 +48,7 @@ def test_a_slow_client_is_waited_for(server: socket.socket) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(f"\0thinpipe-shaped-{RUN}")
         time.sleep(0.5)
-        client.send(json.dumps(CHANGE).encode())
+        client.send(CHANGE.model_dump_json().encode())
         assert json.loads(client.recv(1000)) == {"done": "1 Mbit/s each way"}
     answering.join()
 

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from pyroute2 import IPRoute
 
 from tests.launch.lab.kernel import class_bps, uplink_bps
-from thinpipe.launch.lab import ranks, requirements
+from thinpipe.launch.lab import ranks
 from thinpipe.launch.lab.network import HostError, ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -90,12 +89,11 @@ def _read(link: socket.socket, nbytes: int) -> None:
         nbytes -= received
 
 
-@pytest.mark.parametrize("mbit", [10, 100])
-def test_a_link_has_its_rate(net: ShapedNetwork, mbit: int) -> None:
-    net.set_rates(f"{mbit}mbit")
-    assert net.run(uplink_bps) == [mbit * 1e6] * 3
+def test_a_link_has_its_rate(net: ShapedNetwork) -> None:
+    net.set_rates("20mbit")
+    assert net.run(uplink_bps) == [20e6] * 3
     (seconds,) = transfer_s(net, 0, 1)
-    assert seconds > least_s(1e6, mbit * 1e6)
+    assert seconds > least_s(1e6, 20e6)
 
 
 def test_up_and_downlinks_have_their_own_limits(net: ShapedNetwork) -> None:
@@ -293,43 +291,3 @@ def test_invalid_messages_of_a_client_are_harmless(net: ShapedNetwork) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(f"\0thinpipe-shaped-{net.run_id}")
     assert net.run(lambda host: host) == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_torch_groups_work_over_the_links(net: ShapedNetwork) -> None:
-    import torch
-    import torch.distributed as dist
-
-    net.set_rates("50mbit")
-
-    def job(_: int) -> float:
-        dist.init_process_group("gloo")
-        x = torch.ones(100_000)
-        dist.barrier()
-        seconds = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            dist.all_reduce(x)
-            seconds.append(time.perf_counter() - begin)
-        dist.destroy_process_group()
-        assert x[0].item() == 3.0**5
-        return min(seconds)
-
-    ideal_s = 2 * 2 / 3 * 3.2e6 / 50e6
-    assert max(net.run(job, timeout_s=TIMEOUT_S)) > 0.9 * ideal_s
-
-
-def test_missing_kernel_features_are_named_with_remedies(
-    net: ShapedNetwork, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def job(_: int) -> None:
-        with IPRoute() as ip:
-            requirements.check(["veth", "bridge", "packet", "tbf", "htb", "u32"], ip)
-
-    net.run(job, hosts=[0])  # tries them for real and cleans up
-    assert net.run(lambda _: len(socket.if_nameindex()), hosts=[0]) == [2]
-    monkeypatch.setattr(requirements, "_works", lambda feature, _: feature == "veth")
-    with pytest.raises(
-        HostError, match=r"lacks bridge \(.*CONFIG_BRIDGE\); packet \(.*CONFIG_PACKET"
-    ):
-        net.run(job, hosts=[0])

@@ -48,11 +48,6 @@ class FrameError(Exception):
     """The peer sent what no relay sends; the connection is of no use any more."""
 
 
-def pack(header: Header) -> bytes:
-    """A header's bytes."""
-    return HEADER.pack(*header)
-
-
 def unpack(data: bytes | bytearray | memoryview) -> Header:
     """A header, checked.
 

@@ -3,26 +3,16 @@
 import errno
 import socket
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from thinpipe.launch.net.overlay.links.frames import HEADER, FrameError, Kind, Traffic
 from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop
 
+if TYPE_CHECKING:
+    from thinpipe.launch.net.overlay.links.link import Link
+
 WINDOW_NBYTES = 32 << 20
 """Bytes of a stream that may be on their way: what a host holds at most if nobody reads them."""
-
-
-class StreamOwner(Protocol):
-    """The part of a link that its streams use."""
-
-    def ready(self, stream: "Stream") -> None:
-        """There is something to pull."""
-
-    def post(self, kind: Kind, stream: "Stream", payload: bytes = b"") -> None:
-        """Send a frame before all data."""
-
-    def gone(self, stream: "Stream") -> None:
-        """Both directions have ended."""
 
 
 class Stream:
@@ -33,10 +23,10 @@ class Stream:
     """
 
     def __init__(
-        self, owner: StreamOwner, loop: Loop, sock: socket.socket, number: int, traffic: Traffic
+        self, link: "Link", loop: Loop, sock: socket.socket, number: int, traffic: Traffic
     ) -> None:
         self.number, self.traffic = number, traffic
-        self._owner, self._loop, self._sock = owner, loop, sock
+        self._link, self._loop, self._sock = link, loop, sock
         self._may_send = self._may_receive = WINDOW_NBYTES
         self._waiting: deque[memoryview] = deque()
         self._written = 0
@@ -78,7 +68,7 @@ class Stream:
         self._may_send -= length
         if length == len(scratch) and self._may_send:
             self._is_ready = True
-            self._owner.ready(self)
+            self._link.ready(self)
         else:
             self._update()
         buffer = bytearray(HEADER.size + length)
@@ -111,11 +101,11 @@ class Stream:
     def reset(self, *, tell: bool = True) -> None:
         """Close the local connection, and have the other end do so."""
         if tell:
-            self._owner.post(Kind.RESET, self)
+            self._link.post(Kind.RESET, self)
         self._no_more_out = self._no_more_in = True
         self._waiting.clear()
         self._loop.close(self._sock)
-        self._owner.gone(self)
+        self._link.gone(self)
 
     def _on_event(self, events: int) -> None:
         if events & WRITE:
@@ -126,7 +116,7 @@ class Stream:
             self._write()
         if events & READ and not self._is_ready and self._sock.fileno() >= 0:
             self._is_ready = True
-            self._owner.ready(self)
+            self._link.ready(self)
             self._update()
 
     def _write(self) -> None:
@@ -146,7 +136,7 @@ class Stream:
             self.reset()
             return
         if self._written >= WINDOW_NBYTES // 4:
-            self._owner.post(Kind.CREDIT, self, self._written.to_bytes(4, "big"))
+            self._link.post(Kind.CREDIT, self, self._written.to_bytes(4, "big"))
             self._may_receive += self._written
             self._written = 0
         self._update()
@@ -162,4 +152,4 @@ class Stream:
     def _finish(self) -> None:
         if self._no_more_out and self._no_more_in and not self._waiting:
             self._loop.close(self._sock)
-            self._owner.gone(self)
+            self._link.gone(self)

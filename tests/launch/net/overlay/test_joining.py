@@ -1,29 +1,30 @@
 """Real relays on one machine: how they come into a run, and whom they do not believe."""
 
-import contextlib
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import date, timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tests import preload
 from tests.commands import PATIENCE_S
 from tests.launch.net.overlay.links.pair import Wire
 from tests.launch.test_train import wait_until
 from tests.ports import HAS_IPV6, free_port
 from thinpipe.launch.host.interfaces import family_of
-from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay import joining, keys
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.overlay.links.handshake import Hello, Welcome
+from thinpipe.launch.net.overlay.joining import Joiner
+from thinpipe.launch.net.overlay.links.handshake import Hello, Refused, Welcome
+from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
 
@@ -40,11 +41,9 @@ class Run:
         self.hosts = [self._host("h0", None, (address, self.port))]
         wait_until(self._listens, PATIENCE_S)
 
-    def host(
-        self, name: str, coordinator: tuple[str, int] | None = None, *, key: Path | None = None
-    ) -> Overlay:
+    def host(self, name: str, coordinator: tuple[str, int] | None = None) -> Overlay:
         where = coordinator or (self._address, self.port)
-        self.hosts.append(self._host(name, where, (self._address, 0), key))
+        self.hosts.append(self._host(name, where, (self._address, 0)))
         return self.hosts[-1]
 
     def close(self) -> None:
@@ -56,16 +55,12 @@ class Run:
             return sock.connect_ex((self._address, self.port)) == 0
 
     def _host(
-        self,
-        name: str,
-        coordinator: tuple[str, int] | None,
-        listen: tuple[str, int],
-        key: Path | None = None,
+        self, name: str, coordinator: tuple[str, int] | None, listen: tuple[str, int]
     ) -> Overlay:
         return Overlay(
             Settings(
                 name=name,
-                key_file=key or self.key,
+                key_file=self.key,
                 needed=self._needed,
                 listen=listen,
                 coordinator=coordinator,
@@ -75,9 +70,15 @@ class Run:
         )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path, 2)
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two hosts that have joined, and are connected."""
+    run = Run(tmp_path_factory.mktemp("met"), 2)
+    run.host("h1")
+    for host in run.hosts:
+        host.join(PATIENCE_S, ignore)
+    client = run.hosts[0].client()
+    wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
     yield run
     run.close()
 
@@ -96,21 +97,26 @@ def say(run: Run, hello: Hello) -> Welcome:
         return Welcome.model_validate_json(connection.recv(length))
 
 
-def test_connections_of_the_past_are_not_believed(run: Run) -> None:
-    one = run.host("h1")
-    one.join(PATIENCE_S, ignore)
-    run.hosts[0].join(PATIENCE_S, ignore)
-    instances = {host.name: host.instance for host in one.peer_list.hosts}
-    known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.peer_list.run, "session": "x"}
+def test_connections_of_the_past_are_not_believed(met: Run) -> None:
+    peers = met.hosts[1].peer_list
+    instances = {host.name: host.instance for host in peers.hosts}
+    known = {"purpose": "link", "name": "h1", "to": "h0", "run": peers.run, "session": "x"}
     for wrong, reason in (
         ({"instance": instances["h1"], "attempt": 0}, "overtaken by a later connection"),
         ({"instance": "earlier", "attempt": 99}, "stale session"),
         ({"instance": instances["h1"], "attempt": 99, "run": "other"}, "another run"),
     ):
-        assert reason in say(run, Hello.model_validate({**known, **wrong})).refused
-    links = run.hosts[0].client().ask("status")["links"]
-    assert links["h1"]["connected"]
-    assert links["h1"]["resumed"] == 0
+        assert reason in say(met, Hello.model_validate({**known, **wrong})).refused
+    assert is_undisturbed(met)
+
+
+def is_undisturbed(met: Run) -> bool:
+    """Whether the two are connected as they were at first."""
+    link = met.hosts[0].client().ask("status")["links"]["h1"]
+    return (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
+
+
+TWICE = "another machine is named 'h1', or this one was started twice"
 
 
 def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: Path) -> None:
@@ -120,6 +126,9 @@ def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: 
     thread = threading.Thread(target=one.join, args=(PATIENCE_S, said.put))
     thread.start()
     assert said.get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
+    other = say(run, Hello(purpose="join", name="h1", hosts=3, instance="another"))
+    assert TWICE in other.refused
+    assert other.again  # or the first one's connection broke a moment ago
     wire.cut()
     assert said.get(timeout=PATIENCE_S).endswith("; trying again")
     run.host("h2").join(PATIENCE_S, ignore)
@@ -129,38 +138,29 @@ def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: 
     run.close()
 
 
-def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, 3)
-    refused: SimpleQueue[str] = SimpleQueue()
-
-    def join(host: Overlay) -> None:
-        try:
-            host.join(PATIENCE_S, ignore)
-        except OverlayError as error:
-            refused.put(str(error))
-
-    threads = [threading.Thread(target=join, args=(run.host("h1"),)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    reason = refused.get(timeout=PATIENCE_S)
-    assert "another machine is named 'h1', or this one was started twice" in reason
-    run.close()
-    for thread in threads:
-        thread.join()
+def test_a_name_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, reports = iter((1.0, 8.0, 9.5)), list[str]()
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    joiner = Joiner(
+        Loop(),
+        ssl.create_default_context(),
+        ("127.0.0.1", 1),
+        Hello(purpose="join", name="h1"),
+        joined=lambda _: None,
+        report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
+    )
+    for _ in range(3):
+        assert not reports
+        joiner._failed(Refused(Welcome(refused=TWICE, again=True)))
+    assert reports == [f"failed: {TWICE}"]
 
 
-def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(run: Run) -> None:
-    one, here = run.host("h1"), run.hosts[0]
-    for host in (one, here):
-        host.join(30, ignore)
-    client = here.client()
-    wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
+def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(met: Run) -> None:
     again = Hello(purpose="join", name="h1", hosts=2, instance="another")
-    assert "another machine is named 'h1', or this one was started twice" in say(run, again).refused
+    assert TWICE in say(met, again).refused
     itself = Hello(purpose="join", name="h0", hosts=2, instance="another")
-    assert "another machine is named 'h0'" in say(run, itself).refused
-    link = client.ask("status")["links"]["h1"]
-    assert (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
+    assert "another machine is named 'h0'" in say(met, itself).refused
+    assert is_undisturbed(met)
 
 
 def test_a_port_that_is_taken_is_named_with_its_host(tmp_path: Path) -> None:
@@ -184,107 +184,24 @@ def test_a_port_that_is_taken_is_named_with_its_host(tmp_path: Path) -> None:
     assert str(failed.value).startswith(said)
 
 
-def test_those_that_a_run_expects_and_that_did_not_come_are_named(run: Run) -> None:
+def test_those_that_a_run_expects_and_that_did_not_come_are_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
     with pytest.raises(OverlayError, match=r"only h0 did; missing: h1, h2$"):
-        run.hosts[0].join(2, ignore, expected=["h0", "h1", "h2"])
+        run.hosts[0].join(0.5, ignore, expected=["h0", "h1", "h2"])
+    run.close()
 
 
 @pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
 def test_hosts_meet_over_ipv6(tmp_path: Path) -> None:
-    run = Run(tmp_path, 3, "::1")
-    hosts = [*run.hosts, run.host("h1"), run.host("h2")]
-    for host in hosts:
-        host.join(60, ignore)
-    addresses = {host.name: host.address for host in hosts[1].peer_list.hosts}
-    assert addresses == {"h0": "", "h1": "::1", "h2": "::1"}
-    clients = [host.client() for host in hosts]
-
-    def connected() -> bool:
-        links = [link for one in clients for link in one.ask("status")["links"].values()]
-        return len(links) == 6 and all(link["connected"] for link in links)
-
-    wait_until(connected, PATIENCE_S)
+    run = Run(tmp_path, 2, "::1")
+    run.host("h1")
+    for host in run.hosts:
+        host.join(PATIENCE_S, ignore)
+    addresses = {host.name: host.address for host in run.hosts[1].peer_list.hosts}
+    assert addresses == {"h0": "", "h1": "::1"}
+    client = run.hosts[1].client()
+    wait_until(lambda: client.ask("status")["links"]["h0"]["connected"], PATIENCE_S)
     run.close()
-
-
-CLOCK = """
-#include <stdlib.h>
-#include <time.h>
-int clock_gettime(clockid_t which, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = real(which, now);
-    if (which == CLOCK_REALTIME) now->tv_sec += 86400 * atoi(getenv("DAYS"));
-    return failed;
-}
-time_t time(time_t *out) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (out) *out = now.tv_sec;
-    return now.tv_sec;
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For LD_PRELOAD: a clock that is DAYS off."""
-    return preload.build(CLOCK, tmp_path_factory.mktemp("clock"))
-
-
-@pytest.mark.parametrize("days", [-9, 500])
-def test_a_clock_by_which_the_key_is_not_valid_is_named(
-    run: Run, clock: Path, monkeypatch: pytest.MonkeyPatch, days: int
-) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(clock))
-    monkeypatch.setenv("DAYS", str(days))
-    late = run.host("h1")
-    here = date.today()
-    with pytest.raises(OverlayError, match="correct the clock") as failed:
-        late.join(60, ignore)
-    there = (here + timedelta(days), here + timedelta(days + 1))  # midnight may pass
-    said = str(failed.value)
-    assert any(f"the clock of h1 says {day}" in said for day in there), said
-    assert f"{run.key}: valid from {here - timedelta(2)} to " in said
-
-
-def test_a_clock_that_is_a_day_off_changes_nothing(
-    run: Run, clock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(clock))
-    monkeypatch.setenv("DAYS", "-1")
-    run.host("h1").join(60, ignore)
-
-
-@pytest.mark.parametrize("ended", ["h1", "h0"])
-def test_a_key_that_has_expired_is_told_from_one_of_another_run(tmp_path: Path, ended: str) -> None:
-    """Keys of single machines, one of which was valid until yesterday."""
-    run = Run(tmp_path, 2)
-    run.close()
-    machine_keys = {name: tmp_path / f"{name}.key" for name in ("h0", "h1")}
-    for name, path in machine_keys.items():
-        keys.add(run.key, name, path, days=-1 if name == ended else 9)
-    first = run._host("h0", None, ("127.0.0.1", run.port), machine_keys["h0"])
-    wait_until(run._listens, PATIENCE_S)
-    second = run.host("h1", key=machine_keys["h1"])
-    said = SimpleQueue[str]()
-    threads = [
-        threading.Thread(target=_join, args=(host, said.put), daemon=True)
-        for host in (first, second)
-    ]
-    for thread in threads:
-        thread.start()
-    while "correct the clocks" not in (text := said.get(timeout=PATIENCE_S)):
-        assert "another run's" not in text
-    for host in (first, second):
-        host.close()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-
-
-def _join(host: Overlay, say: Callable[[str], None]) -> None:
-    with contextlib.suppress(OverlayError):
-        host.join(PATIENCE_S, say)
 
 
 ASK = """
@@ -299,10 +216,8 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_what_a_process_asked_for_ends_with_it(run: Run) -> None:
-    run.host("h1").join(PATIENCE_S, ignore)
-    here = run.hosts[0]
-    here.join(PATIENCE_S, ignore)
+def test_what_a_process_asked_for_ends_with_it(met: Run) -> None:
+    here = met.hosts[0]
     port = free_port()
 
     def reached() -> bool:

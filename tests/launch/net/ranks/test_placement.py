@@ -9,6 +9,9 @@ import pytest
 from tests.commands import Command
 from tests.launch.test_train import run_file, start
 from tests.ports import LOOPBACK, free_port
+from thinpipe.launch.cli import main
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.net.ranks.elastic import Nodes, run_node
 
 __all__ = ["run_file"]
 
@@ -23,22 +26,19 @@ def settings(
     return [*chosen, "--nnodes", "2", "--rdzv", f"{LOOPBACK}:{port}"]
 
 
-def refusal(run_file: Path, folder: Path, names: str) -> str:
-    port = free_port()
-    commands = [Command("train", run_file, *settings(name, port, folder)) for name in names]
-    done = [command.done() for command in commands]
-    assert all(one.returncode for one in done)
-    return "".join(one.stderr for one in done)
-
-
-def test_a_machine_that_is_not_named_is_refused(run_file: Path, tmp_path: Path) -> None:
-    output = refusal(run_file, tmp_path, "c")
-    assert "pipeline.placement: this machine is 'c' (network.name), which it does not" in output
+def test_a_machine_that_is_not_named_is_refused() -> None:
+    nodes = Nodes(2, f"{LOOPBACK}:1", 0, 9.0, placed=("b", "a"))
+    said = r"pipeline.placement: this machine is 'c' \(network.name\), which it does not"
+    with pytest.raises(ValueError, match=said):
+        run_node(main, [], 1, nodes, NetworkConfig(name="c"))
 
 
 def test_a_machine_that_joins_twice_is_named(run_file: Path, tmp_path: Path) -> None:
-    output = refusal(run_file, tmp_path, "aa")
-    assert output.count("missing: b; there twice: a") == 2
+    port = free_port()
+    commands = [Command("train", run_file, *settings("a", port, tmp_path)) for _ in range(2)]
+    done = [command.done() for command in commands]
+    assert all(one.returncode for one in done)
+    assert all("missing: b; there twice: a" in one.stderr for one in done)
 
 
 @pytest.mark.slow

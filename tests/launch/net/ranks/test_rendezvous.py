@@ -24,7 +24,7 @@ from thinpipe.launch.net.ranks.stopping import Stop
 
 __all__ = ["run_file"]
 
-LIMIT_S = 3
+LIMIT_S = 1
 START_S = 45.0
 """Much more than a process takes to start, much less than torch waits for an answer."""
 
