@@ -18,8 +18,6 @@ from thinpipe.launch.plan.placement.workload import count_exchange
 
 BLOCK = BlockCost(0.02, 0.04, 0.001)
 MEMORY = ModelMemory.of(4 * 10**6, 10**6)
-SECONDS = 0.05
-"""Of searching: the networks are small."""
 CONFIG = {
     "model": {"layers": 4, "width": 64, "heads": 4},
     "data": {"sequence_length": 32},
@@ -41,13 +39,16 @@ def cluster(*, gbps: float = 1.0, memory_gb: float | None = None) -> Cluster:
 
 def chosen(found: Cluster, *, run: dict[str, object] = CONFIG) -> list[PlannedRun]:
     blocks, memory = [BLOCK] * 4, [MEMORY] * 4
-    return choose(RunConfig.model_validate(run), blocks, found, memory=memory, seconds=SECONDS)
+    return choose(RunConfig.model_validate(run), blocks, found, memory=memory)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
+    """The networks are small."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("thinpipe.launch.plan.placement.solve._MOST_SIMULATIONS", 20)
+        patched.setattr("thinpipe.launch.plan.choice.choose._TIMES", (1,))
+        patched.setattr("thinpipe.launch.plan.choice.choose.ROUNDS", 1)
         yield
 
 
@@ -89,7 +90,7 @@ def slow(config: dict[str, object], gbps: float) -> PlannedRun:
     train = {"train": {"batch_size": 16, "epochs": 4}}
     found = RunConfig.model_validate({**CONFIG, **train, **config})
     memory, there = [MEMORY] * 4, parse_cluster(regions)
-    return choose(found, [BLOCK] * 4, there, memory=memory, seconds=SECONDS)[0]
+    return choose(found, [BLOCK] * 4, there, memory=memory)[0]
 
 
 def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
