@@ -14,8 +14,7 @@ import numpy as np
 from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
-from thinpipe.launch.plan.placement.dtfm import DtfmCost, group_costs, matched_hops
-from thinpipe.launch.plan.placement.paths import EXACT, _placement_exact, _placement_improved
+from thinpipe.launch.plan.placement.dtfm import DtfmCost, group_costs, matched_hops, open_path
 
 POOL, CANDIDATES = 100, 5000
 """Of the released code."""
@@ -38,7 +37,7 @@ def genetic_search(
 def _placement_score(reduce_DD, hop_DD, group_D, stages):
     groups = np.argsort(group_D, kind="mergesort").reshape(stages, len(group_D) // stages)
     between = matched_hops(hop_DD, groups)
-    order = _placement_exact(between) if stages <= EXACT else _placement_improved(between)
+    order = open_path(between)
     total = group_costs(reduce_DD, groups).max()
     for index in range(stages - 1):
         total += 2 * between[order[index], order[index + 1]]

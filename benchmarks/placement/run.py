@@ -1,8 +1,8 @@
 """`python -m benchmarks.placement`: layouts of our solver beside DT-FM's, random and greedy ones.
 
-`--networks` is a JSON file that maps names to DT-FM's matrices (labels, latency_ms, gbps). On each,
-the released case study under DT-FM's cost, several seeds; under predicted steps what compression
-changes; and how time and quality grow with the number of devices, on a network made here.
+`--networks` is a JSON file that maps names to DT-FM's matrices (labels, latency_ms, gbps): what
+compression changes in predicted steps of its case study. On a network made here, how time and
+quality grow with the number of devices.
 """
 
 import json
@@ -14,77 +14,40 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Records, command_line, format_table
-from benchmarks.placement.dtfm_bound import dtfm_bound
 from benchmarks.placement.dtfm_search import genetic_search
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
-from thinpipe.launch.plan.placement.solve import hop_seconds, solve_dtfm, solve_step
+from thinpipe.launch.plan.placement.solve import ROUNDS, hop_seconds, solve_step
 from thinpipe.launch.plan.placement.starts import greedy_layout
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 
-_BEST_KNOWN = {"case0": 3.440, "case1": 31.634, "case2": 16.087, "case3": 34.802, "case4": 49.218}
 _COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "both": (8, 100)}
 _MICROBATCHES = 61
 """Of the case study: 1.25e5 tokens per pipeline, 2048 in each."""
 _FORWARD_S, _BACKWARD_S = 0.02, 0.04
-_RANDOM = 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """A solved case; costs are seconds. `dtfm_cost` is that of the layout of DT-FM's search."""
+    """Predicted steps of a case, in seconds; `dtfm_cost` is of the layout of DT-FM's search."""
 
     case: str
     devices: int
-    objective: str
-    seed: int
     cost: float
-    best_known: float | None
     dtfm_cost: float | None
     random_cost: float
-    greedy_cost: float | None
+    greedy_cost: float
     lower_bound: float
     seconds: float
-    dtfm_seconds: float | None = None
 
     @property
     def gap(self) -> float:
         """How far above the bound, at most, the result is from the best."""
-        return self.cost / self.lower_bound - 1 if self.lower_bound else float("nan")
-
-
-def case_study(name: str, cluster: Cluster, seeds: int) -> Iterator[Row]:
-    """DT-FM's objective on one of its networks."""
-    cost = DtfmCost.of(cluster, CASE_STUDY)
-    bound = dtfm_bound(cost)
-    for seed in range(seeds):
-        draws = np.random.default_rng(seed)
-        shape = (CASE_STUDY.stages, CASE_STUDY.replicas)
-        layouts = [draws.permutation(cluster.devices).reshape(shape) for _ in range(_RANDOM)]
-        begin_s = time.perf_counter()
-        found = solve_dtfm(cluster, CASE_STUDY, seed=seed)
-        seconds = time.perf_counter() - begin_s
-        begin_s = time.perf_counter()
-        theirs = genetic_search(cost, seed=seed)[1].min()
-        dtfm_seconds = time.perf_counter() - begin_s
-        yield Row(
-            name,
-            cluster.devices,
-            "dtfm",
-            seed,
-            found.cost,
-            _BEST_KNOWN.get(name.split("_")[0]),
-            float(theirs),
-            float(np.mean([cost.grid_cost(grid) for grid in layouts])),
-            cost.grid_cost(greedy_layout(cost.hop_DD, *shape)),
-            bound,
-            seconds,
-            dtfm_seconds,
-        )
+        return self.cost / self.lower_bound - 1
 
 
 def gpt3_step(sizes: DtfmSizes, activations: float, gradients: float) -> Workload:
@@ -102,32 +65,23 @@ def gpt3_step(sizes: DtfmSizes, activations: float, gradients: float) -> Workloa
     )
 
 
-def step_rows(name: str, cluster: Cluster, sizes: DtfmSizes, seed: int) -> Iterator[Row]:
-    """Predicted steps under several compressions; DT-FM's search sees the compressed bytes too."""
-    for label, saved in _COMPRESSED.items():
-        yield step_row(f"{name} {label}", cluster, gpt3_step(sizes, *saved), seed)
-
-
-def step_row(name: str, cluster: Cluster, work: Workload, seed: int, *, rounds: int = 8) -> Row:
+def step_row(name: str, cluster: Cluster, work: Workload, *, rounds: int = ROUNDS) -> Row:
     """One predicted step: ours, DT-FM's layout, random and greedy ones."""
     model, shape = StepModel(cluster, work), (work.ranks, work.replicas)
     begin_s = time.perf_counter()
-    found = solve_step(cluster, work, seed=seed, rounds=rounds)
+    found = solve_step(cluster, work, rounds=rounds)
     seconds = time.perf_counter() - begin_s
     theirs = None
     if cluster.devices == work.ranks * work.replicas <= 64:
-        grid_SR, _ = genetic_search(DtfmCost.of(cluster, work.sizes), seed=seed)
+        grid_SR, _ = genetic_search(DtfmCost.of(cluster, work.sizes), seed=0)
         theirs = model(grid_SR.T).step_s
-    draws, used = np.random.default_rng(seed), shape[0] * shape[1]
+    draws, used = np.random.default_rng(0), shape[0] * shape[1]
     random = [draws.permutation(cluster.devices)[:used].reshape(shape).T for _ in range(5)]
     greedy = model(greedy_layout(hop_seconds(cluster, work), *shape).T).step_s
     return Row(
         name,
         cluster.devices,
-        "step",
-        seed,
         found.cost,
-        None,
         theirs,
         float(np.mean([model(grid).step_s for grid in random])),
         greedy,
@@ -167,14 +121,13 @@ def scale_rows(sizes: list[int]) -> Iterator[Row]:
         work = replace(gpt3_step(shape, 8, 100), microbatches=16)
         for rounds in (2, 8) if devices < 1000 else (1, 2):
             name = f"world, {rounds} rounds"
-            yield step_row(name, cluster, work, 0, rounds=rounds)
+            yield step_row(name, cluster, work, rounds=rounds)
 
 
 def main() -> None:
     """Run all parts, print a table, append rows."""
     command = command_line("benchmarks.placement", __doc__)
     command.add_argument("--networks", type=Path, help="JSON: name -> labels, latency_ms, gbps")
-    command.add_argument("--seeds", type=int, default=5)
     command.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256, 1000])
     options = command.parse_args()
     records, rows = Records(options.json), []
@@ -183,20 +136,17 @@ def main() -> None:
 
     def every() -> Iterator[Row]:
         for name, cluster in clusters.items():
-            yield from case_study(name, cluster, options.seeds)
-        for name, cluster in list(clusters.items())[2:]:
-            yield from step_rows(name, cluster, CASE_STUDY, 0)
+            for label, saved in _COMPRESSED.items():
+                yield step_row(f"{name} {label}", cluster, gpt3_step(CASE_STUDY, *saved))
         yield from scale_rows(options.devices)
 
     for row in every():
         rows.append(row)
         records.add({"case": row.case}, asdict(row) | {"gap": row.gap})
-        print(row.case, row.objective, f"{row.cost:.3f} in {row.seconds:.1f} s", flush=True)
+        print(row.case, f"{row.cost:.3f} in {row.seconds:.1f} s", flush=True)
     columns = (
         "case",
         "devices",
-        "objective",
-        "seed",
         "cost",
         "dtfm",
         "random",
@@ -212,8 +162,6 @@ def _cells(row: Row) -> list[str]:
     return [
         row.case,
         str(row.devices),
-        row.objective,
-        str(row.seed),
         f"{row.cost:.3f}",
         theirs,
         f"{row.random_cost:.3f}",

@@ -19,7 +19,7 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("boundary.*.guard.patience", 20, "remove it"),
     ("gradcomp.*.group", 128, "128 values share a scale, remove it"),
     ("gradcomp.*.seed", 0, "remove it"),
-    ("gradcomp.*.budget", "fixed", "set subset and bits, which thinpipe plan chooses"),
+    ("gradcomp.*.budget", "fixed", "set subset and bits"),
     ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
     ("gradcomp.decentralized.format", "fp32", "remove it"),
     ("gradcomp.demo.look_ahead", False, "remove it"),

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from thinpipe.gradcomp.sharded.collectives import sent_nbytes, units_of
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
@@ -16,7 +18,7 @@ from thinpipe.launch.host.words import WireKey, format_bytes, format_duration
 from thinpipe.launch.memory.microbatches import microbatch_count, samples_at_once
 from thinpipe.launch.plan.bits import Recommendation
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.predict import Prediction, shard_traffic
+from thinpipe.launch.plan.predict import Prediction
 
 
 def show_plan(
@@ -65,15 +67,24 @@ def show_plan(
 def _between_shards(config: RunConfig) -> str:
     passes = config.train.accumulate * microbatch_count(config)
     each = config.shards.gather == "microbatch"  # for forward and backward of each
-    weights, gradients = max(shard_traffic(config))
+    weights, gradients = max(_shard_traffic(config))
     weights, gradients = (
         (2 * passes * weights, passes * gradients) if each else (weights, gradients)
     )
     return (
         f"of {config.pipeline.shards} shards of a stage, each sends up to {format_bytes(weights)} "
-        f"of weights and {format_bytes(gradients)} of gradients per step, over links taken to be "
-        "as fast as its stage's; that is included, but for their codecs"
+        f"of weights and {format_bytes(gradients)} of gradients per step, which is not included"
     )
+
+
+def _shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
+    """Bytes of weights that a shard of each stage sends to gather them once, and of gradients."""
+    sent = []
+    for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
+        stage: Any = config.model.build(first, stop, seed=0, device="meta")  # not a custom one
+        units = units_of(stage, stage.parts())
+        sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
+    return sent
 
 
 def show_recommendation(

@@ -20,7 +20,7 @@ def test_the_emulated_links_are_those_of_the_cluster(name: str) -> None:
     cluster = parse_cluster(measured.NETWORKS[name])
     spec = measured.network_of(cluster)
     assert cluster.devices == 8
-    assert len(set(cluster.sites)) == 3
+    assert len({host.site for host in cluster.hosts}) == 3
     for source in range(8):
         for target in set(range(8)) - {source}:
             rate_bps = spec.rate_bps(source, target)
@@ -32,15 +32,15 @@ def test_the_emulated_links_are_those_of_the_cluster(name: str) -> None:
 def test_layouts_are_predicted_beside_each_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With another layout for that of DT-FM's search, which compiles for half a minute."""
-    monkeypatch.setattr(measured, "genetic_search", lambda cost, seed: (GROUPS_SR, None))
+    """Without DT-FM's search, whose kernels take long to compile."""
+    theirs = np.arange(8).reshape(4, 2)
+    monkeypatch.setattr(measured, "genetic_search", lambda *_, **__: (theirs, None))
+    monkeypatch.setattr(measured, "METHODS", measured.METHODS[-1:])
     measured.main(["--steps", "0", "--networks", "slow uplinks", "--tokens", "64"])
     table = [line.split("|") for line in capsys.readouterr().out.splitlines() if line[0] == "|"]
-    steps = {(row[3].strip(), row[1].strip()): float(row[5]) for row in table[2:]}
-    assert len(steps) == 9
-    for method in {method for method, _ in steps}:
-        assert steps[method, "ours"] <= steps[method, "DT-FM"] * (1 + 1e-9)
-        assert steps[method, "ours"] <= steps[method, "random"] * (1 + 1e-9)
+    steps = {row[1].strip(): float(row[5]) for row in table[2:]}
+    assert steps.keys() == {"random", "DT-FM", "ours"}
+    assert steps["ours"] <= min(steps["DT-FM"], steps["random"]) * (1 + 1e-9)
 
 
 @pytest.mark.slow

@@ -130,13 +130,13 @@ def test_a_run_leaves_everything_in_its_folder(
     ]
     assert [record["step"] for record in records] == list(range(1, 16))
     monkeypatch.undo()
-    traced = Command("trace", folder, "--rate", "10mbit").done()
+    traced = Command("trace", folder).done()
     assert "step 8, measured" in traced.stdout, traced.stderr
     processes = {
         e["pid"]
         for e in json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     }
-    assert processes == {0, 1, 2, 1000, 1001, 1002}
+    assert processes == {0, 1, 2}
     assert {w["cut"] for w in records[0]["wire"]} == {1, 3}
     assert records[-1]["loss"] < records[0]["loss"]
     assert set(records[-1]["eval"]) == {"loss", "loss_compressed"}

@@ -24,7 +24,7 @@ from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
 from thinpipe.launch.plan.choice.fidelity import CompressionLevels, Settings, raised
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.launch.plan.placement.solve import ROUNDS, BestCost, Placement, solve_step
+from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.schedule import DEPTH
@@ -91,7 +91,9 @@ class _Variant:
                 return None
         cuts = zip(self.config.pipeline.cuts, settings.cuts, strict=True)
         messages: dict[WireKey, Message] = {
-            (cut, direction): self._message(way, levels[way])
+            (cut, direction): self.ladders.cuts[way][levels[way]].message.of_microbatches(
+                self.share
+            )
             for cut, levels in cuts
             for way, direction in enumerate(DIRECTIONS)
         }
@@ -100,9 +102,6 @@ class _Variant:
             return work.replicated(self.config, self.sequences, self.memory, exchange)
         except ValueError:  # memory.budget is too small for a sample at each of these cuts
             return None
-
-    def _message(self, way: int, level: int) -> Message:
-        return self.ladders.cuts[way][level].message.of_microbatches(self.share)
 
     def scheduled(self, schedule: ScheduleName) -> "_Variant":
         """The same under another schedule."""
@@ -194,21 +193,14 @@ def _refined(
     model, again = StepModel(cluster, work), searched(work)
     kept = model(first.grid_RP).step_s
     if kept < again.cost:  # the search before, for fewer bytes, was the luckier one
-        found = BestCost(ROUNDS, again.curve[-1].seconds, kept)
-        again = Placement(first.grid_RP, kept, (*again.curve, found))
-    return _choice(variant, settings, work, again, model(again.grid_RP))
-
-
-def _choice(
-    variant: _Variant, settings: Settings, work: Workload, placement: Placement, cost: StepCost
-) -> PlannedRun:
+        again = replace(first, cost=kept)
     specs: dict[WireKey, Spec] = {
         (cut, direction): variant.ladders.cuts[way][levels[way]].spec
         for cut, levels in zip(variant.config.pipeline.cuts, settings.cuts, strict=True)
         for way, direction in enumerate(DIRECTIONS)
     }
     gradcomp = variant.ladders.exchanges[settings.exchange]
-    return PlannedRun(variant.config, work, placement, cost, specs, gradcomp)
+    return PlannedRun(variant.config, work, again, model(again.grid_RP), specs, gradcomp)
 
 
 def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Variant]]:

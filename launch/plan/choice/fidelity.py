@@ -6,12 +6,10 @@ costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.
 the cuts, always the direction that has least.
 
 All-reduce may become `ef_gradients`, delayed, which has the least loss there of those that overlap
-with the whole step, and sends a larger part where there is time. `cocktail` has budgets, and may
-become all-reduce. Other methods were chosen for more than their bytes, like codecs that no ladder
-has: they stay.
+with the whole step, and sends a larger part where there is time. Other methods were chosen for more
+than their bytes, like codecs that no ladder has: they stay.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -72,35 +70,18 @@ class CompressionLevels:
 
 def exchanges(config: RunConfig) -> list[dict[str, Any]]:
     """`[gradcomp]` sections, the fewest bytes first."""
-    method, options = config.method, config.method_options
+    method = config.method
     own = {"method": method, method: config.gradcomp.get(method, {})}
-    if method == "allreduce":
-        sparse = [
-            _section("ef_gradients", delayed=True, fraction=fraction) for fraction in _FRACTIONS
-        ]
-        is_exact = getattr(options, "format", "fp32") == "fp32"
-        bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
-        return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
-    if not hasattr(options, "ladder"):
+    if method != "allreduce":
         return [own]
-    return [
-        own,
-        *_budgets(method, own[method], options),
-        _section("allreduce", format="bf16"),
-        _section("allreduce", format="fp32"),
-    ]
+    sparse = [_section("ef_gradients", delayed=True, fraction=fraction) for fraction in _FRACTIONS]
+    is_exact = getattr(config.method_options, "format", "fp32") == "fp32"
+    bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
+    return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
 
 
 def _section(method: str, **options: Any) -> dict[str, Any]:
     return {"method": method, method: options}
-
-
-def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, Any]]:
-    """The same method sending more."""
-    now = options.model_dump().items()
-    least = next((cost for sent, cost in options.ladder if sent.items() <= now), math.inf)
-    more = [sent for sent, cost in options.ladder if cost > least]
-    return [{"method": method, method: {**own, **sent}} for sent in more]
 
 
 def raised(

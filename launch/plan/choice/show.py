@@ -22,8 +22,7 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun
     for rank in range(best.workload.ranks):
         table.add_column(f"stage {rank}", no_wrap=True)
     for replica, row in enumerate(best.placement.grid_RP):
-        cells = [f"{cluster.device_name(d)} ({_site(cluster, d)})" for d in row]
-        table.add_row(str(replica), *cells)
+        table.add_row(str(replica), *(_named(cluster, device) for device in row))
     console.print(table)
     cost = best.cost
     console.print(
@@ -43,9 +42,6 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun
     if len(idle):
         names = ", ".join(cluster.device_name(device) for device in idle[:8])
         console.print(f"idle: {names}{', ...' if len(idle) > 8 else ''}", soft_wrap=True)
-    curve = best.placement.curve
-    falls = ", ".join(f"{format_duration(at.cost)} ({format_duration(at.seconds)})" for at in curve)
-    console.print(f"best step found (after this long): {falls}", soft_wrap=True)
     for other in choices[1:_SHOWN]:
         console.print(
             f"  {format_duration(other.cost.step_s)} with {other.name}: "
@@ -65,5 +61,6 @@ def _sent(choice: PlannedRun) -> str:
     return ", ".join(texts)
 
 
-def _site(cluster: Cluster, device: int) -> str:
-    return cluster.sites[int(cluster.host_of_D[device])]
+def _named(cluster: Cluster, device: int) -> str:
+    site = cluster.hosts[cluster.host_of_D[device]].site
+    return cluster.device_name(device) + f" ({site})" * bool(site)

@@ -3,8 +3,8 @@
 Of a pipeline: the first microbatch's way down and up, then a period for each other one, which is
 that of the slowest rank, link, uplink, or of the loop that a limited number of microbatches in
 flight closes. Of the ranks that exchange: the slowest pair or uplink, once a round. The estimate
-chooses; what is reported is simulated (`events.py`). Means are added to maxima, as in
-`anneal_dtfm.py`. Axes: S stages, P ranks, R replicas, D devices; `place_D` lists devices by place,
+chooses; what is reported is simulated (`events.py`). Most swaps leave a maximum as it is: means are
+added to maxima. Axes: S stages, P ranks, R replicas, D devices; `place_D` lists devices by place,
 rank after rank (P x R), idle ones last.
 """
 

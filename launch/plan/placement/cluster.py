@@ -14,9 +14,6 @@ from thinpipe.launch.host.network import Host, Network
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_SAME_SITE_S = 2e-3
-"""Hosts that no file assigns to sites share one if their one-way latency is at most this."""
-
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
@@ -106,23 +103,17 @@ class Cluster:
         """bit/s of each host's downlink."""
         return np.asarray(_off_diagonal(self.rate_HH, -1.0).max(axis=0))
 
-    @cached_property
-    def sites(self) -> tuple[str, ...]:
-        """The site of each host, as given, or found: hosts next to each other share one."""
-        if all(host.site for host in self.hosts):
-            return tuple(host.site for host in self.hosts)
-        near_HH = np.minimum(self.latency_HH, self.latency_HH.T) <= _SAME_SITE_S
-        near_HH &= np.minimum(self.rate_HH, self.rate_HH.T) >= 0.5 * self.up_H[:, None]
-        found = [-1] * len(self.hosts)
-        for first in range(len(self.hosts)):
-            pending = [first] if found[first] < 0 else []
-            number = max(found) + 1
-            while pending:
-                host = pending.pop()
-                if found[host] < 0:
-                    found[host] = number
-                    pending += [int(other) for other in np.flatnonzero(near_HH[host])]
-        return tuple(f"site{number}" for number in found)
+    def check_enough(self, stages: int, replicas: int) -> None:
+        """Reject more stages and replicas than there are devices.
+
+        Raises:
+            ValueError: naming both.
+        """
+        if stages * replicas > self.devices:
+            raise ValueError(
+                f"{stages} stages x {replicas} replicas need {stages * replicas} devices, the "
+                f"network has {self.devices}; use fewer stages or replicas, or add hosts"
+            )
 
     def device_name(self, device: int) -> str:
         """`host3`, or `host3:1` for the second device of a host with several."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
-from thinpipe.launch.plan.placement.matching import bottleneck_matching
-from thinpipe.launch.plan.placement.paths import open_path
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 _GIB = 2**30
@@ -60,7 +58,7 @@ class DtfmCost:
         Raises:
             ValueError: there are fewer devices than stages x replicas.
         """
-        check_enough(cluster, sizes.stages, sizes.replicas)
+        cluster.check_enough(sizes.stages, sizes.replicas)
         gradient_s = sizes.gradient_gb * 8e9 / sizes.replicas / cluster.rate_DD
         activation_s = sizes.activation_gb * 8e9 / cluster.rate_DD
         reduce_DD = 2 * (cluster.latency_DD + gradient_s)
@@ -79,28 +77,16 @@ class DtfmCost:
         return self.data_cost(grid_SR) + 2 * float(hops_s.sum())
 
     def arrange(self, groups_SR: Ints) -> tuple[float, Ints]:
-        """The cost of a partition into groups, and its best layout: exact up to 12 stages."""
+        """The cost of a partition into groups, and its best layout."""
         between_SS = matched_hops(self.hop_DD, groups_SR)
-        path_s, order_S = open_path(between_SS)
+        order_S = open_path(between_SS)
+        path_s = float(between_SS[order_S[:-1], order_S[1:]].sum())
         grid_SR = groups_SR[order_S].copy()
         for stage in range(1, self.stages):
             hops_RR = self.hop_DD[np.ix_(grid_SR[stage - 1], grid_SR[stage])]
             _, column_R = bottleneck_matching(hops_RR)
             grid_SR[stage] = grid_SR[stage, column_R]
         return self.data_cost(groups_SR) + 2 * path_s, grid_SR
-
-
-def check_enough(cluster: Cluster, stages: int, replicas: int) -> None:
-    """Reject more stages and replicas than there are devices.
-
-    Raises:
-        ValueError: naming both.
-    """
-    if stages * replicas > cluster.devices:
-        raise ValueError(
-            f"{stages} stages x {replicas} replicas need {stages * replicas} devices, the network "
-            f"has {cluster.devices}; use fewer stages or replicas, or add hosts"
-        )
 
 
 @compiled
@@ -116,6 +102,86 @@ def group_costs(reduce_DD: Floats, grid_SR: Ints) -> Floats:
                     total += reduce_DD[grid_SR[stage, first], grid_SR[stage, second]]
             found[stage] = max(found[stage], total)
     return found
+
+
+@compiled
+def _placement_augment(w_NN, limit, row, partner_N, seen_N):
+    for column in range(len(partner_N)):
+        if w_NN[row, column] <= limit and not seen_N[column]:
+            seen_N[column] = True
+            other = partner_N[column]
+            if other < 0 or _placement_augment(w_NN, limit, other, partner_N, seen_N):
+                partner_N[column] = row
+                return True
+    return False
+
+
+@compiled
+def _placement_matched(w_NN, limit, partner_N):
+    n = len(partner_N)
+    partner_N[:] = -1
+    seen_N = np.zeros(n, np.bool_)
+    for row in range(n):
+        seen_N[:] = False
+        if not _placement_augment(w_NN, limit, row, partner_N, seen_N):
+            return False
+    return True
+
+
+@compiled
+def bottleneck_matching(w_NN: Floats) -> tuple[float, Ints]:
+    """The least possible worst cost of a perfect matching, and the column of each row.
+
+    Binary search over the pairs' costs; each threshold is a bipartite matching by augmenting paths
+    (Kuhn 1955), O(n^3 log n) for groups of n. DT-FM calls the Hungarian method up to n^2 times.
+    """
+    n = len(w_NN)
+    values = np.unique(w_NN)
+    partner_N = np.empty(n, np.int64)
+    least = 0.0  # no matching avoids the best entry of a row or column
+    for index in range(n):
+        least = max(least, w_NN[index].min(), w_NN[:, index].min())
+    low, high = int(np.searchsorted(values, least)), len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _placement_matched(w_NN, values[middle], partner_N):
+            high = middle
+        else:
+            low = middle + 1
+    _placement_matched(w_NN, values[low], partner_N)
+    column_N = np.empty(n, np.int64)
+    for column in range(n):
+        column_N[partner_N[column]] = column
+    return values[low], column_N
+
+
+@compiled
+def open_path(w_SS: Floats) -> Ints:
+    """The cheapest order of all groups, with open ends (Held and Karp 1962, O(2^n n^2))."""
+    n = len(w_SS)
+    full = (1 << n) - 1
+    best = np.full((full + 1, n), np.inf)
+    before = np.full((full + 1, n), -1, np.int64)
+    for first in range(n):
+        best[1 << first, first] = 0.0
+    for visited in range(1, full + 1):
+        for last in range(n):
+            cost = best[visited, last]
+            if cost == np.inf:
+                continue
+            for following in range(n):
+                if visited >> following & 1:
+                    continue
+                grown = visited | 1 << following
+                if cost + w_SS[last, following] < best[grown, following]:
+                    best[grown, following] = cost + w_SS[last, following]
+                    before[grown, following] = last
+    order = np.empty(n, np.int64)
+    last, visited = int(np.argmin(best[full])), full
+    for index in range(n - 1, -1, -1):
+        order[index] = last
+        last, visited = int(before[visited, last]), visited & ~(1 << last)
+    return order
 
 
 @compiled

@@ -1,20 +1,17 @@
-"""Our solver: structured starts, annealing, exact inner steps; anytime, with a curve of best costs.
+"""Our solver: structured starts, annealing, then single swaps on the simulated step.
 
-A round anneals one start, or the best layout so far, and scores what comes out: with DT-FM's cost
-after an exact matching and path, with the predicted step after a search by single swaps on the
-simulation. Rounds depend on the seed and their number alone. So a result is the same wherever
-`rounds` ends the search; `seconds` ends it at a round that depends on the machine, and the result
-is then what that many rounds give anywhere.
+A round anneals one start, or the best layout so far, and searches on from what comes out by single
+swaps on the simulation. Rounds depend on the seed and their number alone. So a result is the same
+wherever `rounds` ends the search; `seconds` ends it at a round that depends on the machine, and the
+result is then what that many rounds give anywhere.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from thinpipe.launch.plan.placement.anneal_dtfm import anneal_dtfm
 from thinpipe.launch.plan.placement.anneal_step import (
     anneal_step,
     devices_of,
@@ -22,7 +19,6 @@ from thinpipe.launch.plan.placement.anneal_step import (
     plan_of,
 )
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
-from thinpipe.launch.plan.placement.dtfm import DtfmCost, DtfmSizes, check_enough
 from thinpipe.launch.plan.placement.starts import greedy_layout, tiled_layouts
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
@@ -42,67 +38,16 @@ _POOR = 1.5
 _KEPT = 4
 """Starts that are annealed, the best first."""
 _SIMULATED_STARTS = 12
-_SMALL = 128
-"""Devices for which DT-FM's layout is a start too."""
 _HEATS = (0.03, 0.003, 0.1)
-
-
-@dataclass(frozen=True)
-class BestCost:
-    """The best cost after so many rounds, and when that was."""
-
-    rounds: int
-    seconds: float
-    cost: float
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A layout: the device of each replica and rank, what it costs and how that fell."""
+    """A layout: the device of each replica and rank, what it costs, and after how many rounds."""
 
     grid_RP: Ints
     cost: float
-    curve: tuple[BestCost, ...]
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """Parts of a search: `annealed` and `scored` turn places into layouts, best places first."""
-
-    starts: list[Ints]
-    annealed: Callable[[Ints, int, int, float], Ints]
-    scored: Callable[[Ints, int], tuple[float, Ints]]
-
-
-def solve_dtfm(
-    cluster: Cluster,
-    sizes: DtfmSizes,
-    *,
-    seed: int = 0,
-    rounds: int = ROUNDS,
-    seconds: float | None = None,
-) -> Placement:
-    """The layout of least cost under DT-FM's objective.
-
-    Raises:
-        ValueError: there are too few devices.
-    """
-    cost = DtfmCost.of(cluster, sizes)
-    shape = (sizes.stages, sizes.replicas)
-    used = shape[0] * shape[1]
-
-    def annealed(place_D: Ints, moves: int, draw: int, heat: float) -> Ints:
-        return anneal_dtfm(cost.reduce_DD, cost.hop_DD, place_D, shape, moves, draw, heat)
-
-    def scored(place_D: Ints, _draw: int) -> tuple[float, Ints]:
-        found, grid_SR = cost.arrange(place_D[:used].reshape(shape))
-        return found, _places(grid_SR, cluster.devices)
-
-    layouts = _starts(cost.hop_DD, shape, cluster, seed)
-    starts = sorted(layouts, key=lambda place_D: cost.grid_cost(place_D[:used].reshape(shape)))
-    problem = _Problem(starts, annealed, scored)
-    place_D, curve = _search(problem, _moves(cluster.devices), seed, rounds, seconds)
-    return Placement(place_D[:used].reshape(shape).T.copy(), curve[-1].cost, curve)
+    rounds: int
 
 
 def solve_step(
@@ -119,7 +64,7 @@ def solve_step(
         ValueError: there are too few devices, or no stage fits any layout's memory.
     """
     replicas, ranks = workload.replicas, workload.ranks
-    check_enough(cluster, ranks, replicas)
+    cluster.check_enough(ranks, replicas)
     model = StepModel(cluster, workload)
     _check_memory(cluster, model.need, replicas)
     devices, plan = devices_of(cluster), plan_of(workload)
@@ -128,34 +73,35 @@ def solve_step(
     def grid(place_D: Ints) -> Ints:
         return place_D[:used].reshape(ranks, replicas).T
 
-    def annealed(place_D: Ints, moves: int, draw: int, heat: float) -> Ints:
-        return anneal_step(devices, plan, place_D, replicas, moves, draw, heat)
-
     def estimated(place_D: Ints) -> float:
         return estimate_step(devices, plan, place_D, replicas)
 
-    def scored(place_D: Ints, draw: int) -> tuple[float, Ints]:
+    def refined(place_D: Ints, draw: int) -> tuple[float, Ints]:
         return _refined(model, grid, estimated, place_D, np.random.default_rng(draw), tries)
 
     actions = replicas * sum(map(len, workload.orders)) + replicas * used * workload.rounds
     tries = min(_MOST_SIMULATIONS, _ACTIONS // actions)
-    hop_DD = hop_seconds(cluster, workload)
-    layouts = [*_starts(hop_DD, (ranks, replicas), cluster, seed)]
-    layouts.append(_places(greedy_layout(hop_DD, ranks, replicas), cluster.devices))
-    if used == cluster.devices and used <= _SMALL:
-        alike = solve_dtfm(cluster, workload.sizes, seed=seed, rounds=1)
-        layouts.append(_places(alike.grid_RP.T, cluster.devices))
-    likely = sorted(layouts, key=estimated)[:_SIMULATED_STARTS]
+    likely = sorted(_starts(cluster, workload, seed), key=estimated)[:_SIMULATED_STARTS]
     starts = sorted(likely, key=lambda place_D: model(grid(place_D)).step_s)
-    problem = _Problem(starts, annealed, scored)
-    moves = max(1000, min(_moves(cluster.devices), _PAIRS // replicas**2))
-    place_D, curve = _search(problem, moves, seed, rounds, seconds)
-    if curve[-1].cost == np.inf:
+    most = min(_MOST_MOVES, _MOVES_PER_DEVICE * cluster.devices, _PAIRS // replicas**2)
+    begin_s, done = time.perf_counter(), 0
+    best, best_D = refined(starts[0], seed)
+    while done < rounds if seconds is None else time.perf_counter() - begin_s < seconds:
+        done += 1
+        draw = _mixed(seed, done)
+        start_D, heat = starts[_start(done, len(starts))], _HEATS[done % len(_HEATS)]
+        if done % 3 == 0:
+            start_D, heat = best_D, 0.1 * _HEATS[0]
+        place_D = anneal_step(devices, plan, start_D, replicas, max(1000, most), draw, heat)
+        cost, place_D = refined(place_D, draw)
+        if cost < best:
+            best, best_D = cost, place_D
+    if best == np.inf:
         raise ValueError(
             f"no layout was found in which all {ranks} x {replicas} stages fit their devices' "
             "memory; use more stages, fewer microbatches in flight or smaller batches"
         )
-    return Placement(grid(place_D).copy(), curve[-1].cost, curve)
+    return Placement(grid(best_D).copy(), best, done)
 
 
 def _refined(
@@ -185,35 +131,6 @@ def _refined(
     return best_s, best_D
 
 
-def _search(
-    problem: _Problem, moves: int, seed: int, rounds: int, seconds: float | None
-) -> tuple[Ints, tuple[BestCost, ...]]:
-    """The best places, and the cost after each round that improved it, and after the last."""
-    begin_s = time.perf_counter()
-    best, best_D = problem.scored(problem.starts[0], seed)
-    curve = [BestCost(0, time.perf_counter() - begin_s, best)]
-    counted = itertools.count(1) if seconds is not None else range(1, rounds + 1)
-    done = 0
-    for number in counted:
-        if seconds is not None and time.perf_counter() - begin_s >= seconds:
-            break
-        done = number
-        draw = _mixed(seed, number)
-        from_best = number % 3 == 0
-        start_D = best_D if from_best else problem.starts[_start(number, len(problem.starts))]
-        heat = 0.1 * _HEATS[0] if from_best else _HEATS[number % len(_HEATS)]
-        cost, place_D = problem.scored(problem.annealed(start_D, moves, draw, heat), draw)
-        if cost < best:
-            best, best_D = cost, place_D
-            curve.append(BestCost(number, time.perf_counter() - begin_s, best))
-    curve.append(BestCost(done, time.perf_counter() - begin_s, best))
-    return best_D, tuple(curve)
-
-
-def _moves(devices: int) -> int:
-    return min(_MOST_MOVES, _MOVES_PER_DEVICE * devices)
-
-
 def _start(number: int, count: int) -> int:
     """The best starts take turns; the last one, which is random, has the fifth."""
     turn = (number - 1) % (_KEPT + 1)
@@ -224,8 +141,9 @@ def _mixed(seed: int, number: int) -> int:
     return (seed * 1_000_003 + number * 7919) % 2**31
 
 
-def _starts(hop_DD: Floats, shape: tuple[int, int], cluster: Cluster, seed: int) -> Iterator[Ints]:
+def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:
     """Structured layouts and random ones. Equal costs are told apart by a shuffled numbering."""
+    shape, hop_DD = (workload.ranks, workload.replicas), hop_seconds(cluster, workload)
     draws = np.random.default_rng(seed)
     shuffled_D = draws.permutation(cluster.devices)
     shuffled_DD = hop_DD[np.ix_(shuffled_D, shuffled_D)]
@@ -234,6 +152,7 @@ def _starts(hop_DD: Floats, shape: tuple[int, int], cluster: Cluster, seed: int)
         yield _places(shuffled_D[grid_SR], cluster.devices)
     for _ in range(2):
         yield draws.permutation(cluster.devices)
+    yield _places(greedy_layout(hop_DD, *shape), cluster.devices)
 
 
 def _places(grid_SR: Ints, devices: int) -> Ints:

@@ -5,12 +5,10 @@ The training loop, the display and the report share these dataclasses.
 
 import logging
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
@@ -237,16 +235,3 @@ def _truncate(path: Path, last_step: int) -> None:
         file.flush()
         disk.flush(file.fileno())
     disk.replace(partial, path)
-
-
-class RecentMean:
-    """Mean of the last `count` finite losses."""
-
-    def __init__(self, count: int) -> None:
-        self._losses: deque[float] = deque(maxlen=count)
-
-    def update(self, loss: float) -> float:
-        """Add a loss and return the mean; NaN before the first finite loss."""
-        if math.isfinite(loss):
-            self._losses.append(loss)
-        return fmean(self._losses) if self._losses else math.nan

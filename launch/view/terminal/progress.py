@@ -1,8 +1,11 @@
 """Recent values of the steps so far, for the display."""
 
+import math
+from collections import deque
 from collections.abc import Mapping
+from statistics import fmean
 
-from thinpipe.launch.view.report.metrics import RecentMean, StepRecord
+from thinpipe.launch.view.report.metrics import StepRecord
 
 LOSS_STEPS = 10
 
@@ -15,14 +18,17 @@ class RunningValues:
 
     def __init__(self) -> None:
         self.record: StepRecord | None = None
-        self.mean_loss = float("nan")
+        self.mean_loss = math.nan
+        """Of the last steps with a finite loss."""
         self.eval: Mapping[str, float] | None = None
         self.skipped = 0
         self.spark = Sparkline(_SPARK_CELLS)
-        self._mean = RecentMean(LOSS_STEPS)
+        self._losses: deque[float] = deque(maxlen=LOSS_STEPS)
 
     def update(self, record: StepRecord) -> None:
-        self.mean_loss = self._mean.update(record.loss)
+        if math.isfinite(record.loss):
+            self._losses.append(record.loss)
+            self.mean_loss = fmean(self._losses)
         self.spark.add(self.mean_loss)
         self.skipped += record.skipped
         self.record = record

@@ -31,6 +31,13 @@ CODED: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "di
 AUTO = ["--set", "pipeline.cuts=auto", "--set", "pipeline.stages=2"]
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are timed a few times only."""
+    monkeypatch.setattr("thinpipe.launch.cuts.profile._LEAST_S", 0.0)
+    monkeypatch.setattr("thinpipe.launch.cuts.profile._MOST_S", 0.0)
+
+
 def load(tmp_path: Path, **pipeline: Any) -> Any:
     path = tmp_path / "run.toml"
     path.write_text(
@@ -192,8 +199,6 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
 def test_plan_does_not_apply_what_it_distrusts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, *, closed: bool, message: str
 ) -> None:
-    monkeypatch.setattr("thinpipe.launch.cuts.profile._LEAST_S", 0.0)
-    monkeypatch.setattr("thinpipe.launch.cuts.profile._MOST_S", 0.0)
     warning = None if closed else "busy"
     name = "thinpipe.launch.cuts.profile.interference_warning"
     monkeypatch.setattr(name, lambda *_, **__: warning)

@@ -38,9 +38,9 @@ class Held(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("microbatches", "checkpointing"), [(1, False), (1, True), (4, False), (4, True), (4, 2)]
+    ("precision", "microbatches", "checkpointing"),
+    [("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, False), ("bf16", 4, 2)],
 )
 def test_a_step_takes_what_is_counted(
     precision: str, microbatches: int, checkpointing: bool | int

@@ -9,7 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.single_process import in_process
-from tests.commands import Command
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.boundary import BoundaryConfig
@@ -182,22 +181,21 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
-    wide = {"COLUMNS": "100"}
-    on_disk = Command("train", run_file, "--dry-run", "--set", "memory.tier=disk", environment=wide)
-    done = on_disk.done()
-    assert done.returncode == 0, done.stderr
-    assert "384 B" in done.stdout  # 12 tokens of 16 channels in bf16
-    assert "24 of 24" in done.stdout
-    assert "with all 3 ranks on this host: disk 36.9 kB of" in done.stdout
-    small = Command("train", run_file, "--dry-run", "--set", "memory.budget=3kB").done()
-    assert small.returncode == 2
-    assert "memory.budget = 3.00 kB: a sample takes" in small.stderr
+    code, output = dry_run(run_file, "memory.tier=disk")
+    assert code == 0, output
+    assert "384 B" in output  # 12 tokens of 16 channels in bf16
+    assert "24 of 24" in output
+    assert "with all 3 ranks on this host: disk 36.9 kB of" in output
+    code, output = dry_run(run_file, "memory.budget=3kB")
+    assert code == 2
+    assert "memory.budget = 3.00 kB: a sample takes" in output
     assert not (run_file.parent / "run").exists()
 
 
 def dry_run(path: Path, *settings: str) -> tuple[int, str]:
     words = [word for setting in settings for word in ("--set", setting)]
-    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", *words])
+    command = ["train", str(path), "--dry-run", *words]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
     return done.exit_code, " ".join(done.output.split())
 
 
@@ -224,10 +222,10 @@ def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_fi
     assert code == 0, output
     assert "model, activations and what is cached on a GPU: up to" in output
     assert "note: torch finds no GPU on this host" in output
-    done = Command("train", run_file, "--set", "pipeline.device=cuda").done()
-    assert done.returncode == 2
-    assert 'pipeline.device = "cuda": torch finds no GPU' in done.stderr
-    assert "starting" not in done.stdout
+    done = CliRunner().invoke(app, ["train", str(run_file), "--set", "pipeline.device=cuda"])
+    assert done.exit_code == 2
+    assert 'pipeline.device = "cuda": torch finds no GPU' in done.output
+    assert "starting" not in done.output
 
 
 def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path) -> None:

@@ -9,7 +9,7 @@ from tests.huggingface import CLASSES, ENCODERS, MODELS, TRIED, settings
 from tests.training import TORCH_2_13
 from thinpipe.launch.cli import app
 
-QUICK = ("bert", "gpt2", "llama", "mixtral")
+QUICK = ("bert", "llama", "mixtral")
 FAMILIES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted({**MODELS, **TRIED})

@@ -7,9 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.training import SCHEDULES, TORCH_2_13, config
+from tests.training import SCHEDULES, config
 from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message, measure_message, measure_messages
 from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
 from thinpipe.launch.host.links import PAYLOAD_SHARE
@@ -23,7 +22,7 @@ from thinpipe.launch.plan.bits import (
     measure_candidates,
     recommend,
 )
-from thinpipe.launch.plan.predict import predict, shard_traffic
+from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
@@ -43,33 +42,6 @@ def test_a_step_is_the_pipeline_then_the_loss_exchange_then_the_optimizer() -> N
     assert found.step_s == pytest.approx(simulated_s + 0.1 + 2 * 0.5)
     assert found.unlimited_s == pytest.approx(found.step_s - 5 * 0.1)
     assert found.bubble == pytest.approx(1 - 4 * 12.0 / (3 * found.step_s))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("slow", [False, True])
-@TORCH_2_13
-def test_shards_gather_beside_the_first_forward_and_scatter_beside_the_last_backward(
-    parts: int, slow: bool
-) -> None:
-    def run(gather: str) -> RunConfig:
-        pipeline = {"cuts": [], "shards": 2, "microbatches": 4, "schedule": "GPipe"}
-        train = {"batch_size": 8 * parts, "accumulate": parts}
-        shards = {"method": "qsdp", "gather": gather, "weight_bits": 8, "gradient_bits": 16}
-        return config(pipeline=pipeline, train=train, shards=shards)
-
-    ((weights, gradients),) = shard_traffic(run("step"))
-    assert gradients > weights
-    rate_bps = 8 * weights / (30.0 if slow else 0.5)
-    weights_s, gradients_s = 8 * weights / rate_bps, 8 * gradients / rate_bps
-    forward_s, backward_s, passes = 4 * 1.0, 4 * 2.0, 4 * parts
-    network = Network.uniform(1, rate_bps / PAYLOAD_SHARE)
-    once, each = (predict(run(g), [[BLOCK] * 4], {}, network) for g in ("step", "microbatch"))
-    computed_s = passes * (forward_s + backward_s) + 4 * 0.5
-    late_s = max(0.0, weights_s - forward_s) + max(0.0, gradients_s - backward_s)
-    assert once.step_s == pytest.approx(computed_s + late_s)
-    per_pass_s = max(forward_s, weights_s) + max(backward_s, weights_s + gradients_s)
-    assert each.step_s == pytest.approx(passes * per_pass_s + 4 * 0.5)
-    assert once.unlimited_s == each.unlimited_s == pytest.approx(computed_s)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Small random clusters and workloads."""
 
-import itertools
 import math
 
 import numpy as np
@@ -48,15 +47,3 @@ def small_workload(stages: int, replicas: int, seed: int, *, overlaps: bool = Fa
         overlaps=overlaps,
         optimizer_s=(0.01,) * stages,
     )
-
-
-def partitions(devices: list[int], size: int) -> list[list[list[int]]]:
-    """All ways to divide devices into groups of that size."""
-    if not devices:
-        return [[]]
-    first, rest = devices[0], devices[1:]
-    return [
-        [[first, *others], *more]
-        for others in itertools.combinations(rest, size - 1)
-        for more in partitions([d for d in rest if d not in others], size)
-    ]

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE
@@ -51,7 +50,7 @@ def test_what_a_network_writes_is_read(tmp_path: Path) -> None:
 def test_regions_have_hosts_with_devices() -> None:
     found = parse_cluster(REGIONS)
     assert [host.name for host in found.hosts] == ["Ohio-0", "Ohio-1", "Tokyo-0"]
-    assert found.sites == ("Ohio", "Ohio", "Tokyo")
+    assert [host.site for host in found.hosts] == ["Ohio", "Ohio", "Tokyo"]
     assert found.devices == 4
     assert found.speed_D.tolist() == [1, 1, 0.5, 0.5]
     assert found.memory_D.tolist() == [math.inf, math.inf, 16e9, 16e9]
@@ -68,15 +67,7 @@ def test_regions_have_hosts_with_devices() -> None:
 def test_dtfm_matrices_hold_payload() -> None:
     found = parse_cluster(DTFM)
     assert found.rate_HH[0, 1] == 1.5e9
-    assert found.sites == ("a", "a")
-
-
-def test_sites_are_found_where_none_are_given() -> None:
-    latency = np.full((5, 5), 0.05)
-    latency[:2, :2] = latency[2:, 2:] = 5e-4
-    np.fill_diagonal(latency, 0)
-    content = {"latency_s": latency.tolist(), "rate_bps": [[1e9] * 5] * 5}
-    assert parse_cluster(content).sites == ("site0", "site0", "site1", "site1", "site1")
+    assert [host.site for host in found.hosts] == ["a", "a"]
 
 
 def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:

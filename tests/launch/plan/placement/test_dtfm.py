@@ -1,4 +1,4 @@
-"""DT-FM's cost, and exact solvers against all possibilities."""
+"""DT-FM's cost, and its exact parts against all possibilities."""
 
 import itertools
 import math
@@ -6,13 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from tests.launch.plan.placement.networks import partitions, random_cluster
+from tests.launch.plan.placement.networks import random_cluster
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
-from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
-from thinpipe.launch.plan.placement.matching import bottleneck_matching
-from thinpipe.launch.plan.placement.paths import open_path
-from thinpipe.launch.plan.placement.solve import solve_dtfm
+from thinpipe.launch.plan.placement.dtfm import (
+    CASE_STUDY,
+    DtfmCost,
+    DtfmSizes,
+    bottleneck_matching,
+    open_path,
+)
 
 SMALL = (DtfmSizes(2, 2, 0.3, 0.2), DtfmSizes(3, 2, 0.3, 0.2), DtfmSizes(2, 3, 0.1, 0.5))
 
@@ -78,7 +81,7 @@ def test_known_layouts_cost_what_was_published(replicas_inside: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", SMALL)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_cost_is_the_published_one(seed: int, sizes: DtfmSizes) -> None:
     devices = sizes.stages * sizes.replicas
     cluster = random_cluster(devices, seed)
@@ -90,22 +93,7 @@ def test_the_cost_is_the_published_one(seed: int, sizes: DtfmSizes) -> None:
     assert cost.grid_cost(grid) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_the_best_layout_of_a_small_network_is_found(seed: int) -> None:
-    sizes = SMALL[seed % len(SMALL)]
-    devices = sizes.stages * sizes.replicas
-    cluster = random_cluster(devices, seed)
-    cost = DtfmCost.of(cluster, sizes)
-    best = min(
-        cost.arrange(np.array(groups))[0]
-        for groups in partitions(list(range(devices)), sizes.replicas)
-    )
-    found = solve_dtfm(cluster, sizes, seed=seed, rounds=4)
-    assert found.cost == pytest.approx(best, rel=1e-12)
-    assert cost.grid_cost(found.grid_RP.T) == pytest.approx(best, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_matching_and_path_equal_brute_force(seed: int) -> None:
     draws = np.random.default_rng(seed)
     size = 2 + seed % 4
@@ -116,23 +104,16 @@ def test_matching_and_path_equal_brute_force(seed: int) -> None:
     assert max(w[range(size), columns]) == found
     assert sorted(columns) == list(range(size))
     w += w.T
-    path, order = open_path(w)
-    assert path == min(sum(w[a, b] for a, b in itertools.pairwise(o)) for o in orders)
-    assert sorted(order) == list(range(size))
+    path = open_path(w)
+    lengths = {o: sum(w[a, b] for a, b in itertools.pairwise(o)) for o in orders}
+    assert lengths[tuple(path)] == min(lengths.values())
 
 
-def test_a_long_path_is_close_to_the_best() -> None:
-    """Points on a line, shuffled: the best path follows it."""
-    place = np.random.default_rng(0).permutation(30).astype(float)
-    assert open_path(abs(place[:, None] - place[None]))[0] == 29
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_names_of_devices_and_the_order_of_replicas_do_not_matter(seed: int) -> None:
+def test_names_of_devices_and_the_order_of_replicas_do_not_matter() -> None:
     sizes = DtfmSizes(3, 4, 0.3, 0.2)
-    cluster = random_cluster(12, seed)
+    cluster = random_cluster(12, 0)
     cost = DtfmCost.of(cluster, sizes)
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     grid = draws.permutation(12).reshape(3, 4)
     assert cost.grid_cost(grid[:, draws.permutation(4)]) == pytest.approx(cost.grid_cost(grid))
     assert cost.grid_cost(grid[::-1]) == pytest.approx(cost.grid_cost(grid))

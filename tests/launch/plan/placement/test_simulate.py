@@ -163,12 +163,6 @@ def test_inconsistent_models_are_refused() -> None:
         simulate(two_stages(), Network.uniform(3))
 
 
-def test_a_rank_begins_when_its_weights_are_there() -> None:
-    step = simulate(two_stages(), ready_s=(0.5, 4.0))
-    assert work(step, 0)[:2] == [("F0", 0.5, 1.5), ("F1", 1.5, 2.5)]
-    assert work(step, 1)[:2] == [("F0", 4, 5), ("F1", 5, 6)]
-
-
 def random_work(schedule: ScheduleName, seed: int) -> tuple[Workload, Network]:
     draw = random.Random(seed)
     single = schedule in ("GPipe", "1F1B", "Deep1F1B")
@@ -196,7 +190,7 @@ def random_work(schedule: ScheduleName, seed: int) -> tuple[Workload, Network]:
 
 
 @pytest.mark.parametrize("schedule", get_args(ScheduleName))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_everything_starts_as_soon_as_it_can(schedule: ScheduleName, seed: int) -> None:
     """Compute after the rank's last action and its input, codecs after their last message."""
     found, network = random_work(schedule, seed)

@@ -13,13 +13,12 @@ from thinpipe.launch.host.network import Host
 from thinpipe.launch.plan.placement.anneal_step import devices_of, estimate_step, plan_of
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.launch.plan.placement.dtfm import DtfmSizes
-from thinpipe.launch.plan.placement.solve import Placement, solve_dtfm, solve_step
+from thinpipe.launch.plan.placement.solve import solve_step
 from thinpipe.launch.plan.placement.step import StepModel, link_nbytes
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_shortest_step_of_a_small_network_is_found(seed: int, overlaps: bool) -> None:
     cluster = random_cluster(5, seed, symmetric=False, speeds=True)  # one stays idle
     work = small_workload(2, 2, seed, overlaps=overlaps)
@@ -32,7 +31,7 @@ def test_the_shortest_step_of_a_small_network_is_found(seed: int, overlaps: bool
     assert step_bound(cluster, work) <= best * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_layout_that_uses_all_devices_is_below_the_bound(seed: int) -> None:
     cluster = random_cluster(6, seed, symmetric=False, speeds=True)
     work = small_workload(2, 3, seed)
@@ -42,7 +41,7 @@ def test_no_layout_that_uses_all_devices_is_below_the_bound(seed: int) -> None:
     assert 0.3 * best < step_bound(cluster, work) <= best * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_estimate_is_close_to_the_simulated_step(seed: int) -> None:
     """It only has to order layouts; without bubbles between messages it is exact."""
     cluster = random_cluster(12, seed, symmetric=False, speeds=True)
@@ -65,36 +64,24 @@ def test_the_estimate_of_a_single_microbatch_is_exact() -> None:
     assert found == pytest.approx(model(order[None]).passes_s, rel=1e-12)
 
 
-def same(first: Placement, second: Placement) -> bool:
-    return bool((first.grid_RP == second.grid_RP).all()) and first.cost == second.cost
-
-
-def test_a_seed_gives_the_same_layout_every_time() -> None:
+def test_a_seed_gives_the_same_layout_however_the_search_is_ended() -> None:
     cluster, work = random_cluster(12, 4, speeds=True), small_workload(3, 4, 4)
-    assert same(*(solve_step(cluster, work, seed=7, rounds=3) for _ in range(2)))
-    sizes = DtfmSizes(3, 4, 0.3, 0.2)
-    assert same(*(solve_dtfm(cluster, sizes, seed=7, rounds=3) for _ in range(2)))
-
-
-def test_a_limit_of_time_gives_what_as_many_rounds_give() -> None:
-    cluster, work = random_cluster(12, 4, speeds=True), small_workload(3, 4, 4)
-    timed = solve_step(cluster, work, seed=1, seconds=0.3)
-    again = solve_step(cluster, work, seed=1, rounds=timed.curve[-1].rounds)
+    timed = solve_step(cluster, work, seed=7, seconds=0.1)
+    again = solve_step(cluster, work, seed=7, rounds=timed.rounds)
     assert again.cost == timed.cost
+    assert (again.grid_RP == timed.grid_RP).all()
 
 
-def test_costs_on_the_curve_fall() -> None:
-    found = solve_step(random_cluster(12, 4, speeds=True), small_workload(3, 4, 4), rounds=5)
-    costs = [point.cost for point in found.curve]
+def test_more_rounds_are_not_worse() -> None:
+    cluster, work = random_cluster(12, 4, speeds=True), small_workload(3, 4, 4)
+    costs = [solve_step(cluster, work, rounds=rounds).cost for rounds in (0, 1, 3)]
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == found.cost
-    assert found.curve[-1].rounds == 5
 
 
 def test_slow_devices_stay_idle_when_there_are_others() -> None:
     hosts = tuple(Host(name=f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6))
     alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
-    found = solve_step(alike, small_workload(2, 2, 0))
+    found = solve_step(alike, small_workload(2, 2, 0), rounds=2)
     assert not {0, 3} & set(found.grid_RP.ravel().tolist())
 
 
@@ -102,7 +89,7 @@ def test_a_stage_goes_where_its_memory_is() -> None:
     hosts = tuple(Host(name=f"h{n}", memory_gb=8 if n in (1, 4) else 2) for n in range(6))
     alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
     work = dataclasses.replace(small_workload(3, 2, 0), memory=(1e9, 1e9, 5e9))
-    assert set(solve_step(alike, work).grid_RP[:, 2].tolist()) == {1, 4}
+    assert set(solve_step(alike, work, rounds=2).grid_RP[:, 2].tolist()) == {1, 4}
 
 
 def test_a_stage_that_fits_nowhere_is_refused() -> None:

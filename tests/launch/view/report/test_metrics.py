@@ -7,7 +7,7 @@ import pytest
 
 from tests.disk import full_disk
 from tests.records import step_record, wire_totals
-from thinpipe.launch.view.report.metrics import MetricsWriter, RecentMean, StepRecord, read_metrics
+from thinpipe.launch.view.report.metrics import MetricsWriter, StepRecord, read_metrics
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
@@ -147,15 +147,6 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str, what: str) 
     path.write_text("\n".join([lines[0], bad, lines[2]]) + "\n")
     with pytest.raises(ValueError, match=rf"metrics\.jsonl:2: not a step record .*{what}"):
         read_metrics(path)
-
-
-def test_a_recent_mean_forgets_older_losses_and_leaves_nan_out() -> None:
-    mean = RecentMean(2)
-    assert math.isnan(mean.update(math.nan))
-    assert mean.update(4.0) == 4.0
-    assert mean.update(1.0) == 2.5
-    assert mean.update(math.inf) == 2.5
-    assert mean.update(2.0) == 1.5
 
 
 def test_steps_that_a_full_disk_has_no_room_for_are_written_later(

@@ -52,7 +52,7 @@ def _show(info: RunInfo, records: list[StepRecord], *, interactive: bool, finish
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", without_colour)
 
 
-@pytest.mark.parametrize("cuts", [(), (6,), (6, 12, 18, 24, 30, 36, 120)])
+@pytest.mark.parametrize("cuts", [(), (6, 12, 18, 24, 30, 36, 120)])
 @pytest.mark.parametrize("finish", [False, True])
 @pytest.mark.parametrize("interactive", [False, True])
 def test_everything_fits_80_columns(cuts: tuple[int, ...], finish: bool, interactive: bool) -> None:

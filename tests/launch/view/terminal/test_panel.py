@@ -90,9 +90,9 @@ def drawn(
     return lines[:-1] if not lines[-1].strip() else lines
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40), (80, 60)])
-@pytest.mark.parametrize("connections", [0, 1, 3])
-@pytest.mark.parametrize("run", [info(1), info(2), info(8), info(8, mixed=True)])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.parametrize("connections", [0, 3])
+@pytest.mark.parametrize("run", [info(1), info(8), info(8, mixed=True)])
 def test_everything_fits(run: RunInfo, size: tuple[int, int], connections: int) -> None:
     lines = drawn(run, size, connections)
     text = "\n".join(lines)

@@ -14,7 +14,6 @@ import pytest
 from tests.runs import append, own_lock, records, trainer, write_run
 from thinpipe.launch.view.report.journal import add_note
 from thinpipe.launch.view.report.metrics import MetricsWriter
-from thinpipe.launch.view.report.rows import MOST_ROWS
 from thinpipe.launch.view.watch.follow import Followed, compared
 
 
@@ -91,11 +90,14 @@ def test_a_resume_takes_steps_back(tmp_path: Path) -> None:
     shown.expect(run)
 
 
-def test_a_long_run_is_thinned_out_while_it_goes_on(tmp_path: Path) -> None:
-    steps = records(MOST_ROWS + 50)
-    run, shown = Followed(write_run(tmp_path / "run", steps[: MOST_ROWS - 1])), Shown()
+def test_a_long_run_is_thinned_out_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinpipe.launch.view.report.rows.MOST_ROWS", 40)
+    steps = records(60)
+    run, shown = Followed(write_run(tmp_path / "run", steps[:39])), Shown()
     shown.update(run)
-    for until in (MOST_ROWS, MOST_ROWS + 1, MOST_ROWS + 50):
+    for until in (40, 41, 60):
         append(run.folder, steps[len(run.story.records if run.story else ()) : until])
         run.refresh()
         shown.update(run)

@@ -189,19 +189,15 @@ def test_other_machines_need_the_token_of_the_link(tmp_path: Path) -> None:
         assert token.encode() not in page
 
 
-def test_a_port_in_use_is_named(port: int, tmp_path: Path) -> None:
+def test_a_port_in_use_is_named(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinpipe.launch.view.watch.cli.give_way", lambda: None)
     folder = write_run(tmp_path / "run", records(2))
-    command = [sys.executable, "-P", "-m", "thinpipe.launch", "watch", str(folder)]
-    command += ["--listen", f"127.0.0.1:{port}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"--listen = 127.0.0.1:{port}: Address already in use" in done.stderr
-    assert f"--listen 127.0.0.1:{port + 1}" in done.stderr
-    command.append("--with-parent")
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as server:
-        assert server.stderr is not None
-        said = server.stderr.read()
+    command = ["watch", str(folder), "--listen", f"127.0.0.1:{port}"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert f"--listen = 127.0.0.1:{port}: Address already in use" in done.output
+    assert f"--listen 127.0.0.1:{port + 1}" in done.output
+    said = CliRunner().invoke(app, [*command, "--with-parent"]).output
     assert f"watch.port = {port}: Address already in use; the run goes on" in said
 
 
