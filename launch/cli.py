@@ -257,7 +257,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the user's locale lacks is shown as ?
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
-    run_app(app)
+    run_app(app, program="thinpipe")  # whose name shell completion asks by
 
 
 if __name__ == "__main__":
