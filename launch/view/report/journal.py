@@ -137,10 +137,8 @@ def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
     """
     if silent_s(folder) < patience_s or disk.is_locked(folder / disk.RUN_LOCK) is not False:
         return False
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        owner = json.loads((folder / disk.RUN_LOCK).read_text(encoding="utf-8"))
-        return bool(owner["host"] == socket.gethostname())
-    return False
+    owner = disk.run_owner(folder)
+    return owner is not None and owner.host == socket.gethostname()
 
 
 def is_starting(folder: Path) -> bool:
