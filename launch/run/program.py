@@ -25,9 +25,10 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
 from thinpipe.launch.data.streams.stream import StreamSet, own_stream
+from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
-from thinpipe.launch.run.ending import end_done, end_failed
+from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.pipeline import Pipeline, config_of
 from thinpipe.launch.run.run import RankRun
 from thinpipe.pipeline.batch import Batch
@@ -101,7 +102,7 @@ class Run(RankRun):
         own = [one for one in metrics if not isinstance(one, str)]
         factory = _factory(optimizer, pipeline)
         given = ProgramParts(factory, schedule, tuple(schedulers), own, is_program=True)
-        super().__init__(config, _resume(resume), show=_shown(), given=given)
+        super().__init__(config, _resume(resume), show=int(os.environ.get(SHOW, "0")), given=given)
         running = _RUNNING.get()
         if running is not None:
             running.append(self)
@@ -183,7 +184,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             run.__exit__(None, None, None)
     except BaseException as error:
         _end_failed(runs, error)
-    end_done()
+    end_now(0)
 
 
 def _config(
@@ -268,10 +269,6 @@ def _resume(resume: str | int) -> Resume:
     if resume not in known:
         raise ConfigError(f'resume = {resume!r}: use "if-there", "required", "never" or a step')
     return known[str(resume)]
-
-
-def _shown() -> int:
-    return int(os.environ.get(SHOW, "0"))
 
 
 def _end_with_interpreter(run: Run) -> None:

@@ -264,14 +264,9 @@ def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "pipeline.cutz=[1]"], 'did you mean "cuts"'),
-        (["--set", "data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
         (["--set", "data.train_sequences=100000"], "train_sequences = 100000"),
         (["--show", "3"], "--show = 3: use a rank below 3, or -1"),
-        (["--set", "run.folder={file}"], "run.folder = {file}: it is a file; name another folder"),
         (["--set", "run.folder={file}/a/b", "--resume"], "/a/b: {file} is a file; name another"),
-        (["--set", "run.folder={file}", "--dry-run"], "run.folder = {file}: it is a file"),
-        (["--resume"], "no checkpoints to resume from"),
         (["--resume", "--dry-run"], "no checkpoints to resume from"),
         (["--step", "6"], "--step = 6: needs --resume; add it, or remove --step"),
     ],

@@ -1,6 +1,6 @@
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,16 @@ def _save(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
     return train(rank, run, root, save_at=3)
 
 
+def _save_and_go_on(rank: int, run: RunConfig, root: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is saved, and where a run gets that is not interrupted."""
+    return train(rank, run, root, save_at=3), train(rank, run, f"{root}/other")
+
+
 def _resume(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
     return train(rank, run, root, resume=True)
 
 
-def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
+def joined(results: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
     return {name: value for result in results for name, value in result[what].items()}
 
 
@@ -136,8 +141,7 @@ def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
 ) -> None:
     model = {"model": {"layers": 4, "width": 16, "heads": 2, "context": 12, "tie_embeddings": tie}}
     at_three = run_config([1, 3], **model)
-    saved = ranks(3, _save, at_three, str(tmp_path))
-    through = ranks(3, train, at_three, str(tmp_path / "other"))
+    saved, through = zip(*ranks(3, _save_and_go_on, at_three, str(tmp_path)), strict=True)
     for cuts in ([2], []):
         resumed = ranks(len(cuts) + 1, _resume, run_config(cuts, **model), str(tmp_path))
         restored = [result["restored"] for result in resumed]
@@ -173,8 +177,7 @@ def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
 def test_training_goes_on_bit_for_bit_in_a_learned_transform(ranks: Ranks, tmp_path: Path) -> None:
     boundary = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
     run = run_config([1, 3], boundary=boundary)
-    through = ranks(3, train, run, str(tmp_path / "other"))
-    ranks(3, _save, run, str(tmp_path))
+    _, through = zip(*ranks(3, _save_and_go_on, run, str(tmp_path)), strict=True)
     resumed = ranks(3, _resume, run, str(tmp_path))
     assert resumed[0]["losses"] == through[0]["losses"][3:]
     assert_equal(joined(resumed, "weights"), joined(through, "weights"))
@@ -288,9 +291,8 @@ def test_epochs_may_change_where_learning_rates_stay(ranks: Ranks, tmp_path: Pat
         run_config([2], boundary=AQSGD, train={"decay": "none", "epochs": epochs})
         for epochs in (1, 2)
     )
-    ranks(2, _save, once, root)
+    _, through = zip(*ranks(2, _save_and_go_on, once, root), strict=True)
     resumed = ranks(2, _resume, twice, root)
-    through = ranks(2, train, twice, str(tmp_path / "other"))
     assert resumed[0]["losses"] == through[0]["losses"][3:]
     assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 

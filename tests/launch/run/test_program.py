@@ -249,9 +249,8 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
-def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
-    write_program(folder, replicas=2, exchange=exchange)
+def test_replicas_of_ones_own_model(folder: Path) -> None:
+    write_program(folder, replicas=2, exchange="diloco")
     run("run", "mine.py")
     summary = json.loads((folder / "runs/mine/summary.json").read_text(encoding="utf-8"))
     assert summary["replicas"] == 2
@@ -344,31 +343,24 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
     said = run("run", "fails.py", code=2).stderr
     assert "ZeroDivisionError" in said
     assert 'File "fails.py", line 1' in said.splitlines()[2], "its own lines only"
-    alone = subprocess.run(
-        [sys.executable, "mine.py"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert alone.returncode == 1
-    assert "needs 3 processes; start it with `thinpipe run mine.py`" in alone.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x = (", "the program failed:\n  File"),
-        ("import mymodul", "bad.py, line 1: the package 'mymodul' is not installed; run "),
-        ("import mymodul", "a module of your own belongs next to bad.py"),
+        (
+            "import mymodul",
+            r"bad.py, line 1: the package 'mymodul' is not installed; run "
+            r".*a module of your own belongs next to bad.py",
+        ),
         (
             "import thinpipe as tp\ntp.AQSGD(bits=40)",
-            "bad.py, line 2: AqsgdConfig: bits = 40: use 8",
+            r"bad.py, line 2: AqsgdConfig: bits = 40: use 8",
         ),
-        ("import thinpipe as tp\ntp.Run('a', 1)", "pipeline is a int; give it a thinpipe.Pipeline"),
         (
             "import thinpipe as tp, torch\ntp.Pipeline(torch.nn.ReLU())",
             "Pipeline: model is a ReLU; give the function that makes it",
-        ),
-        (
-            "import thinpipe as tp\ntp.Pipeline(lambda: [])",
-            "returned list, not a module; return an nn.Sequential",
         ),
     ],
 )
@@ -377,7 +369,7 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
 ) -> None:
     (folder / "bad.py").write_text(text)
     said = run("run", "bad.py", code=2).stderr
-    assert message in said
+    assert re.search(message, said)
     assert "launch/run" not in said
 
 
