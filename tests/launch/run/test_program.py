@@ -269,13 +269,6 @@ def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: 
     assert losses(folder / "runs/twin") == whole
 
 
-@pytest.mark.slow
-def test_cuts_can_be_measured(folder: Path) -> None:
-    auto = ("--set", 'pipeline.cuts="auto"', "--set", "pipeline.stages=3")
-    done = run("train", "run.toml", *auto)
-    assert 'pipeline.cuts = "auto": [' in done.stderr
-
-
 def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
     folder: Path,
 ) -> None:
@@ -310,25 +303,15 @@ def test_a_scheduler_beside_a_schedule_or_unknown_to_the_run_is_refused(folder: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        ('found = run.evaluate(Texts("eval.pt"))', "run.evaluate"),
-        ('run.save_model("mine.safetensors")', "run.save_model"),
-    ],
-)
-def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(
-    folder: Path, call: str, told: str
-) -> None:
+def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(folder: Path) -> None:
     program = (folder / "mine.py").read_text(encoding="utf-8")
-    alone = program.replace(call, f'if os.environ["RANK"] == "0": found = {call.split("= ")[-1]}')
-    (folder / "mine.py").write_text(alone.replace("sorted(found)", "1"))
+    call = 'run.save_model("mine.safetensors")'
+    (folder / "mine.py").write_text(program.replace(call, f'if os.environ["RANK"] == "0": {call}'))
     done = Command("run", "mine.py").done()
     assert done.returncode
     # whichever rank notices first
-    assert re.search(
-        f"after step [26] rank . makes the call .*{told}|{told}, and rank", done.stderr
-    )
+    told = "run.save_model"
+    assert re.search(f"after step 6 rank . makes the call .*{told}|{told}, and rank", done.stderr)
     assert "none inside `if rank == 0`" in done.stderr
     assert len(done.stderr.splitlines()) < 12
     assert "SIGABRT" not in done.stderr
