@@ -11,7 +11,6 @@ from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "quantized",
-    "matplotlib": "share",
     "optimi": "bf16",
     "peft": "hf",
     "tensorboard": "tensorboard",
