@@ -75,7 +75,8 @@ class RunFolder:
         Not where a restart would follow: it would resume the earlier run.
         """
         aside = self._aside
-        if aside is None or _holds_a_run(self._path):
+        trained = any((self._path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
+        if aside is None or trained:
             return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._path)
@@ -139,10 +140,6 @@ def _locked(file: TextIOWrapper) -> bool:
         return disk.lock(file)
     time.sleep(_MOMENT_S)
     return disk.lock(file)
-
-
-def _holds_a_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
 
 
 def _move_aside(path: Path) -> Path:

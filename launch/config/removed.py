@@ -24,6 +24,7 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.decentralized.format", "fp32", "remove it"),
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
     ("data.dataset", None, 'set path = "hf:OWNER/NAME:CONFIG" instead'),
+    ("watch", {}, "run `thinpipe watch RUN_FOLDER` beside the run"),
     (
         "train.verify_share",
         0.008,
