@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +31,8 @@ from thinpipe.launch.config.cli_options import (
 from thinpipe.launch.config.toml import ConfigError, files_of
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.scratch import use_scratch_folder
+from thinpipe.launch.host.signals import leave_first_process
+from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.net.ranks import fork_server
 
 _TABLE = {
@@ -244,11 +245,15 @@ def _warm_up(doing: str, *, show: int) -> None:
     """Let the process that ranks are forked from import while this one checks; say so."""
     if "RANK" in os.environ:
         return
+    leave_first_process()  # before any other is started
+    outlive_terminal()
     if show >= 0 and sys.stdout.isatty():
         print(f"{doing}, loading torch", flush=True)
-    if tempfile.tempdir is None:  # else done already
+    try:
         use_scratch_folder()
-        fork_server.start()
+    except OSError as error:
+        refuse(ConfigError(f"no temporary files: {error.strerror}; set TMPDIR"))
+    fork_server.start()
 
 
 def main() -> None:
@@ -257,7 +262,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the user's locale lacks is shown as ?
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
-    run_app(app)
+    run_app(app, program="thinpipe")  # whose name shell completion asks by
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Shell completion, without the seconds that importing torch takes.
+"""All commands and options, without the seconds that importing torch takes.
 
-`completion.json` lists all commands and options; `python -m thinpipe.launch.cli` writes it.
+`completion.json` lists them; `python -m thinpipe.launch.cli` writes it.
 """
 
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +12,6 @@ from typing import Annotated, Any
 import typer
 
 LIST = Path(__file__).with_suffix(".json")
-_ASKED = "_THINPIPE_COMPLETE"
-"""Environment variable of the script that `--install-completion` installs."""
-
-
-def is_asked() -> bool:
-    """Whether a shell asks what the words so far can become, or completion is to be installed."""
-    return _ASKED in os.environ or sys.argv[1:2] in (
-        ["--install-completion"],
-        ["--show-completion"],
-    )
 
 
 def skeleton(commands: Mapping[str, Any]) -> typer.Typer:
@@ -78,8 +66,3 @@ def _commands(commands: Mapping[str, Any]) -> dict[str, Any]:
 def written(commands: Mapping[str, Any]) -> str:
     """The content of `completion.json` as it should be for all commands of the command line."""
     return json.dumps(_commands(commands), indent=1) + "\n"
-
-
-def answer() -> None:
-    """Print what the words so far can become, and end the process."""
-    skeleton(json.loads(LIST.read_text(encoding="utf-8")))(prog_name="thinpipe")

@@ -1,6 +1,5 @@
 """`thinpipe stop`: end a run from any of its machines."""
 
-import json
 import os
 import socket
 from contextlib import suppress
@@ -38,19 +37,16 @@ def _trains_in(folder: Path) -> int:
     lock = folder / disk.RUN_LOCK
     if disk.is_locked(lock) is False or not lock.is_file():
         raise ConfigError(f"{folder}: no run is training there; name the folder of one that is")
-    try:
-        owner = json.loads(lock.read_text(encoding="utf-8"))
-        host, process = str(owner["host"]), int(owner["process"])
-    except (OSError, ValueError, TypeError, KeyError):
-        raise ConfigError(f"{folder}: does not say which process trains there") from None
-    if host != socket.gethostname():
-        raise ConfigError(f"{folder}: its run trains on {host}; stop it there")
-    if not _holds(process, lock):
+    if (owner := disk.run_owner(folder)) is None:
+        raise ConfigError(f"{folder}: does not say which process trains there")
+    if owner.host != socket.gethostname():
+        raise ConfigError(f"{folder}: its run trains on {owner.host}; stop it there")
+    if not _holds(owner.process, lock):
         raise ConfigError(
-            f"{folder}: process {process}, which it names, is not its run's; press Ctrl-C where "
-            "the run was started"
+            f"{folder}: process {owner.process}, which it names, is not its run's; press Ctrl-C "
+            "where the run was started"
         )
-    return process
+    return owner.process
 
 
 def _holds(process: int, lock: Path) -> bool:

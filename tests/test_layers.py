@@ -119,9 +119,9 @@ def test_folders_are_small() -> None:
 
 CEILINGS = {
     "thinpipe.launch.cli": 13,
-    "thinpipe.launch.config.run": 40,
-    "thinpipe.launch.train": 160,
-    "thinpipe.launch.start": 189,
+    "thinpipe.launch.config.run": 39,
+    "thinpipe.launch.run.run": 157,
+    "thinpipe.launch.start": 187,
 }
 """Of our modules that an import leads to; lower one whenever that is reached."""
 

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -41,16 +41,6 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
     if not nearest.is_dir():
         what = "it" if nearest == path else str(nearest)
         raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
-
-
-@dataclass(frozen=True)
-class _Owner:
-    run: int
-    process: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"process {self.process} on {self.host}, run {self.run:016x}"
 
 
 class RunFolder:
@@ -85,7 +75,8 @@ class RunFolder:
         Not where a restart would follow: it would resume the earlier run.
         """
         aside = self._aside
-        if aside is None or _holds_a_run(self._path):
+        trained = any((self._path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
+        if aside is None or trained:
             return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._path)
@@ -93,7 +84,7 @@ class RunFolder:
             _log.warning("nothing was trained; %s was renamed back to %s", aside, self._path)
 
     def _try(self, run: int, *, resume: bool) -> str | None:
-        path, me = self._path, _Owner(run, os.getpid(), socket.gethostname())
+        path, me = self._path, disk.RunOwner(run, os.getpid(), socket.gethostname())
         try:
             with contextlib.ExitStack() as until_acquired:
                 before = _lock(path, me) if (path / disk.RUN_LOCK).exists() else None
@@ -109,7 +100,7 @@ class RunFolder:
                 path.mkdir(parents=True, exist_ok=True)
                 self._lock = before if before is not None and resume else _lock(path, me)
         except BlockingIOError:
-            owner = _owner(path)
+            owner = disk.run_owner(path)
             if owner is not None and owner.run == run:  # another host of it, on a shared disk
                 return None
             who = f" ({owner}); end it, or choose another folder" if owner else ""
@@ -119,7 +110,7 @@ class RunFolder:
         return None
 
 
-def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
+def _lock(folder: Path, me: disk.RunOwner) -> TextIOWrapper:
     """Lock the folder, with this run as its owner, while the returned file is open.
 
     The system releases the lock when the process ends, for whatever reason.
@@ -149,17 +140,6 @@ def _locked(file: TextIOWrapper) -> bool:
         return disk.lock(file)
     time.sleep(_MOMENT_S)
     return disk.lock(file)
-
-
-def _owner(folder: Path) -> _Owner | None:
-    try:
-        return _Owner(**json.loads((folder / disk.RUN_LOCK).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _holds_a_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
 
 
 def _move_aside(path: Path) -> Path:

@@ -4,19 +4,20 @@ Every rule raises a ValueError that names setting, value and remedy.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
-from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain, first_misread, known_keys, written_keys
-from thinpipe.pipeline.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from thinpipe.launch.config.run import RunConfig
 
 
-def check_cuts(pipeline: PipelineConfig, layers: int) -> None:
+def check_cuts(config: "RunConfig") -> None:
     """Cuts lie between layers, in ascending order."""
+    pipeline, layers = config.pipeline, config.model.layers
     cuts = pipeline.cuts
     if pipeline.auto_cuts and pipeline.stages > layers:
         raise ValueError(
@@ -40,9 +41,10 @@ def check_cuts(pipeline: PipelineConfig, layers: int) -> None:
         )
 
 
-def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineConfig) -> None:
+def check_boundaries(config: "RunConfig") -> None:
     """Every table is of a cut there is."""
-    named, cuts = [boundary.cut for boundary in boundaries], pipeline.cuts
+    pipeline = config.pipeline
+    named, cuts = [boundary.cut for boundary in config.boundary], pipeline.cuts
     for cut in named:
         if cut is not None and pipeline.auto_cuts:
             raise ValueError(
@@ -57,14 +59,23 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
             raise ValueError(f"boundary: two tables {which}; merge them")
 
 
-def check_elastic(
-    least: int | None,
-    pipeline: PipelineConfig,
-    method: str,
-    options: BaseModel,
-    others: Sequence[str],
-) -> None:
-    """Replicas can go on without one; `others` are settings with which they cannot."""
+def check_sizes(config: "RunConfig") -> None:
+    """Samples fit the model, and a step's the replicas and shards."""
+    data, pipeline, train = config.data, config.pipeline, config.train
+    if data.factory is None:
+        config.model.check_tokens(data.sequence_length, data.tokenizer)
+    if train.batch_size % pipeline.dp_size:
+        factors = {"pipeline.replicas": pipeline.replicas, "pipeline.shards": pipeline.shards}
+        told = ", ".join(f"{name} = {value}" for name, value in factors.items() if value > 1)
+        raise ValueError(
+            f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
+            f"multiple of {pipeline.dp_size}"
+        )
+
+
+def check_elastic(config: "RunConfig") -> None:
+    """Replicas can go on without one."""
+    least, pipeline, method = config.elastic.min_replicas, config.pipeline, config.method
     if least is None:
         return
     what = f"elastic.min_replicas = {least}"
@@ -74,41 +85,94 @@ def check_elastic(
         )
     if least == pipeline.replicas:
         return
-    if not goes_on(method, options):
+    if not goes_on(method, config.method_options):
         able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
         delayed = ", not delayed" if method in able else ""
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
             f"use {', '.join(able)}{delayed}, or remove [elastic]"
         )
+    block, shards = config.data.stream_block, pipeline.shards
+    others = [f"data.stream_block = {block}"] if block is not None else []
+    others += [f"pipeline.shards = {shards}"] if shards > 1 else []
+    others += [
+        f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}'
+        for (cut, direction), spec in config.specs.items()
+        if spec.kind not in ("raw", "direct")
+    ]
+    if pipeline.stages > 1 and config.model.tie_embeddings == "exact":
+        others.append('model.tie_embeddings = "exact"')
     for other in others:
         raise ValueError(
             f"{other}: with it replicas cannot go on without one yet; change it, or remove {what}"
         )
 
 
-def check_stream(
-    block: int | None, epochs: int, max_steps: int | None, remembering: Sequence[tuple[int, str]]
-) -> None:
-    """A stream has one epoch of known length, and its samples do not come back.
-
-    `remembering` are cuts whose boundary caches samples, and its kind.
-    """
-    if block is None:
+def check_stream(config: "RunConfig") -> None:
+    """A stream has one epoch of known length, and its samples do not come back."""
+    train = config.train
+    if config.data.stream_block is None:
         return
-    what = f"data.stream_block = {block}"
-    if max_steps is None:
+    what = f"data.stream_block = {config.data.stream_block}"
+    if train.max_steps is None:
         raise ValueError(f"train.max_steps = none: {what} has no end of its own; set it")
-    if epochs != 1:
+    if train.epochs != 1:
         raise ValueError(
-            f"train.epochs = {epochs}: {what} is read in one pass; set train.epochs = 1"
+            f"train.epochs = {train.epochs}: {what} is read in one pass; set train.epochs = 1"
         )
-    for cut, kind in remembering:
+    for (cut, direction), spec in config.specs.items():
+        if spec.remembers:
+            raise ValueError(
+                f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}: it sends what changed '
+                f"since a sample was last seen, and with {what} none is seen twice; set forward = "
+                '{ kind = "stateless", bits = 5 } and the like backward'
+            )
+
+
+def check_task(config: "RunConfig") -> None:
+    """Data and model are of one task."""
+    data, model = config.data, config.model
+    labelled = data.kind == "labelled"
+    if data.factory is None and (model.task == "classification") != labelled:
         raise ValueError(
-            f'boundary.forward.kind = "{kind}" at cut {cut}: it sends what changed since a sample '
-            f"was last seen, and with {what} none is seen twice; set forward = "
-            '{ kind = "stateless", bits = 5 } and the like backward'
+            f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
+            "classification needs labels and language modelling has none; set both or neither"
         )
+    if data.packs or data.objective == "prefix":
+        try:
+            model.check_masks(data.sequence_length)
+        except ValueError as error:
+            raise ValueError(
+                f"data.packing = {str(data.packs).lower()}, "
+                f'data.objective = "{data.objective}": {error}'
+            ) from None
+    if data.labels is not None and model.problem == "regression":
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: regression predicts numbers, which have no names; "
+            "remove it"
+        )
+    if data.labels is not None and len(data.labels) != model.classes:
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
+            f"{model.classes}; make the numbers equal"
+        )
+
+
+def check_tie(config: "RunConfig") -> None:
+    """Tied copies stay equal only if all replicas apply equal gradients."""
+    model, ranks = config.model, config.stage_ranks
+    copies = ranks[0] != ranks[config.pipeline.stages - 1] and not model.is_frozen
+    if copies and model.tie_embeddings == "exact" and not keeps_ties(config):
+        raise ValueError(
+            f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which lets '
+            'replicas differ: the tied copies would drift; use tie_embeddings = "untied" or a '
+            "method that exchanges gradients"
+        )
+
+
+def keeps_ties(config: "RunConfig") -> bool:
+    """Whether replicas stay equal."""
+    return config.pipeline.replicas == 1 or load_method(config.method).REPLICAS_EQUAL
 
 
 def _belongs(key: str, method: str) -> str:
@@ -121,8 +185,9 @@ def _belongs(key: str, method: str) -> str:
     return known_keys(key, ["method", *method_names()])
 
 
-def check_gradcomp(table: Mapping[str, Any]) -> None:
+def check_gradcomp(config: "RunConfig") -> None:
     """There are such methods and options."""
+    table = config.gradcomp
     method = str(table.get("method", "allreduce"))
     if method not in method_names():
         problem = f"gradcomp.method = {json.dumps(method)}: no such method"

@@ -23,16 +23,10 @@ from pydantic import (
 )
 
 from thinpipe.aqsgd.config import MemoryConfig
-from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
+from thinpipe.gradcomp.registry import method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.launch.config import checks
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
-from thinpipe.launch.config.checks import (
-    check_boundaries,
-    check_cuts,
-    check_elastic,
-    check_gradcomp,
-    check_stream,
-)
 from thinpipe.launch.config.devices import check_devices, check_offload
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
@@ -52,7 +46,6 @@ from thinpipe.launch.config.sections import (
     ReportConfig,
     RunSection,
     TrainConfig,
-    WatchConfig,
 )
 from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
@@ -69,7 +62,6 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "run": {"folder"},
     "memory": True,
     "report": True,
-    "watch": True,
     "data": {
         **dict.fromkeys(("path", "eval_path", "tokenizer", "chat_template"), True),
         "sources": {"__all__": {"path"}},
@@ -95,7 +87,6 @@ class RunConfig(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()
     report: ReportConfig = ReportConfig()
-    watch: WatchConfig = WatchConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
     shards: ShardsConfig = ShardsConfig()
     network: NetworkConfig = NetworkConfig()
@@ -184,7 +175,7 @@ class RunConfig(BaseModel):
     def notices(self) -> list[str]:
         found = self.model.notices(
             cut=bool(self.pipeline.cuts),
-            ties=_keeps_ties(self),
+            ties=checks.keeps_ties(self),
             tokenizer="" if self.data.factory else self.data.tokenizer,  # samples are made already
         )
         if self.method == "none" and self.pipeline.replicas > 1:
@@ -259,7 +250,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        check_cuts(self.pipeline, self.model.layers)
+        checks.check_cuts(self)
         self.check_model_cuts()
         check_schedule(
             self.pipeline.schedule,
@@ -271,15 +262,15 @@ class RunConfig(BaseModel):
         check_weights(self.pipeline, self.model)
         check_placement(self.pipeline)
         check_shards(self.pipeline, self.shards, self.model, self.train.optimizer)
-        check_boundaries(self.boundary, self.pipeline)
-        _check_sizes(self)
-        _check_stream(self)
-        _check_task(self)
-        check_gradcomp(self.gradcomp)
+        checks.check_boundaries(self)
+        checks.check_sizes(self)
+        checks.check_stream(self)
+        checks.check_task(self)
+        checks.check_gradcomp(self)
         check_offload(self.pipeline, self.method)
         check_trained_weights(self.model, self.train, self.method, self.pipeline.replicas)
-        _check_elastic(self)
-        _check_tie(self)
+        checks.check_elastic(self)
+        checks.check_tie(self)
         return self
 
 
@@ -323,89 +314,3 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
     path.write_text(tomlkit.dumps(fields), encoding="utf-8")
-
-
-def _check_sizes(config: RunConfig) -> None:
-    data, model, train = config.data, config.model, config.train
-    if data.factory is None:
-        model.check_tokens(data.sequence_length, data.tokenizer)
-    pipeline = config.pipeline
-    parts = pipeline.dp_size
-    if train.batch_size % parts:
-        factors = {"pipeline.replicas": pipeline.replicas, "pipeline.shards": pipeline.shards}
-        told = ", ".join(f"{name} = {value}" for name, value in factors.items() if value > 1)
-        raise ValueError(
-            f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
-            f"multiple of {parts}"
-        )
-
-
-def _check_elastic(config: RunConfig) -> None:
-    block, shards = config.data.stream_block, config.pipeline.shards
-    others = [f"data.stream_block = {block}"] if block is not None else []
-    others += [f"pipeline.shards = {shards}"] if shards > 1 else []
-    others += [
-        f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}'
-        for (cut, direction), spec in config.specs.items()
-        if spec.kind not in ("raw", "direct")
-    ]
-    if config.pipeline.stages > 1 and config.model.tie_embeddings == "exact":
-        others.append('model.tie_embeddings = "exact"')
-    least = config.elastic.min_replicas
-    check_elastic(least, config.pipeline, config.method, config.method_options, others)
-
-
-def _check_stream(config: RunConfig) -> None:
-    specs = [
-        (cut, spec)
-        for cut in config.pipeline.cuts
-        for boundary in [boundary_at(config.boundary, cut)]
-        for spec in (boundary.forward, boundary.backward)
-    ]
-    remembering = [(cut, spec.kind) for cut, spec in specs if spec.remembers]
-    train = config.train
-    check_stream(config.data.stream_block, train.epochs, train.max_steps, remembering)
-
-
-def _check_task(config: RunConfig) -> None:
-    data, model = config.data, config.model
-    labelled = data.kind == "labelled"
-    if data.factory is None and (model.task == "classification") != labelled:
-        raise ValueError(
-            f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
-            "classification needs labels and language modelling has none; set both or neither"
-        )
-    if data.packs or data.objective == "prefix":
-        try:
-            model.check_masks(data.sequence_length)
-        except ValueError as error:
-            raise ValueError(
-                f"data.packing = {str(data.packs).lower()}, "
-                f'data.objective = "{data.objective}": {error}'
-            ) from None
-    if data.labels is not None and model.problem == "regression":
-        raise ValueError(
-            f"data.labels = {list(data.labels)}: regression predicts numbers, which have no names; "
-            "remove it"
-        )
-    if data.labels is not None and len(data.labels) != model.classes:
-        raise ValueError(
-            f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
-            f"{model.classes}; make the numbers equal"
-        )
-
-
-def _check_tie(config: RunConfig) -> None:
-    """Tied copies stay equal only if all replicas apply equal gradients."""
-    model, ranks = config.model, config.stage_ranks
-    copies = ranks[0] != ranks[config.pipeline.stages - 1] and not model.is_frozen
-    if copies and model.tie_embeddings == "exact" and not _keeps_ties(config):
-        raise ValueError(
-            f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which lets '
-            'replicas differ: the tied copies would drift; use tie_embeddings = "untied" or a '
-            "method that exchanges gradients"
-        )
-
-
-def _keeps_ties(config: RunConfig) -> bool:
-    return config.pipeline.replicas == 1 or load_method(config.method).REPLICAS_EQUAL

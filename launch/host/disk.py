@@ -6,10 +6,12 @@ and what stands before an object store no rename over a file. None of it is a re
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,6 +86,26 @@ def is_locked(path: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+@dataclass(frozen=True)
+class RunOwner:
+    """Who trains in a run's folder, as its lock says."""
+
+    run: int
+    process: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, run {self.run:016x}"
+
+
+def run_owner(folder: Path) -> RunOwner | None:
+    """The last one who locked a run's folder, if it can be read."""
+    try:
+        return RunOwner(**json.loads((folder / RUN_LOCK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def flush(descriptor: int) -> None:

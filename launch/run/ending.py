@@ -33,11 +33,6 @@ _PACKAGES = tuple(
 """Where our code is."""
 
 
-def end_done() -> NoReturn:
-    """End the process of a rank that has done its work."""
-    end_now(0)
-
-
 def end_failed(
     error: BaseException,
     config: RunConfig | None,

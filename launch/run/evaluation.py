@@ -1,9 +1,11 @@
 """What a run's evaluations measure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Objective, mean_loss
 from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
 from thinpipe.pipeline.models.own.functions import load_function, name_of
@@ -60,6 +62,18 @@ class Wanted:
 
     def begin(self) -> Evaluation:
         return Evaluation(self._metrics, perplexity=self._perplexity)
+
+    def evaluate(
+        self, engine: PipelineEngine, batches: Iterable[Batch], step: int, *, compressed: bool
+    ) -> dict[str, float]:
+        """By name, the same on all ranks, which give equally many batches."""
+        this = self.begin()
+        heads = [
+            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
+            for batch in batches
+        ]
+        loss, count = (sum(column) for column in zip(*heads, strict=True))
+        return this.numbers(loss, count, engine.transport.gather(this.measures.packed()))
 
 
 def _metric(given: object) -> tuple[str, Metric]:

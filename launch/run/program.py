@@ -25,9 +25,10 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Collate, Dataset, Reading, own_set
 from thinpipe.launch.data.streams.stream import StreamSet, own_stream
+from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
-from thinpipe.launch.run.ending import end_done, end_failed
+from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.pipeline import Pipeline, config_of
 from thinpipe.launch.run.run import RankRun
 from thinpipe.pipeline.batch import Batch
@@ -92,7 +93,9 @@ class Run(RankRun):
             )
         train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
         train["accumulate"] = accumulate
-        chosen = _sections(settings or {}, writers, _evaluated(metrics, best, patience))
+        named = [one for one in metrics if isinstance(one, str)]  # others have no names in a file
+        evaluated = {"metrics": named if metrics else None, "best": best, "patience": patience}
+        chosen = _sections(settings or {}, writers, evaluated)
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._reading = Reading()
@@ -101,7 +104,7 @@ class Run(RankRun):
         own = [one for one in metrics if not isinstance(one, str)]
         factory = _factory(optimizer, pipeline)
         given = ProgramParts(factory, schedule, tuple(schedulers), own, is_program=True)
-        super().__init__(config, _resume(resume), show=_shown(), given=given)
+        super().__init__(config, _resume(resume), show=int(os.environ.get(SHOW, "0")), given=given)
         running = _RUNNING.get()
         if running is not None:
             running.append(self)
@@ -183,7 +186,7 @@ def run_program(program: Callable[[], None]) -> NoReturn:
             run.__exit__(None, None, None)
     except BaseException as error:
         _end_failed(runs, error)
-    end_done()
+    end_now(0)
 
 
 def _config(
@@ -209,14 +212,8 @@ def _sections(
 ) -> Mapping[str, Mapping[str, Any]]:
     """Settings by section, which win over what a run's own arguments say."""
     report = {"report": {"writers": list(writers)}} if writers else {}
-    return {**report, **settings, "eval": {**evaluation, **settings.get("eval", {})}}
-
-
-def _evaluated(metrics: Sequence[object], best: str | None, patience: int | None) -> dict[str, Any]:
-    """The section [eval] of these; functions and objects have no names in it."""
-    named = [one for one in metrics if isinstance(one, str)]
-    given = {"metrics": named if metrics else None, "best": best, "patience": patience}
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in evaluation.items() if value is not None}
+    return {**report, **settings, "eval": {**given, **settings.get("eval", {})}}
 
 
 def _found(config: RunConfig) -> None:
@@ -268,10 +265,6 @@ def _resume(resume: str | int) -> Resume:
     if resume not in known:
         raise ConfigError(f'resume = {resume!r}: use "if-there", "required", "never" or a step')
     return known[str(resume)]
-
-
-def _shown() -> int:
-    return int(os.environ.get(SHOW, "0"))
 
 
 def _end_with_interpreter(run: Run) -> None:

@@ -172,7 +172,7 @@ class RankRun:
                 f"export {self.config.run.path} FOLDER`, or thinpipe.load"
             )
         assert session is not None, "something was trained"
-        training.meet("run.save_model", self._done)
+        training.together.meet("run.save_model", self._done)
         save_model(session, training.built, Path(path).expanduser().resolve())
 
     @property
@@ -188,7 +188,7 @@ class RankRun:
         training, self._training = self._training, None
         if training is not None:
             training.finish(self._done)
-            training.meet("the end of the program", self._done)
+            training.together.meet("the end of the program", self._done)
             self._joined.close()  # nobody waits for a rank that writes the report
             training.report()
 

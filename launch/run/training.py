@@ -94,7 +94,7 @@ class Training:
             given.metrics,
             program=getattr(config.model, "program", ()),
         )
-        self._together = _calls(config, session, given)
+        self.together = _calls(config, session, given)
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self._digests, self._is_program = digests, given.is_program
@@ -229,7 +229,7 @@ class Training:
 
         `stopping` is set afterwards if all ranks stop here.
         """
-        self._together.step(step)
+        self.together.step(step)
         if self._checkpoints.retry_due():
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
@@ -277,8 +277,8 @@ class Training:
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
         """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
-        self.meet("run.evaluate", step + 1)
-        metrics = self._all_do(lambda: self._evaluate_both(samples, step))
+        self.together.meet("run.evaluate", step + 1)
+        metrics = self._all_do(lambda: self._evaluate(samples, step))
         self.records.evaluated(metrics)
         if math.isnan(metrics["loss"]):
             self.display.note(
@@ -291,30 +291,24 @@ class Training:
             self.records.ends_early(f"{_ENDED}: {self.built.best.words()}")
         return metrics
 
-    def _evaluate_both(self, samples: SampleSet, step: int) -> dict[str, float]:
-        metrics = self._evaluate(samples, step, compressed=False)
+    def _evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
+        engine, wanted = self.built.engine, self._wanted
+        metrics = wanted.evaluate(engine, self._eval_batches(samples), step, compressed=False)
         if self._config.pipeline.cuts:
-            compressed = self._evaluate(samples, step, compressed=True)
+            batches = self._eval_batches(samples)
+            compressed = wanted.evaluate(engine, batches, step, compressed=True)
             metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         return metrics
 
     def end_epoch(self, epoch: int, done: int) -> None:
         """Save if that is due."""
-        self._together.passes("the end of the epoch", done)
+        self.together.passes("the end of the epoch", done)
         self.save_if_due(epoch, done)
-
-    def meet(self, call: str, done: int) -> None:
-        """Wait until all ranks make this call of the run.
-
-        Raises:
-            ConfigError: a rank makes another.
-        """
-        self._together.meet(call, done)
 
     def save_if_due(self, epoch: int, done: int) -> None:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(epoch, done):
-            self._together.passes("a checkpoint", done)
+            self.together.passes("a checkpoint", done)
             self.records.flush()
             self._checkpoints.start(done, last=done == self.steps)
 
@@ -337,7 +331,7 @@ class Training:
         if self._finished or done == self.start:
             return
         self._finished = True
-        self.meet("the end of its epochs", done)
+        self.together.meet("the end of its epochs", done)
         self._skips.finish(done)
         self._all_do(lambda: self._checkpoints.save_last(done))
         if self.built.best.wanted:
@@ -370,16 +364,6 @@ class Training:
         """This replica's samples of a step; none after the last."""
         over = step >= self.steps
         return torch.empty(0, dtype=torch.int64) if over else self._sampler.ids(step)
-
-    def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
-        engine, this = self.built.engine, self._wanted.begin()
-        heads = [
-            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
-            for batch in self._eval_batches(samples)
-        ]
-        loss, count = (sum(column) for column in zip(*heads, strict=True))
-        packed = self._session.transport.gather(this.measures.packed())
-        return this.numbers(loss, count, packed)
 
     def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
         """This DP rank's share of the held-out samples; all DP ranks get equally many batches.

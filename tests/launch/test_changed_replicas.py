@@ -76,13 +76,11 @@ def test_the_rest_of_the_epoch_is_shared_anew(run_file: Path) -> None:
     assert rates[:6] == [record.lr for record in undisturbed[:6]], "it does not jump"
     falls = [before - after for before, after in itertools.pairwise(rates[5:])]
     assert falls == pytest.approx([rates[5] / 16] * 15)
+    _goes_on_from_there(run_file, records)
 
 
-def test_a_second_change_in_an_epoch_and_a_resume_without_one_go_on_from_there(
-    run_file: Path,
-) -> None:
-    train(run_file, 1)
-    _, through = train(run_file, 2, step=5)
+def _goes_on_from_there(run_file: Path, through: list[StepRecord]) -> None:
+    """After a resume without a change, and after a second change in the epoch."""
     said, again = train(run_file, 2, step=10)
     assert "samples go to" not in said
     assert [(r.loss, r.lr) for r in again] == [(r.loss, r.lr) for r in through]

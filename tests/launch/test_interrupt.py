@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from thinpipe.launch import __main__
+from thinpipe.launch import __main__, cli
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -18,8 +18,9 @@ def test_ctrl_c_while_packages_are_imported(
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["thinpipe", "train", str(QUICKSTART)])
-    monkeypatch.setattr(__main__, "_prepare", lambda: None)
-    monkeypatch.setattr(__main__.fork_server, "start", interrupted)
+    monkeypatch.setattr(cli, "outlive_terminal", lambda: None)
+    monkeypatch.setattr(cli, "use_scratch_folder", lambda: None)
+    monkeypatch.setattr(cli.fork_server, "start", interrupted)
     with pytest.raises(SystemExit) as ended:
         __main__.main()
     assert ended.value.code == 130

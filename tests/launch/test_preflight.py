@@ -42,11 +42,10 @@ def run_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("mistake", "how"),
-    [  # which machine writes is not known before they meet
-        (mistake, how)
-        for mistake in MISTAKES
-        for how in HOW
-        if (mistake, how) != ("writers", "several machines")
+    [
+        *((mistake, "start") for mistake in MISTAKES),
+        *((mistake, "dry run") for mistake in ("data", "host")),
+        *((mistake, "several machines") for mistake in ("folder", "optimizer")),
     ],
 )
 def test_each_start_refuses_what_cannot_start(run_file: Path, mistake: str, how: str) -> None:

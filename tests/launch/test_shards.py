@@ -118,10 +118,14 @@ def _evaluated(rank: int, run: RunConfig) -> Any:
     engine.train_step(share(BATCHES[0], mesh.dp_rank, mesh.dp_size), 0)
     held_out = batch([50, 51, 52])
     own = share(held_out, mesh.dp_rank, mesh.dp_size)
-    if mesh.dp_rank == 1:  # as launch/train.py does
+    if mesh.dp_rank == 1:  # as launch/run/training.py does
         own = batch([52, 50]).counting(1)
     tally = engine.eval_step(own, 0, compressed=False)
     return tally, engine.train_step(share(BATCHES[1], mesh.dp_rank, mesh.dp_size), 1).loss
+
+
+def _both_evaluated(rank: int, *runs: RunConfig) -> Any:
+    return [_evaluated(rank, run) for run in runs]
 
 
 def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
@@ -129,8 +133,7 @@ def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
     qsdp = {"method": "qsdp", "weight_bits": 2, "keep_below": 0, "gradient_bits": 32}
     sharded = config(pipeline={"shards": 2}, shards=qsdp, train={"lr": 1e-30})
     plain = config(pipeline={"replicas": 2}, train={"lr": 1e-30})
-    (found, quantized), *_ = ranks(4, _evaluated, sharded)
-    (expected, exact), *_ = ranks(4, _evaluated, plain)
+    ((found, quantized), (expected, exact)), *_ = ranks(4, _both_evaluated, sharded, plain)
     assert found == pytest.approx(expected, rel=1e-6)
     assert abs(quantized - exact) > 1e-3
 
@@ -162,16 +165,17 @@ def _train(rank: int, run: RunConfig) -> tuple[list[StepTotals], bool]:
     return totals + last, same and [t.loss for t in last] == [t.loss for t in again]
 
 
-def _first_step(rank: int, run: RunConfig) -> StepTotals:
-    return _step(start(run), 0)
+def _train_beside_exact(rank: int, run: RunConfig, plain: RunConfig) -> Any:
+    """The same, and the first step of an uncompressed run."""
+    return *_train(rank, run), _step(start(plain), 0)
 
 
 def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
     """AQ-SGD across cuts, QSDP between shards, Cocktail between replicas."""
-    found = ranks(8, _train, config(**QSDP))
     plain = config(pipeline={"cuts": [2], "shards": 2, "replicas": 2})
-    exact = ranks(8, _first_step, plain)
-    for (*_, last), same in found:
+    found = ranks(8, _train_beside_exact, config(**QSDP), plain)
+    exact = [one for *_, one in found]
+    for (*_, last), same, _ in found:
         assert same
         assert min(last.weight_bytes, last.gradient_bytes, last.sync_bytes) > 0
     first, *_, last = found[0][0]
@@ -265,7 +269,7 @@ def _without_one(rank: int, gather: str, found: Path) -> None:
     found.write_text(str(error.value))
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "microbatch"])
 def test_a_shard_that_is_lost_during_a_forward_or_backward_is_named(
     ranks: Ranks, gather: str, tmp_path: Path
 ) -> None:
@@ -320,8 +324,5 @@ def test_settings_that_do_nothing_are_noted() -> None:
 def test_one_shard_is_a_run_without_shards(ranks: Ranks) -> None:
     plain = config(pipeline={"cuts": []})
     same = config(pipeline={"cuts": [], "shards": 1}, shards={"method": "qsdp"})
-    (found,), (expected,) = (
-        ranks(1, train_steps, same, BATCHES),
-        ranks(1, train_steps, plain, BATCHES),
-    )
+    ((found, expected),) = ranks(1, train_both, same, plain)
     assert found[0] == expected[0]

@@ -144,18 +144,13 @@ def test_nohup_a_closed_terminal_a_pause_and_ctrl_c(run_file: Path, temporary: P
 
 
 @pytest.mark.slow
-def test_sigterm_to_every_process_saves_and_ends(run_file: Path, temporary: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_to_every_process_or_a_closed_terminal_saves_and_ends(
+    run_file: Path, temporary: Path, number: signal.Signals
+) -> None:
     with OnTerminal(run_file, temporary) as run:
-        run.strike(signal.SIGTERM)
-        run.ended_in_order(128 + signal.SIGTERM)
-    assert [*temporary.iterdir()] == []
-
-
-@pytest.mark.slow
-def test_a_closed_terminal_saves_and_ends(run_file: Path, temporary: Path) -> None:
-    with OnTerminal(run_file, temporary) as run:
-        run.close_terminal()
-        run.ended_in_order(128 + signal.SIGHUP)
+        run.strike(number) if number == signal.SIGTERM else run.close_terminal()
+        run.ended_in_order(128 + number)
     assert [*temporary.iterdir()] == []
 
 
@@ -199,16 +194,4 @@ def test_the_first_process_of_a_container_reaps_orphans_and_ends_in_order(
         wait_until(lambda: not orphan.is_running(), PATIENCE_S)
         first.send_signal(signal.SIGTERM)  # as `docker stop` does
         run.ended_in_order(128 + signal.SIGTERM)
-    assert [*temporary.iterdir()] == []
-
-
-@pytest.mark.slow
-def test_a_killed_supervisor_ends_the_run(run_file: Path, temporary: Path) -> None:
-    with OnTerminal(run_file, temporary) as run:
-        *_, last = (process for process in run.tree if process.name() == "thinpipe wait")
-        last.kill()
-        assert run.process.wait(PATIENCE_S) == 1, run.said
-        run.is_gone()
-        assert "Traceback" not in run.said
-        assert "lost while waiting" in run.said or "lost in an exchange" in run.said
     assert [*temporary.iterdir()] == []

@@ -65,7 +65,8 @@ def _lora(folder: Path) -> dict[str, Any]:
     return _prompts(folder) | {"hf": section("gpt2", folder / "gpt2", lora={"rank": 2})}
 
 
-CASES = [_prompts, _packed, _sentences, _repeated_dropout, _bf16, _lora]
+CASES = [_repeated_dropout, _bf16, pytest.param(_lora, marks=pytest.mark.slow)]
+"""Labels; packed prompts; prompts of a model with adapters."""
 
 
 def _run(given: dict[str, Any]) -> RunConfig:

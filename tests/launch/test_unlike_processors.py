@@ -6,12 +6,13 @@ torch, MKL, oneDNN and numba. Nothing may compute before that is set, so batches
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, config, share, start, weights
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.host.resources import arithmetic
@@ -22,12 +23,6 @@ pytestmark = pytest.mark.dist
 
 OLD = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """Each library reads its own when it first computes."""
-
-
-@pytest.fixture(autouse=True)
-def _new_processor() -> None:
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("needs a CPU with AVX2")
 
 
 def _unlike(rank: int) -> str:
@@ -60,15 +55,16 @@ CUTS: dict[str, Any] = {
 }
 REMEMBER = ("aqsgd", "transform")
 QUICK = ["aqsgd", "transform"]
+QUICK_METHODS = ["allreduce", "cocktail", "diloco"]
 
 
 def _batches() -> list[Any]:
     return [batch(list(range(8))), batch(list(range(8, 16)))] * 2
 
 
-def _train_cuts(rank: int, names: list[str]) -> Any:
-    """Of each kind: losses, what was wrong, and digests of what is remembered."""
-    kind, found, batches = _unlike(rank), {}, _batches()
+def _cuts(names: Sequence[str]) -> Any:
+    """Of each kind: losses, what was wrong, and digests of what is remembered; and a tied copy."""
+    found, batches, tied = {}, _batches(), None
     for name in names:
         built = start(config(model={"tie_embeddings": "exact"}, boundary=CUTS[name]))
         begin_alike(built, built.engine.transport)
@@ -82,40 +78,16 @@ def _train_cuts(rank: int, names: list[str]) -> Any:
         memories = [channel.codec.memory for channel in built.engine.channels]
         found[name] = (losses, wrong, [m.digest() for m in memories if m is not None])
         (tied,) = (w for key, w in weights(built).items() if key in TIED)
-    return kind, found, tied
+    return found, tied
 
 
 TIED = ("token_embedding.weight", "head.weight")
-
-
-def _check_cuts(ranks: Ranks, names: list[str]) -> None:
-    (new, upper, embedding), (old, lower, head) = ranks(2, _train_cuts, names)
-    assert new != old
-    for name in names:
-        losses, wrong, memories = upper[name]
-        assert (losses, memories) == (lower[name][0], lower[name][2]), name
-        assert not any([*wrong, *lower[name][1]]), name
-        remembers = [way["kind"] in REMEMBER for way in CUTS[name][0].values()]
-        assert len(memories) == sum(remembers), name
-    # each copy is moved by its own host's optimizer, whose steps are of 1e-3
-    torch.testing.assert_close(embedding, head, rtol=0, atol=1e-6)
-
-
-def test_both_ends_of_a_cut_hold_the_same_bits(ranks: Ranks) -> None:
-    _check_cuts(ranks, QUICK)
-
-
-@pytest.mark.slow
-def test_both_ends_of_a_cut_hold_the_same_bits_whatever_the_kind(ranks: Ranks) -> None:
-    _check_cuts(ranks, [name for name in CUTS if name not in QUICK])
-
-
 SMALL = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup_steps": 2}
 
 
-def _train_replicas(rank: int, methods: list[str]) -> Any:
-    """Of each method: losses, and the weights that the replicas have begun and ended with."""
-    kind, found = _unlike(rank), {}
+def _replicas(rank: int, methods: Sequence[str]) -> Any:
+    """Of each method: losses, and the weights that the replicas have begun with."""
+    found = {}
     for method in methods:
         fields = load_method(method).Config.model_fields
         options = {name: value for name, value in SMALL.items() if name in fields}
@@ -134,44 +106,74 @@ def _train_replicas(rank: int, methods: list[str]) -> Any:
             losses.append(totals.loss)
             proof.compare(step + 1)
         built.sync.finish()
-        with built.sync.global_parameters():
-            found[method] = (losses, first, weights(built))
-    return kind, found
+        found[method] = (losses, first)
+    return found
 
 
-def _check_replicas(ranks: Ranks, methods: list[str]) -> None:
-    (new, one), (old, other) = ranks(2, _train_replicas, methods)
-    assert new != old
-    for method in methods:
-        assert all(map(math.isfinite, [*one[method][0], *other[method][0]])), method
-        for name, weight in one[method][1].items():
-            assert torch.equal(weight, other[method][1][name]), (method, name)
-
-
-def test_replicas_begin_alike_and_train_to_the_end(ranks: Ranks) -> None:
-    _check_replicas(ranks, ["allreduce", "cocktail", "diloco"])
-
-
-@pytest.mark.slow
-def test_replicas_begin_alike_and_train_to_the_end_with_every_method(ranks: Ranks) -> None:
-    _check_replicas(ranks, method_names())
-
-
-def _train_shards(rank: int) -> Any:
-    kind = _unlike(rank)
+def _shards() -> Any:
+    """Losses, and the weights that a shard remembers."""
     qsdp = {"method": "qsdp", "weights": "differences", "keep_below": 64, "bucket": 64}
     built = start(config(pipeline={"cuts": [], "shards": 2}, shards=qsdp))
     proof, losses = Proof(built, built.engine.transport, 1), []
     for step, item in enumerate(_batches()):
-        losses.append(built.engine.train_step(share(item, rank, 2), step).loss)
+        losses.append(built.engine.train_step(item, step).loss)
         assert proof.compare(step + 1) == {}
     assert built.shards is not None
-    return kind, losses, built.shards.remembered
+    return losses, built.shards.remembered
+
+
+def _train(rank: int, names: Sequence[str], methods: Sequence[str]) -> Any:
+    kind = _unlike(rank)
+    return kind, _cuts(names), _replicas(rank, methods), _shards() if SHARDS else None
+
+
+SHARDS = not TORCH_2_13.args[0]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((QUICK, QUICK_METHODS), id="quick"),
+        pytest.param(
+            (
+                [name for name in CUTS if name not in QUICK],
+                [name for name in method_names() if name not in QUICK_METHODS],
+            ),
+            marks=pytest.mark.slow,
+            id="others",
+        ),
+    ],
+)
+def trained(request: pytest.FixtureRequest) -> Any:
+    """What both ranks have found."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("needs a CPU with AVX2")
+    one, other = run_ranks(2, _train, *request.param)
+    assert one[0] != other[0]
+    return one[1:], other[1:]
+
+
+def test_both_ends_of_a_cut_hold_the_same_bits(trained: Any) -> None:
+    ((upper, embedding), *_), ((lower, head), *_) = trained
+    for name, (losses, wrong, memories) in upper.items():
+        assert (losses, memories) == (lower[name][0], lower[name][2]), name
+        assert not any([*wrong, *lower[name][1]]), name
+        remembers = [way["kind"] in REMEMBER for way in CUTS[name][0].values()]
+        assert len(memories) == sum(remembers), name
+    # each copy is moved by its own host's optimizer, whose steps are of 1e-3
+    torch.testing.assert_close(embedding, head, rtol=0, atol=1e-6)
+
+
+def test_replicas_begin_alike_and_train_to_the_end(trained: Any) -> None:
+    (_, one, _), (_, other, _) = trained
+    for method, (losses, first) in one.items():
+        assert all(map(math.isfinite, [*losses, *other[method][0]])), method
+        for name, weight in first.items():
+            assert torch.equal(weight, other[method][1][name]), (method, name)
 
 
 @TORCH_2_13
-def test_shards_remember_the_same_bits(ranks: Ranks) -> None:
-    (new, losses, one), (old, others, other) = ranks(2, _train_shards)
-    assert new != old
+def test_shards_remember_the_same_bits(trained: Any) -> None:
+    (*_, (losses, mine)), (*_, (others, theirs)) = trained
     assert losses == others
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))

@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -24,12 +24,14 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import LOST, Losses
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
-from thinpipe.launch.run.elastic.adapting import Adapting
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import DesyncError
+
+if TYPE_CHECKING:
+    from thinpipe.launch.run.elastic.training import ElasticTraining
 
 _NOTICE_S = 10.0
 """From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
@@ -45,7 +47,7 @@ class Generations:
         self,
         store: Store,
         transport: GlooTransport,
-        run: Adapting,
+        run: "ElasticTraining",
         *,
         host: str,
         least: int,

@@ -94,11 +94,11 @@ class ElasticTraining(Training):
 
     @property
     def passes(self) -> int:
-        """The number of the last one (`Adapting`)."""
+        """The number of the last pass through the pipeline."""
         return self.built.engine.passes
 
     def settle(self) -> None:
-        """End what was under way (`Adapting`)."""
+        """End what other threads do, and the pass under way: connections are broken."""
         self._sync.settle()
         self.built.engine.abandon_pass()
 
@@ -111,7 +111,11 @@ class ElasticTraining(Training):
         *,
         agreed: tuple[int, int] = (0, 0),
     ) -> None:
-        """Go on in a new mesh (`Adapting`)."""
+        """The mesh has changed, the so-manieth time; this rank was one replica of so many.
+
+        `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
+        that of the rank that is furthest.
+        """
         self._sync.regroup(*before)
         self._plan.share_anew(self._session.mesh, self._done)
         self._checkpoints.regroup(change)
@@ -145,15 +149,15 @@ class ElasticTraining(Training):
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """What the last agreement was (`Adapting`)."""
+        """What all ranks do after which step, as far as this one has come to it."""
         return self.agreement.last
 
     def end_saves(self) -> None:
-        """Have a checkpoint under way end (`Adapting`)."""
+        """Wait for what other threads send; a collective."""
         self._checkpoints.wait()
 
     def bring_up(self, places: Sequence[int]) -> None:
-        """Give newcomers the state of replica 0 (`Adapting`)."""
+        """Members at these places of the mesh get the state of replica 0; a collective."""
         transport, start_s = self._session.transport, time.perf_counter()
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
         done, plan, save, skips = gather_json(transport, own)[0]
@@ -172,15 +176,19 @@ class ElasticTraining(Training):
             self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s")
 
     def welcome(self) -> None:
-        """Newcomers were invited (`Adapting`)."""
+        """Have all ranks let newcomers in, soon. Called by another thread."""
         self.agreement.ask(Ask.ADMIT)
 
     def interrupt(self) -> None:
-        """A rank was lost: it will not answer (`Adapting`)."""
+        """A rank was lost: end waits that are no messages. Called by another thread."""
         self.agreement.release()
 
     def prove_equal(self) -> None:
-        """Compare the replicas that are left (`Adapting`)."""
+        """Compare the replicas' weights; a collective.
+
+        Raises:
+            ConfigError: they differ.
+        """
         self._proof.compare(self._done)
         self._checkpoints.locate()
 

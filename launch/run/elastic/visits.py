@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -17,11 +17,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.group import Newcomer
-from thinpipe.launch.run.elastic.adapting import Adapting
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.generations import Generations
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
+
+if TYPE_CHECKING:
+    from thinpipe.launch.run.elastic.training import ElasticTraining
 
 _ASK_AGAIN_S = 5.0
 """An agreement may be lost with a rank."""
@@ -34,7 +36,7 @@ class Elastic(Generations):
         self,
         store: Store,
         transport: GlooTransport,
-        run: Adapting,
+        run: "ElasticTraining",
         *,
         newcomer: Newcomer | None = None,
         **settings: Any,

@@ -3,7 +3,7 @@
 import contextlib
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.disk import full_disk
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_ranks
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import CheckpointChoice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
@@ -58,14 +58,24 @@ class Machine:
         return self.root / f"step-{step}" / f"{self.place.part}.safetensors"
 
 
-def on_machines(
-    ranks: Ranks, folder: Path, scenario: Callable[[Machine], Any], *, count: int = 2
-) -> list[Any]:
-    return ranks(count, _run, str(folder), count, scenario)
+Scenario = Callable[[Machine], Any]
 
 
-def _run(rank: int, folder: str, count: int, scenario: Callable[[Machine], Any]) -> Any:
-    return scenario(Machine(rank, folder, count))
+def _run(rank: int, folder: str, count: int, scenarios: Sequence[Scenario]) -> list[Any]:
+    return [
+        scenario(Machine(rank, f"{folder}/{scenario.__name__}", count)) for scenario in scenarios
+    ]
+
+
+Outcomes = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """By scenario, what each of two machines has found."""
+    two = [_pruned_apart, _mixed_runs, _older_model, _full_disk, _at_random, _out_of_step]
+    both = run_ranks(2, _run, str(tmp_path_factory.mktemp("machines")), 2, two)
+    return {one.__name__: list(found) for one, *found in zip(two, *both, strict=True)}
 
 
 def _pruned_apart(machine: Machine) -> Any:
@@ -81,11 +91,12 @@ def _pruned_apart(machine: Machine) -> Any:
 
 
 def test_nothing_is_pruned_and_the_step_is_completed_if_a_machine_did_not_publish(
-    ranks: Ranks, tmp_path: Path
+    outcomes: Outcomes,
 ) -> None:
-    results = on_machines(ranks, tmp_path, _pruned_apart)
-    problem = f"rank 1: {tmp_path / '1'}: killed here; the disk or its connection fails"
-    assert all(result[0].startswith(problem) for result in results)
+    results = outcomes[_pruned_apart.__name__]
+    problem = "/_pruned_apart/1: killed here; the disk or its connection fails"
+    assert all(result[0].startswith("rank 1: ") for result in results)
+    assert all(problem in result[0] for result in results)
     assert [result[1] for result in results] == [[10, 20], [10]]
     assert [result[2][:2] for result in results] == [(20, 1)] * 2
     assert [result[3] for result in results] == [[10, 20]] * 2
@@ -110,8 +121,8 @@ def _mixed_runs(machine: Machine) -> Any:
     return passed_over, refused, machine.restore()
 
 
-def test_parts_of_different_saves_are_never_joined(ranks: Ranks, tmp_path: Path) -> None:
-    for passed_over, refused, nothing in on_machines(ranks, tmp_path, _mixed_runs):
+def test_parts_of_different_saves_are_never_joined(outcomes: Outcomes) -> None:
+    for passed_over, refused, nothing in outcomes[_mixed_runs.__name__]:
         assert passed_over[:2] == (10, 1)
         names = (f"{1:016x}", f"{2:016x}")
         assert "step-20 cannot be used: parts of different saves" in passed_over[2][0]
@@ -130,8 +141,8 @@ def _older_model(machine: Machine) -> Any:
     return machine.restore()
 
 
-def test_an_older_model_under_a_newer_name_is_not_taken(ranks: Ranks, tmp_path: Path) -> None:
-    for step, _, refused in on_machines(ranks, tmp_path, _older_model):
+def test_an_older_model_under_a_newer_name_is_not_taken(outcomes: Outcomes) -> None:
+    for step, _, refused in outcomes[_older_model.__name__]:
         assert step == 10
         assert "is that of step 10; the folder was renamed" in " ".join(refused)
 
@@ -154,7 +165,7 @@ def _burnt_disk(machine: Machine) -> Any:
 
 
 def test_second_copies_replace_a_burnt_disk_and_damaged_parts(ranks: Ranks, tmp_path: Path) -> None:
-    results = on_machines(ranks, tmp_path, _burnt_disk, count=3)
+    results = [found for (found,) in ranks(3, _run, str(tmp_path), 3, [_burnt_disk])]
     for rank, (healed, restored, names) in enumerate(results):
         assert healed[:2] == restored[:2] == (20, 1), (healed, restored)
         repaired = healed[-1]
@@ -171,8 +182,8 @@ def _full_disk(machine: Machine) -> Any:
     return problem, leftovers, machine.save(30), machine.restore()
 
 
-def test_a_full_disk_on_one_machine_costs_that_step_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    for problem, leftovers, again, restored in on_machines(ranks, tmp_path, _full_disk):
+def test_a_full_disk_on_one_machine_costs_that_step_on_all(outcomes: Outcomes) -> None:
+    for problem, leftovers, again, restored in outcomes[_full_disk.__name__]:
         assert problem.startswith("rank 1: ")
         assert "`ulimit -f` allows 4,096 bytes; raise it" in problem
         assert leftovers == []
@@ -215,17 +226,15 @@ def _damage(path: Path, what: str, where: float) -> None:
     path.unlink() if what == "lose" else path.write_bytes(data)
 
 
-def test_whatever_is_damaged_the_newest_whole_step_is_restored_on_all(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    outcomes = on_machines(ranks, tmp_path, _at_random)
-    for mine, other in zip(*outcomes, strict=True):
+def test_whatever_is_damaged_the_newest_whole_step_is_restored_on_all(outcomes: Outcomes) -> None:
+    found = outcomes[_at_random.__name__]
+    for mine, other in zip(*found, strict=True):
         assert mine[:2] == other[:2], (mine, other)
         step, _, refused = mine
         assert step in (10, 20, 30)
         if step < 30:  # machine 0 warns
             assert f"step-{step + 10}" in " ".join(refused)
-    assert {outcome[0] for outcome in outcomes[0]} == {10, 20, 30}
+    assert {outcome[0] for outcome in found[0]} == {10, 20, 30}
 
 
 def _out_of_step(machine: Machine) -> Any:
@@ -235,8 +244,8 @@ def _out_of_step(machine: Machine) -> Any:
     return problems, files.steps(machine.root), machine.restore()
 
 
-def test_a_checkpoint_is_of_one_step(ranks: Ranks, tmp_path: Path) -> None:
-    behind, ahead = on_machines(ranks, tmp_path, _out_of_step)
+def test_a_checkpoint_is_of_one_step(outcomes: Outcomes) -> None:
+    behind, ahead = outcomes[_out_of_step.__name__]
     assert behind[0].pop(10) == (
         "rank 1 saves step 20 and not step 10, as a rank was lost in between"
     )

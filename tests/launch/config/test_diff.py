@@ -22,6 +22,9 @@ def described(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def test_equal_settings_and_those_that_may_change_are_not_reported() -> None:
     assert not described({}, {"run": {"name": "other"}, "eval": {"every_epochs": 2}})
     assert not described({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
+    once, twice = ({"train": {"decay": "none", "epochs": epochs}} for epochs in (1, 2))
+    assert not described(once, twice), "no learning rate depends on them"
+    assert described({"train": {"epochs": 1}}, {"train": {"epochs": 2}})
 
 
 @TORCH_2_13

@@ -54,25 +54,21 @@ def use(
     )
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_files_without_locks_or_replacing_renames_are_used_without(
-    faults: Path, tmp_path: Path, code: int
+@pytest.mark.parametrize(
+    ("lock", "flush"), [(errno.ENOLCK, errno.EINVAL), (errno.EOPNOTSUPP, errno.ENOSYS)]
+)
+def test_locks_replacing_renames_and_flushed_folders_are_done_without(
+    faults: Path, tmp_path: Path, lock: int, flush: int
 ) -> None:
-    done = use(faults, tmp_path, f"flock={code},rename={errno.EEXIST}")
-    assert done.stdout == "locked False\na False\nb False\n", done.stderr
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
-def test_folders_that_cannot_be_flushed_are_told_once(
-    faults: Path, tmp_path: Path, code: int
-) -> None:
-    done = use(faults, tmp_path, f"fsync={code}")
-    warning, *others = done.stdout.splitlines()[1:]
+    """That folders cannot be flushed is told once."""
+    done = use(faults, tmp_path, f"flock={lock},rename={errno.EEXIST},fsync={flush}")
+    locked, warning, *others = done.stdout.splitlines()
+    assert locked == "locked False", done.stderr
     assert warning.startswith(f"warning: {tmp_path}: its file system cannot flush a folder")
     assert others == ["a False", "b False"]
 
 
-@pytest.mark.parametrize("fault", [f"fsync={errno.EIO}", f"flock={errno.EIO}", "rename=28"])
+@pytest.mark.parametrize("fault", [f"fsync={errno.EIO}", "rename=28"])
 def test_a_disk_that_fails_is_an_error(faults: Path, tmp_path: Path, fault: str) -> None:
     done = use(faults, tmp_path, fault)
     assert done.returncode == 1

@@ -106,7 +106,7 @@ def huggingface_run(run_file: Path) -> None:
     ("package", "name"),
     [
         *(("transformers", name) for name in ("train", "plan", "doctor", "export")),
-        *(("peft", name) for name in ("train", "plan")),
+        ("peft", "train"),
     ],
 )
 def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
@@ -118,34 +118,14 @@ def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--dry-run"], ["--nnodes", "2", "--rdzv", "localhost:1"]])
-@pytest.mark.parametrize("example", ["gpt2_wikitext_small", "bert_cola_small", "gptjt_small"])
-def test_examples_without_a_download(tmp_path: Path, example: str, arguments: list[str]) -> None:
-    done = without("transformers", tmp_path, "train", f"examples/{example}.toml", *arguments)
-    message = f"error: the package 'transformers' (extra 'hf') is not installed; run {HF}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("package", "overrides", "message"),
-    [
-        (
-            "peft",
-            [],
-            f"rank 0: the package 'peft' (extra 'hf') is not installed; run {HF}",
-        ),
-    ],
-)
-def test_ranks_that_torchrun_started(
-    run_file: Path, package: str, overrides: list[str], message: str
-) -> None:
+def test_ranks_that_torchrun_started(run_file: Path) -> None:
     huggingface_run(run_file)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    arguments = command("train", run_file, "pipeline.cuts=[]", *overrides)
-    done = without(package, run_file.parent, *arguments, **environment)
+    arguments = command("train", run_file, "pipeline.cuts=[]")
+    done = without("peft", run_file.parent, *arguments, **environment)
     assert done.returncode in (1, 2)
+    message = f"rank 0: the package 'peft' (extra 'hf') is not installed; run {HF}"
     assert done.stderr == f"{message}\n"
 
 

@@ -249,20 +249,16 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
-def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
-    write_program(folder, replicas=2, exchange=exchange)
+def test_replicas_of_ones_own_model(folder: Path) -> None:
+    write_program(folder, replicas=2, exchange="diloco")
     run("run", "mine.py")
     summary = json.loads((folder / "runs/mine/summary.json").read_text(encoding="utf-8"))
     assert summary["replicas"] == 2
     assert set(load_file("mine.safetensors")) == set(own_module()["model"]().state_dict())
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["muon", pytest.param("torch.optim:SGD", marks=pytest.mark.slow)]
-)
-def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: str) -> None:
-    chosen = ("--set", f'train.optimizer="{optimizer}"', "--set", "checkpoint.keep=9")
+def test_muon_trains_and_resumes_bit_for_bit(folder: Path) -> None:
+    chosen = ("--set", "train.optimizer=muon", "--set", "checkpoint.keep=9")
     run("train", "run.toml", *chosen)
     whole = losses(folder / "runs/twin")
     assert whole[-1] < whole[0]
@@ -271,12 +267,6 @@ def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: 
 
 
 @pytest.mark.slow
-def test_cuts_can_be_measured(folder: Path) -> None:
-    auto = ("--set", 'pipeline.cuts="auto"', "--set", "pipeline.stages=3")
-    done = run("train", "run.toml", *auto)
-    assert 'pipeline.cuts = "auto": [' in done.stderr
-
-
 def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
     folder: Path,
 ) -> None:
@@ -295,41 +285,15 @@ def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
 
 
 @pytest.mark.slow
-def test_a_scheduler_beside_a_schedule_or_unknown_to_the_run_is_refused(folder: Path) -> None:
-    made = "torch.optim.AdamW(pipe.parameters(), 1e-2)"
-    with_own = PROGRAM.format(replicas=1, exchange="allreduce").replace(
-        f'run = tp.Run("runs/mine", pipe, {made})',
-        f"adam = {made}\ncosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 8)\n"
-        'run = tp.Run("runs/mine", pipe, adam)',
-    )
-    (folder / "mine.py").write_text(with_own)
-    assert "does not know" in run("run", "mine.py", code=2).stderr
-    twice = with_own.replace('mine", pipe, adam', 'two", pipe, adam, schedule=lambda step: 1.0')
-    (folder / "mine.py").write_text(twice)
-    told = run("run", "mine.py", code=2).stderr
-    assert "one of them must set the rates: put it into Run(schedule=function" in told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        ('found = run.evaluate(Texts("eval.pt"))', "run.evaluate"),
-        ('run.save_model("mine.safetensors")', "run.save_model"),
-    ],
-)
-def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(
-    folder: Path, call: str, told: str
-) -> None:
+def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(folder: Path) -> None:
     program = (folder / "mine.py").read_text(encoding="utf-8")
-    alone = program.replace(call, f'if os.environ["RANK"] == "0": found = {call.split("= ")[-1]}')
-    (folder / "mine.py").write_text(alone.replace("sorted(found)", "1"))
+    call = 'run.save_model("mine.safetensors")'
+    (folder / "mine.py").write_text(program.replace(call, f'if os.environ["RANK"] == "0": {call}'))
     done = Command("run", "mine.py").done()
     assert done.returncode
     # whichever rank notices first
-    assert re.search(
-        f"after step [26] rank . makes the call .*{told}|{told}, and rank", done.stderr
-    )
+    told = "run.save_model"
+    assert re.search(f"after step 6 rank . makes the call .*{told}|{told}, and rank", done.stderr)
     assert "none inside `if rank == 0`" in done.stderr
     assert len(done.stderr.splitlines()) < 12
     assert "SIGABRT" not in done.stderr
@@ -344,31 +308,24 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
     said = run("run", "fails.py", code=2).stderr
     assert "ZeroDivisionError" in said
     assert 'File "fails.py", line 1' in said.splitlines()[2], "its own lines only"
-    alone = subprocess.run(
-        [sys.executable, "mine.py"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert alone.returncode == 1
-    assert "needs 3 processes; start it with `thinpipe run mine.py`" in alone.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x = (", "the program failed:\n  File"),
-        ("import mymodul", "bad.py, line 1: the package 'mymodul' is not installed; run "),
-        ("import mymodul", "a module of your own belongs next to bad.py"),
+        (
+            "import mymodul",
+            r"bad.py, line 1: the package 'mymodul' is not installed; run "
+            r".*a module of your own belongs next to bad.py",
+        ),
         (
             "import thinpipe as tp\ntp.AQSGD(bits=40)",
-            "bad.py, line 2: AqsgdConfig: bits = 40: use 8",
+            r"bad.py, line 2: AqsgdConfig: bits = 40: use 8",
         ),
-        ("import thinpipe as tp\ntp.Run('a', 1)", "pipeline is a int; give it a thinpipe.Pipeline"),
         (
             "import thinpipe as tp, torch\ntp.Pipeline(torch.nn.ReLU())",
             "Pipeline: model is a ReLU; give the function that makes it",
-        ),
-        (
-            "import thinpipe as tp\ntp.Pipeline(lambda: [])",
-            "returned list, not a module; return an nn.Sequential",
         ),
     ],
 )
@@ -377,7 +334,7 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
 ) -> None:
     (folder / "bad.py").write_text(text)
     said = run("run", "bad.py", code=2).stderr
-    assert message in said
+    assert re.search(message, said)
     assert "launch/run" not in said
 
 

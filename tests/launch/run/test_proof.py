@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, config, start
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.run import proof
@@ -33,16 +33,6 @@ def _wrong_weights(rank: int, moment: bool) -> Any:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("moment", "what"), [(False, "weights"), (True, "optimizer state")])
-def test_one_bit_of_a_replica_is_found_and_named_on_all_ranks(
-    ranks: Ranks, moment: bool, what: str
-) -> None:
-    message = f"after step 4 rank 1 and rank 0 hold different {what} of stage 0: "
-    for error in ranks(2, _wrong_weights, moment):
-        assert error.startswith(message)
-        assert "--resume --step N" in error
-
-
 def _wrong_remembered(rank: int) -> Any:
     shards = {"method": "qsdp", "weights": "differences", "keep_below": 64}
     built = start(config(pipeline={"cuts": [], "shards": 2}, shards=shards))
@@ -57,12 +47,6 @@ def _wrong_remembered(rank: int) -> Any:
     return str(caught.value)
 
 
-@TORCH_2_13
-def test_what_shards_remember_differently_is_named(ranks: Ranks) -> None:
-    for error in ranks(2, _wrong_remembered):
-        assert "cached shard weights at position 0 of replica 0" in error
-
-
 def _other_processor(rank: int) -> Any:
     built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
     test, kinds = Proof(built, built.engine.transport, 1), ["an old one", "a new one"]
@@ -75,12 +59,6 @@ def _other_processor(rank: int) -> Any:
     for step in (1, 2):
         test.compare(step)
     return logged
-
-
-def test_replicas_on_other_processors_are_not_compared_and_that_is_said_once(ranks: Ranks) -> None:
-    (said, *more), silent = ranks(2, _other_processor)
-    assert "different processors (an old one; a new one) may round differently" in said
-    assert more == silent == []
 
 
 def _wrong_row(rank: int) -> Any:
@@ -99,10 +77,48 @@ def _wrong_row(rank: int) -> Any:
     return whole, found, len(memory), losses, test.compare(3)
 
 
-def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(ranks: Ranks) -> None:
-    (whole, found, held, losses, after), other = ranks(2, _wrong_row)
+def _all(rank: int) -> Any:
+    return {
+        "weights": _wrong_weights(rank, False),
+        "optimizer state": _wrong_weights(rank, True),
+        "row": _wrong_row(rank),
+        "remembered": None if TORCH_2_13.args[0] else _wrong_remembered(rank),
+        "processor": _other_processor(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What both ranks have found, by what was wrong."""
+    one, other = run_ranks(2, _all)
+    return {what: (one[what], other[what]) for what in one}
+
+
+@pytest.mark.parametrize("what", ["weights", "optimizer state"])
+def test_one_bit_of_a_replica_is_found_and_named_on_all_ranks(found: Any, what: str) -> None:
+    for error in found[what]:
+        assert error.startswith(
+            f"after step 4 rank 1 and rank 0 hold different {what} of stage 0: "
+        )
+        assert "--resume --step N" in error
+
+
+@TORCH_2_13
+def test_what_shards_remember_differently_is_named(found: Any) -> None:
+    for error in found["remembered"]:
+        assert "cached shard weights at position 0 of replica 0" in error
+
+
+def test_replicas_on_other_processors_are_not_compared_and_that_is_said_once(found: Any) -> None:
+    (said, *more), silent = found["processor"]
+    assert "different processors (an old one; a new one) may round differently" in said
+    assert more == silent == []
+
+
+def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(found: Any) -> None:
+    (whole, repaired, held, losses, after), other = found["row"]
     assert whole == other[0] == {}
-    assert found == other[1] == {"cut-2.forward": 4}
+    assert repaired == other[1] == {"cut-2.forward": 4}
     assert held == other[2] == 4  # sent again since
     assert losses == other[3]
     assert after == other[4] == {}

@@ -133,10 +133,20 @@ def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
     assert b"step 15/15" in b" ".join(done.stdout.split())
 
 
-def test_where_there_is_no_file_it_is_said_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a notebook, or typed into Python."""
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+def test_without_ranks_it_is_said_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file; then as in a notebook, or typed into Python."""
     pipe = tp.Pipeline(two_layers, cuts=[1], device="cpu")
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", "here/mine.py", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"needs 2 processes; start it with `thinpipe run mine\.py`"
+    ):
+        tp.Run("runs/a", pipe)
+    with pytest.raises(ConfigError, match=r"pipeline is a int; give it a thinpipe\.Pipeline"):
+        tp.Run("runs/a", 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"returned list, not a module; return an nn\.Sequential"):
+        tp.Pipeline(list)  # type: ignore[arg-type]
+    monkeypatch.delattr(main, "__file__")
     with pytest.raises(ConfigError, match="needs 2 processes; write the program to a file") as said:
         tp.Run("runs/a", pipe)
     assert "%%writefile mine.py" in str(said.value)

@@ -113,7 +113,6 @@ function plan() { if (!due) { due = true; requestAnimationFrame(render); } }
 /* A message replaces rows of a run from `start` on, and those parts of it that changed. */
 function apply(message) {
   if (message.problem !== undefined) { live.problem = message.problem; tell(live.words); }
-  else if (message.over) { live.over = true; tell(""); }
   else if (message.table) compared = message;
   else if (message.run !== undefined) {
     const run = runs[message.run] ||= { columns: {}, parts: {}, silence: "" };
@@ -132,11 +131,11 @@ function apply(message) {
   plan();
 }
 
-const live = { words: "", problem: "", over: false };
+const live = { words: "", problem: "" };
 function tell(words) {
   live.words = words;
   if (runs.length) plan();
-  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words || "The run ended before its first step.");
+  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words);
 }
 
 async function follow() {
@@ -148,13 +147,12 @@ async function follow() {
       if (answer.status === 503) problem = "Too many people are watching this page; trying again.";
       if (answer.status === 401) return tell("This page needs the whole link that was printed where it was started, with its token.");
       if (answer.ok) {
-        live.over = false; tell("Live.");
+        tell("Live.");
         await listen(answer.body.pipeThrough(new TextDecoderStream()).getReader());
       }
     } catch { /* the server is gone, or the network: tried again */ }
-    if (live.over && runs.length && runs.every(run => !run.parts.head.state)) return;
-    if (!live.over) tell(problem);
-    await wait(live.over ? 10 : 2);  // a run that failed may be started again
+    tell(problem);
+    await wait(2);
   }
 }
 async function listen(reader) {

@@ -16,7 +16,7 @@ from thinpipe.launch.view.watch.server import Site
 class Restless:
     """A run that has steps more each time that anybody looks at it."""
 
-    silence, story, problem, is_over = "", None, "", False
+    silence, story, problem = "", None, ""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -91,32 +91,6 @@ def test_what_cannot_be_read_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-class Ended(Restless):
-    """A run whose state says that it is over once it has been looked at a few times."""
-
-    patience_s = 10.0
-
-    @property
-    def is_over(self) -> bool:
-        return self.patience_s == 0.0 and self._looks > 20
-
-
-def test_who_follows_is_told_all_and_then_that_it_is_over() -> None:
-    async def end_soon() -> tuple[list[Any], float]:
-        site = site_of(Ended())
-        stream = asyncio.create_task(told(site, lambda _: False))
-        await asyncio.sleep(0.5)
-        began_s = time.monotonic()
-        await site.end()
-        took_s = time.monotonic() - began_s
-        return await stream, took_s
-
-    messages, took_s = asyncio.run(end_soon())
-    assert took_s < 2, "it waits for the end only"
-    assert messages[-1] == {"over": True}
-    assert any(m.get("columns", {}).get("step", [0])[-1] > 3 for m in messages[-4:])
-
-
 class Still(Restless):
     """A run that nothing happens to."""
 
@@ -139,11 +113,11 @@ def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -
 def test_a_long_run_delays_news_by_no_more_than_half_a_minute_of_its_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slept: list[float] = []
+    slept, sleep = list[float](), asyncio.sleep
 
-    async def counted(_: Site, seconds: float) -> None:
+    async def counted(seconds: float) -> None:
         slept.append(seconds)
-        await asyncio.sleep(0.001)
+        await sleep(0.001)
 
     class Slow(Still):
         def refresh(self) -> bool:
@@ -158,7 +132,7 @@ def test_a_long_run_delays_news_by_no_more_than_half_a_minute_of_its_reading(
             return False
 
     monkeypatch.setattr(server, "_SHARE", 1e-3)
-    monkeypatch.setattr(Site, "_pause", counted)
+    monkeypatch.setattr(asyncio, "sleep", counted)
     asyncio.run(told(site_of(Waits()), lambda _: bool(slept), 5.0))
     assert max(slept) < 15, "time in which it had no core, or waited for a disk, is nobody's"
     monkeypatch.setattr(server, "_SHARE", 1e-4)
