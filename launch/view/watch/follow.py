@@ -91,15 +91,12 @@ class Followed:
         """That no step has come for unusually long, in words."""
         return silence(self.story, silent_s(self.folder)) if self.story else ""
 
-    @property
-    def is_over(self) -> bool:
-        return self.story is not None and self.story.ended is not None
-
     def refresh(self, *, strict: bool = False) -> bool:
         """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
         known = seen == self._seen and any(seen)  # nothing at all: a run that is just starting
-        if known and (self.is_over or not is_gone(self.folder)):
+        over = self.story is not None and self.story.ended is not None
+        if known and (over or not is_gone(self.folder)):
             return False
         try:
             self._read(seen[0], strict=strict)

@@ -16,7 +16,7 @@ from thinpipe.launch.view.watch.server import Site
 class Restless:
     """A run that has steps more each time that anybody looks at it."""
 
-    silence, story, problem = "", None, ""
+    silence, story, problem, is_over = "", None, "", False
 
     def __init__(self) -> None:
         self._looks = 0
@@ -113,11 +113,11 @@ def test_a_stream_sleeps_while_nothing_is_new(monkeypatch: pytest.MonkeyPatch) -
 def test_a_long_run_delays_news_by_no_more_than_half_a_minute_of_its_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slept, sleep = list[float](), asyncio.sleep
+    slept: list[float] = []
 
-    async def counted(seconds: float) -> None:
+    async def counted(_: Site, seconds: float) -> None:
         slept.append(seconds)
-        await sleep(0.001)
+        await asyncio.sleep(0.001)
 
     class Slow(Still):
         def refresh(self) -> bool:
@@ -132,7 +132,7 @@ def test_a_long_run_delays_news_by_no_more_than_half_a_minute_of_its_reading(
             return False
 
     monkeypatch.setattr(server, "_SHARE", 1e-3)
-    monkeypatch.setattr(asyncio, "sleep", counted)
+    monkeypatch.setattr(Site, "_pause", counted)
     asyncio.run(told(site_of(Waits()), lambda _: bool(slept), 5.0))
     assert max(slept) < 15, "time in which it had no core, or waited for a disk, is nobody's"
     monkeypatch.setattr(server, "_SHARE", 1e-4)
