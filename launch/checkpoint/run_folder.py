@@ -75,8 +75,7 @@ class RunFolder:
         Not where a restart would follow: it would resume the earlier run.
         """
         aside = self._aside
-        trained = any((self._path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
-        if aside is None or trained:
+        if aside is None or _holds_a_run(self._path):
             return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._path)
@@ -140,6 +139,10 @@ def _locked(file: TextIOWrapper) -> bool:
         return disk.lock(file)
     time.sleep(_MOMENT_S)
     return disk.lock(file)
+
+
+def _holds_a_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
 
 
 def _move_aside(path: Path) -> Path:

@@ -317,9 +317,12 @@ class Checkpoints:
             self._made_peers = self._session.transport.peers("world")
         return self._made_peers
 
+    def _layouts(self, manifest: Manifest) -> tuple[Layout, Layout]:
+        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
+        return Layout.of(saved), Layout.of(mine)
+
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        both = (manifest.meta, self._facts)
-        before, now = (Layout.of(facts["config"]["pipeline"]) for facts in both)
+        before, now = self._layouts(manifest)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
             distribute(self._built, state, folder)

@@ -15,7 +15,6 @@ _MAY_CHANGE = (
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device", "offload")),
     *(f"pipeline.{name}" for name in ("deterministic", "devices_per_rank", "peer_timeout_s")),
 )
-"""Prefixes of settings that may change."""
 _EPOCHS, _STEPS = "train.epochs", "train.max_steps"
 _MOST = 8
 
@@ -35,9 +34,7 @@ class Change(NamedTuple):
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
     saved, now = (_with_weights(without_removed(config)) for config in (saved, now))
-    may_change: tuple[str, ...] = _MAY_CHANGE
-    if saved["train"]["decay"] == "none":  # no learning rate depends on them
-        may_change += (_EPOCHS, _STEPS)
+    may_change = _may_change(saved)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
         may_change += ("shards.ranks_per_site",)  # it divides them
         if saved["model"].get("lora"):  # shards hold frozen weights in fp32
@@ -78,6 +75,11 @@ def epochs_hint(changes: Sequence[Change]) -> str:
     return (
         ' (train.epochs may change only with train.decay = "none", since the decay depends on it)'
     )
+
+
+def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prefixes of settings that may; epochs if no learning rate depends on them."""
+    return (*_MAY_CHANGE, _EPOCHS, _STEPS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:

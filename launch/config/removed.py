@@ -26,7 +26,6 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
     ("model.pooling", "mean", "labels come from the mean over tokens, remove it"),
     ("data.dataset", None, 'set path = "hf:OWNER/NAME:CONFIG" instead'),
-    ("watch", {}, "run `thinpipe watch RUN_FOLDER` beside the run"),
     (
         "train.verify_share",
         0.008,

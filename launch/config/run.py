@@ -46,6 +46,7 @@ from thinpipe.launch.config.sections import (
     ReportConfig,
     RunSection,
     TrainConfig,
+    WatchConfig,
 )
 from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
@@ -62,6 +63,7 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "run": {"folder"},
     "memory": True,
     "report": True,
+    "watch": True,
     "data": {
         **dict.fromkeys(("path", "eval_path", "tokenizer", "chat_template"), True),
         "sources": {"__all__": {"path"}},
@@ -87,6 +89,7 @@ class RunConfig(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()
     report: ReportConfig = ReportConfig()
+    watch: WatchConfig = WatchConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
     shards: ShardsConfig = ShardsConfig()
     network: NetworkConfig = NetworkConfig()

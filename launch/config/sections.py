@@ -1,4 +1,4 @@
-"""The sections [run], [train], [eval], [checkpoint], [elastic] and [report]."""
+"""The sections [run], [train], [eval], [checkpoint], [report] and [watch]."""
 
 import difflib
 import re
@@ -148,3 +148,14 @@ class ReportConfig(BaseModel):
 
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     project: str = Field("thinpipe", min_length=1)
+
+
+class WatchConfig(BaseModel):
+    """A live page of the run at `http://localhost:port`, on the machine of rank 0 alone.
+
+    It is the one of `thinpipe watch`, in a process of its own, and ends with the run.
+    """
+
+    model_config = _STRICT
+
+    port: int | None = Field(None, ge=1, le=65535)

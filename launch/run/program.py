@@ -93,9 +93,7 @@ class Run(RankRun):
             )
         train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
         train["accumulate"] = accumulate
-        named = [one for one in metrics if isinstance(one, str)]  # others have no names in a file
-        evaluated = {"metrics": named if metrics else None, "best": best, "patience": patience}
-        chosen = _sections(settings or {}, writers, evaluated)
+        chosen = _sections(settings or {}, writers, _evaluated(metrics, best, patience))
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._reading = Reading()
@@ -212,8 +210,14 @@ def _sections(
 ) -> Mapping[str, Mapping[str, Any]]:
     """Settings by section, which win over what a run's own arguments say."""
     report = {"report": {"writers": list(writers)}} if writers else {}
-    given = {name: value for name, value in evaluation.items() if value is not None}
-    return {**report, **settings, "eval": {**given, **settings.get("eval", {})}}
+    return {**report, **settings, "eval": {**evaluation, **settings.get("eval", {})}}
+
+
+def _evaluated(metrics: Sequence[object], best: str | None, patience: int | None) -> dict[str, Any]:
+    """The section [eval] of these; functions and objects have no names in it."""
+    named = [one for one in metrics if isinstance(one, str)]
+    given = {"metrics": named if metrics else None, "best": best, "patience": patience}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _found(config: RunConfig) -> None:

@@ -1,9 +1,12 @@
 """Records of a run's steps: shown, written to its folder, and made into the report."""
 
 import platform
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
+_kept: list[subprocess.Popen[str]] = []
+"""Servers whose input ends with this process; unless they are kept, Python ends it."""
 _REPORT_SHARE = 0.01
 """Share of the time since the last report that the next may take: training waits for it."""
 
@@ -97,7 +102,12 @@ class Records:
 
         self._journal = Journal(self._info, self._places, self._links)
         self._display.keep = self._noted
-        stack.enter_context(self._journal)
+        if (port := self._config.watch.port) is not None:
+            self._journal.write()  # which the page needs
+            samples = self._config.eval.samples > 0
+            page = served(self._info.folder, port, self._display.note, until_exit=samples)
+            stack.enter_context(page)
+        stack.enter_context(self._journal)  # left before the page, which shows how the run ended
 
     def _noted(self, text: str) -> None:
         from thinpipe.launch.view.report.journal import add_note
@@ -200,6 +210,42 @@ class Records:
             disk.warn_once("report", f"{folder}/report.html: {disk.why(error, folder)}")
             return False
         return True
+
+
+@contextmanager
+def served(
+    folder: Path, port: int, note: Callable[[str], None], *, until_exit: bool
+) -> Iterator[None]:
+    """Serve the page of a run from another process, as threads of this one would slow its steps.
+
+    Where it is, is noted once it is there. When its standard input ends, also if this process is
+    killed, it shows those who follow how the run ended, and ends itself: nobody waits for that.
+    That is `until_exit` of this process, if its last act is to write samples. Ctrl-C is not for it.
+    """
+    words = ["watch", str(folder), "--listen", f"127.0.0.1:{port}", "--with-parent"]
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", *words]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    threading.Thread(target=_note_link, args=(server, note), daemon=True).start()
+    try:
+        yield
+    finally:
+        assert server.stdin is not None
+        if until_exit:
+            _kept.append(server)
+        else:
+            server.stdin.close()
+
+
+def _note_link(server: subprocess.Popen[str], note: Callable[[str], None]) -> None:
+    """Pass on where the page is; a server that cannot have its port says why itself."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with server.stdout:
+        for line in server.stdout:
+            if line.startswith("watch at ") and not server.stdin.closed:
+                note(line.strip())
+    server.wait()
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

@@ -130,12 +130,12 @@ def silent_s(folder: Path) -> float:
     return 0.0
 
 
-def is_gone(folder: Path) -> bool:
-    """Whether no process trains in a folder, and `GONE_S` have passed without a step.
+def is_gone(folder: Path, patience_s: float = GONE_S) -> bool:
+    """Whether no process trains in a folder, and `patience_s` have passed without a step.
 
     Only the machine that trained there can tell: elsewhere a lock may not be seen.
     """
-    if silent_s(folder) < GONE_S or disk.is_locked(folder / disk.RUN_LOCK) is not False:
+    if silent_s(folder) < patience_s or disk.is_locked(folder / disk.RUN_LOCK) is not False:
         return False
     owner = disk.run_owner(folder)
     return owner is not None and owner.host == socket.gethostname()
@@ -163,7 +163,7 @@ class Told:
         ValueError: `state.json` is none, or damaged.
     """
 
-    def __init__(self, folder: Path, given: Any = None) -> None:
+    def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:
         try:
             state = given or json.loads((folder / STATE).read_text(encoding="utf-8"))
             self.info = _info_of(state["info"], folder)
@@ -173,7 +173,7 @@ class Told:
                 str(host): _all_with(EdgeSample, own) for host, own in state["traces"].items()
             }
             self.ended: str | None = state.get("ended")
-            if self.ended is None and is_gone(folder):
+            if self.ended is None and is_gone(folder, patience_s):
                 self.ended = _GONE
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
         except FileNotFoundError:

@@ -13,6 +13,7 @@ from thinpipe.launch.host.interfaces import format_endpoint, interfaces, parse_e
 from thinpipe.launch.host.interfaces import resolve as address_of
 from thinpipe.launch.host.interfaces import serve as listen_at
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.priority import give_way
 from thinpipe.launch.view.watch.follow import Followed
 
 
@@ -35,6 +36,9 @@ def watch(
             "--export", metavar="FILE", help="Write the page as one file, and serve nothing."
         ),
     ] = None,
+    with_parent: Annotated[
+        bool, typer.Option("--with-parent", help="End when standard input does.")
+    ] = False,
 ) -> None:
     """Show runs, live, on a page, or write it as a file."""
     try:
@@ -43,9 +47,11 @@ def watch(
             _export(followed, export)
             typer.echo(str(export))
             return
-        _serve(followed, listen)
+        if with_parent:
+            give_way()
+        _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"error: {explain(error)}", err=True)
+        typer.echo(f"{'warning' if with_parent else 'error'}: {explain(error)}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -67,7 +73,7 @@ def _export(runs: list[Followed], file: Path) -> None:
     write_page(file, stories)
 
 
-def _serve(runs: list[Followed], listen: str) -> None:
+def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
     from thinpipe.launch.view.watch.server import serve
 
     try:
@@ -88,13 +94,15 @@ def _serve(runs: list[Followed], listen: str) -> None:
         if error.errno == errno.EADDRNOTAVAIL:
             why = f"--listen = {listen}: this machine has no such address; it has "
             why += ", ".join(_names("0.0.0.0"))
+        if of_run:
+            why = f"watch.port = {port}: {problem}; the run goes on without its page"
         raise ValueError(why) from None
     links = [
         f"http://{format_endpoint(name, sock.getsockname()[1])}/" + (f"#{token}" if token else "")
         for name in _names(address)
     ]
     _say(links, token)
-    serve(runs, address, sock, token)
+    serve(runs, address, sock, token, with_input=of_run)
 
 
 def _names(address: str) -> list[str]:

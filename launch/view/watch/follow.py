@@ -11,6 +11,7 @@ from typing import Any
 from thinpipe.launch.view.report.compare import comparison
 from thinpipe.launch.view.report.content import Json, Story, content, silence
 from thinpipe.launch.view.report.journal import (
+    GONE_S,
     METRICS,
     NOTES,
     STATE,
@@ -73,6 +74,8 @@ class Followed:
         self.story: Story | None = None
         self.problem = ""
         """Why the folder cannot be read, if twice it could not."""
+        self.patience_s = GONE_S
+        """After the last step, before the lock of the folder is looked at."""
         self._restart()
         self._series = 0
         self._seen: list[Any] = []
@@ -91,12 +94,15 @@ class Followed:
         """That no step has come for unusually long, in words."""
         return silence(self.story, silent_s(self.folder)) if self.story else ""
 
+    @property
+    def is_over(self) -> bool:
+        return self.story is not None and self.story.ended is not None
+
     def refresh(self, *, strict: bool = False) -> bool:
         """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
         seen = [_signature(self.folder / name) for name in _FILES]
         known = seen == self._seen and any(seen)  # nothing at all: a run that is just starting
-        over = self.story is not None and self.story.ended is not None
-        if known and (over or not is_gone(self.folder)):
+        if known and (self.is_over or not is_gone(self.folder, self.patience_s)):
             return False
         try:
             self._read(seen[0], strict=strict)
@@ -138,11 +144,11 @@ class Followed:
             self._rows.add(record)
         if self._records:
             self._tell()
-        elif not strict and is_gone(self.folder):
+        elif not strict and is_gone(self.folder, self.patience_s):
             raise ValueError(f"{self.folder}: {_GONE_EARLY}")
 
     def _tell(self) -> None:
-        told = Told(self.folder)
+        told = Told(self.folder, patience_s=self.patience_s)
         notes = read_notes(self.folder)
         if self._damaged:
             text = f"warning: {self._damaged} damaged lines of {METRICS} are left out"

@@ -7,9 +7,13 @@ alone: for two addresses a framework would only add code between a client and it
 import asyncio
 import hmac
 import json
+import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -33,6 +37,9 @@ _MOST_STREAMS = 64
 _MOST_WAITING = 128
 """Connections without a whole request; beyond, the oldest are closed."""
 _REQUEST_S, _WRITE_S = 10.0, 20.0
+_LAST_S = 3.0
+"""To show those who follow how a run ended, before its server ends."""
+_ASK_AGAIN_S, _LOOKS = 0.1, 10
 _MOST_HEADERS = 8192
 _NOT_YET = ""
 """Before the runs were compared; None if there is nothing to compare."""
@@ -63,6 +70,15 @@ class Site:
         self._reader: asyncio.Task[None] | None = None
         self._fresh = asyncio.Event()
         self._compared: str | None = _NOT_YET
+        self._ending, self._is_over = asyncio.Event(), False
+
+    async def end(self) -> None:
+        """Read the folders once more, and tell who follows how the runs ended."""
+        for run in self._runs:
+            run.patience_s = 0.0
+        self._ending.set()
+        while self._streams:
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def __call__(
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
@@ -104,7 +120,7 @@ class Site:
         """Tell a client all, then what changes, until it leaves or takes no more."""
         left = asyncio.create_task(_left(receive))
         self._streams += 1
-        if self._reader is None or self._reader.done():
+        if not self._is_over and (self._reader is None or self._reader.done()):
             self._fresh.clear()  # what was read before is as old as the last reader's leaving
             self._reader = asyncio.create_task(self._read())
             self._reader.add_done_callback(lambda _: self._fresh.set())
@@ -115,7 +131,7 @@ class Site:
             told: str | None = None
             problem, alive = "", list[str]()
             while not left.done():
-                version = self._version
+                version, over = self._version, self._is_over
                 moments = [run.moment for run in self._runs]  # a thread replaces them meanwhile
                 messages = [
                     moment.since(number, before)
@@ -132,8 +148,12 @@ class Site:
                 before, alive = alive, self._alive()
                 if alive != before or not messages:
                     messages += alive
+                messages += ['{"over":true}'] * over
                 for text in messages:
                     await send(_body(f"data: {text}\n\n"))
+                if over:
+                    await send({"type": "http.response.body", "body": b""})
+                    break
                 await self._next(version, left)
         finally:
             self._streams -= 1
@@ -158,10 +178,13 @@ class Site:
     async def _read(self) -> None:
         """Read the folders while anybody looks."""
         loop = asyncio.get_running_loop()
-        while self._streams:
-            began_s = loop.time()
+        looks = 0
+        while self._streams and not self._is_over:
+            began_s, looks = loop.time(), looks + self._ending.is_set()
             reads = [await asyncio.to_thread(_timed, run.refresh) for run in self._runs]
-            if any(news for news, _ in reads) or self._compared == _NOT_YET:
+            if looks:  # a process that is killed may lose its pipe before its lock
+                self._is_over = looks > _LOOKS or all(run.is_over for run in self._runs)
+            if any(news for news, _ in reads) or self._compared == _NOT_YET or self._is_over:
                 message, took_s = await asyncio.to_thread(_timed, partial(compared, self._runs))
                 reads.append((True, took_s))
                 self._compared = json.dumps(message) if message else None
@@ -171,7 +194,13 @@ class Site:
             self._fresh.set()
             # on a busy machine most of the time is waiting for a core, which takes nobody's
             least_s = max(PERIOD_S, loop.time() - began_s)
-            await asyncio.sleep(min(_LONGEST_S, max(least_s, sum(s for _, s in reads) / _SHARE)))
+            await self._pause(min(_LONGEST_S, max(least_s, sum(s for _, s in reads) / _SHARE)))
+
+    async def _pause(self, seconds: float) -> None:
+        if self._ending.is_set():
+            await asyncio.sleep(_ASK_AGAIN_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
 
 
 class Connection(H11Protocol):
@@ -220,8 +249,34 @@ class Connection(H11Protocol):
             deadline.cancel()
 
 
-def serve(runs: Sequence[Followed], host: str, sock: Any, token: str | None) -> None:
-    """Serve until interrupted, on a socket that listens already."""
+class _Server(uvicorn.Server):
+    """With the input of its process, if that ends first, it ends as a run does."""
+
+    def __init__(self, site: Site, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._site, self._has_input = site, True
+
+    def follow_input(self) -> None:
+        """Wait for the end of the input, in a thread of its own; the process ends in time."""
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        self._has_input, self.should_exit = False, True
+        time.sleep(2 * _LAST_S)
+        os._exit(0)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        for server in self.servers:
+            server.close()  # the port is free for the run's next attempt
+        if not self._has_input:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._site.end(), _LAST_S)
+        await super().shutdown(sockets)
+
+
+def serve(
+    runs: Sequence[Followed], host: str, sock: Any, token: str | None, *, with_input: bool
+) -> None:
+    """Serve until interrupted, or until standard input ends, on a socket that listens already."""
     site = Site(runs, host, token)
     config = uvicorn.Config(
         site,
@@ -237,7 +292,10 @@ def serve(runs: Sequence[Followed], host: str, sock: Any, token: str | None) -> 
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_MOST_HEADERS,
     )
-    uvicorn.Server(config).run(sockets=[sock])
+    server = _Server(site, config)
+    if with_input:
+        threading.Thread(target=server.follow_input, daemon=True).start()
+    server.run(sockets=[sock])
 
 
 def _timed(call: Callable[[], _T]) -> tuple[_T, float]:

@@ -113,6 +113,7 @@ function plan() { if (!due) { due = true; requestAnimationFrame(render); } }
 /* A message replaces rows of a run from `start` on, and those parts of it that changed. */
 function apply(message) {
   if (message.problem !== undefined) { live.problem = message.problem; tell(live.words); }
+  else if (message.over) { live.over = true; tell(""); }
   else if (message.table) compared = message;
   else if (message.run !== undefined) {
     const run = runs[message.run] ||= { columns: {}, parts: {}, silence: "" };
@@ -131,11 +132,11 @@ function apply(message) {
   plan();
 }
 
-const live = { words: "", problem: "" };
+const live = { words: "", problem: "", over: false };
 function tell(words) {
   live.words = words;
   if (runs.length) plan();
-  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words);
+  else $("state").textContent = live.problem || (words === "Live." ? "Live. Waiting for the first step." : words || "The run ended before its first step.");
 }
 
 async function follow() {
@@ -147,12 +148,13 @@ async function follow() {
       if (answer.status === 503) problem = "Too many people are watching this page; trying again.";
       if (answer.status === 401) return tell("This page needs the whole link that was printed where it was started, with its token.");
       if (answer.ok) {
-        tell("Live.");
+        live.over = false; tell("Live.");
         await listen(answer.body.pipeThrough(new TextDecoderStream()).getReader());
       }
     } catch { /* the server is gone, or the network: tried again */ }
-    tell(problem);
-    await wait(2);
+    if (live.over && runs.length && runs.every(run => !run.parts.head.state)) return;
+    if (!live.over) tell(problem);
+    await wait(live.over ? 10 : 2);  // a run that failed may be started again
   }
 }
 async function listen(reader) {

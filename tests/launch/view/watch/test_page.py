@@ -12,6 +12,7 @@ import pytest
 from tests.browser import DESKTOP, PHONE, Browser, browser
 from tests.commands import Command
 from tests.launch.test_train import run_file
+from tests.ports import free_port
 from tests.runs import EVIL, HOSTS, append, records, served, trainer, write_run
 from tests.waiting import until
 from thinpipe.launch.view.report.journal import Journal, Told, add_note
@@ -122,7 +123,9 @@ def test_a_file_of_a_run_that_goes_on_says_of_when_it_is(tab: Browser, tmp_path:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None:
+    port = free_port()
     settings = (
+        f"watch.port={port}",
         "train.epochs=60",
         "eval.samples=2",
         "checkpoint.every_steps=99",
@@ -132,16 +135,26 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
     metrics = run_file.parent / "run" / "metrics.jsonl"
     try:
         until(lambda: metrics.is_file() and metrics.stat().st_size)
-        with served(metrics.parent) as (_, links):
-            tab.open(links[0])
-            tab.wait(lambda: "Live. Step" in tab.text("#state"))
-            first = tab.text("#state")
-            tab.wait(lambda: tab.text("#state") != first)
-            seen = tab.run("return runs[0].columns.loss")
-            tab.wait(lambda: tab.text("#state") == "Finished.")
-            assert tab.run("return runs[0].columns.step.at(-1)") == 300
-            tab.wait(lambda: "samples" in visible(tab))
-            assert tab.complaints() == []
+        tab.open("about:blank")
+
+        def is_there() -> bool:
+            try:
+                tab.open(f"http://localhost:{port}/")
+            except Exception:  # refused as yet
+                return False
+            return True
+
+        tab.wait(is_there)
+        tab.wait(lambda: "Live. Step" in tab.text("#state"))
+        first = tab.text("#state")
+        tab.wait(lambda: tab.text("#state") != first)
+        seen = tab.run("return runs[0].columns.loss")
+        tab.wait(lambda: f"watch at http://localhost:{port}/" in tab.text("#notes"))
+        assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
+        tab.wait(lambda: tab.text("#state") == "Finished.")
+        assert tab.run("return runs[0].columns.step.at(-1)") == 300
+        tab.wait(lambda: "samples" in visible(tab))
+        assert tab.complaints() == []
     finally:
         done = run.done()
     assert done.returncode == 0, done.stderr

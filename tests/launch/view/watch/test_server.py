@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.runs import EVIL, records, served, write_run
+from tests.ports import free_port
+from tests.runs import EVIL, append, records, served, trainer, write_run
 from thinpipe.launch.cli import app
+from thinpipe.launch.view.report.journal import Journal, Told
 
 PATIENCE_S = 60.0
 
@@ -195,6 +197,40 @@ def test_a_port_in_use_is_named(port: int, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert f"--listen = 127.0.0.1:{port}: Address already in use" in done.stderr
     assert f"--listen 127.0.0.1:{port + 1}" in done.stderr
+    command.append("--with-parent")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as server:
+        assert server.stderr is not None
+        said = server.stderr.read()
+    assert f"watch.port = {port}: Address already in use; the run goes on" in said
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_it_shows_the_end_of_who_started_it_and_ends(killed: bool, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(20))
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", "watch", str(folder)]
+    command += ["--listen", f"127.0.0.1:{free_port()}", "--with-parent"]
+    pipe = subprocess.PIPE
+    with trainer(folder) as process, subprocess.Popen(command, stdin=pipe, stdout=pipe) as server:
+        assert server.stdout is not None
+        assert server.stdin is not None
+        link = server.stdout.readline().decode().split()[-1]
+        with urllib.request.urlopen(f"{link}events", timeout=PATIENCE_S) as events:
+            assert b'"run":0' in events.readline()
+            append(folder, records(20)[-1:])
+            if killed:
+                process.kill()
+                process.wait(PATIENCE_S)  # its lock is free then
+            else:
+                Journal(Told(folder).info, []).write(ended="enough")
+            server.stdin.close()
+            lines = [line for line in events if line.startswith(b"data: ")]
+        assert server.wait(PATIENCE_S) == 0
+    why = b"its process is gone, and did not say why" if killed else b"enough"
+    assert b"Ended after step 20 of 40: %s." % why in b"".join(lines)
+    assert lines[-1] == b'data: {"over":true}\n'
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(link, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("listen", ["8042", "localhost:x", "127.0.0.1:0"])

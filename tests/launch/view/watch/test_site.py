@@ -91,6 +91,32 @@ def test_what_cannot_be_read_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+class Ended(Restless):
+    """A run whose state says that it is over once it has been looked at a few times."""
+
+    patience_s = 10.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.patience_s == 0.0 and self._looks > 20
+
+
+def test_who_follows_is_told_all_and_then_that_it_is_over() -> None:
+    async def end_soon() -> tuple[list[Any], float]:
+        site = site_of(Ended())
+        stream = asyncio.create_task(told(site, lambda _: False))
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await site.end()
+        took_s = time.monotonic() - began_s
+        return await stream, took_s
+
+    messages, took_s = asyncio.run(end_soon())
+    assert took_s < 2, "it waits for the end only"
+    assert messages[-1] == {"over": True}
+    assert any(m.get("columns", {}).get("step", [0])[-1] > 3 for m in messages[-4:])
+
+
 class Still(Restless):
     """A run that nothing happens to."""
 
