@@ -11,6 +11,7 @@ from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "quantized",
+    "matplotlib": "share",
     "optimi": "bf16",
     "peft": "hf",
     "tensorboard": "tensorboard",

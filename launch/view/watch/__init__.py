@@ -1,1 +1,1 @@
-"""`thinpipe watch`: a run in a browser, from what its folder holds."""
+"""`thinpipe watch`: a run in a browser, a terminal or a picture, from what its folder holds."""

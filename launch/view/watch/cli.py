@@ -14,13 +14,16 @@ from thinpipe.launch.host.interfaces import resolve as address_of
 from thinpipe.launch.host.interfaces import serve as listen_at
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.priority import give_way
+from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.watch.follow import Followed
+
+LOOPBACK = "127.0.0.1:8042"
 
 
 def watch(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Folders of runs."),
+        typer.Argument(metavar="RUN...", help="Folders of runs; with --terminal also a link."),
     ],
     listen: Annotated[
         str,
@@ -29,27 +32,49 @@ def watch(
             metavar="HOST:PORT",
             help="Where to serve the page; to other machines, only with the token of the link.",
         ),
-    ] = "127.0.0.1:8042",
+    ] = LOOPBACK,
     export: Annotated[
         Path | None,
         typer.Option(
             "--export", metavar="FILE", help="Write the page as one file, and serve nothing."
         ),
     ] = None,
+    share: Annotated[
+        Path | None,
+        typer.Option(
+            "--share",
+            metavar="FILE",
+            help="Draw a picture of 1200 x 630 pixels, and serve nothing.",
+        ),
+    ] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show the numbers in this terminal instead.")
+    ] = False,
     with_parent: Annotated[
         bool, typer.Option("--with-parent", help="End when standard input does.")
     ] = False,
 ) -> None:
-    """Show runs, live, on a page, or write it as a file."""
+    """Show runs, live: on a page, in a terminal, as a file or a picture."""
     try:
+        if terminal:
+            _refuse_others(listen, export, share)
+            from thinpipe.launch.view.watch.terminal import show
+
+            show(runs)
+            return
         followed = [Followed(_folder(run)) for run in runs]
         if export is not None:
             _export(followed, export)
-            typer.echo(str(export))
-            return
-        if with_parent:
-            give_way()
-        _serve(followed, listen, of_run=with_parent)
+        if share is not None:
+            from thinpipe.launch.view.watch.share import draw
+
+            draw(_stories(followed), share)
+        for written in filter(None, (export, share)):
+            typer.echo(str(written))
+        if export is None and share is None:
+            if with_parent:
+                give_way()
+            _serve(followed, listen, of_run=with_parent)
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"{'warning' if with_parent else 'error'}: {explain(error)}", err=True)
         sys.exit(2)
@@ -57,20 +82,29 @@ def watch(
         sys.exit(130)
 
 
+def _refuse_others(listen: str, export: Path | None, share: Path | None) -> None:
+    given = {"--listen": listen != LOOPBACK, "--export": export, "--share": share}
+    if also := [option for option, value in given.items() if value]:
+        raise ValueError(f"--terminal shows the numbers here alone; remove {', '.join(also)}")
+
+
 def _folder(run: str) -> Path:
     if run.startswith(("http://", "https://")):
-        raise ValueError(f"{run}: open the link in a browser")
+        raise ValueError(f"{run}: open the link in a browser, or add --terminal")
     return Path(run)
+
+
+def _stories(runs: list[Followed]) -> list[Story]:
+    for run in runs:
+        if run.story is None:
+            raise ValueError(f"{run.folder}: no step was recorded yet; wait for the first one")
+    return [run.story for run in runs if run.story is not None]
 
 
 def _export(runs: list[Followed], file: Path) -> None:
     from thinpipe.launch.view.report.compare import write_page
 
-    stories = [run.story for run in runs if run.story is not None]
-    for run in runs:
-        if run.story is None:
-            raise ValueError(f"{run.folder}: no step was recorded yet; wait for the first one")
-    write_page(file, stories)
+    write_page(file, _stories(runs))
 
 
 def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:
