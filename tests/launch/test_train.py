@@ -52,13 +52,38 @@ keep = 9
 """
 
 
+def write_run_file(folder: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    path = folder / "run.toml"
+    path.write_text(RUN.format(folder=folder / "run", text=text))
+    return path
+
+
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    path = tmp_path / "run.toml"
-    path.write_text(RUN.format(folder=tmp_path / "run", text=text))
-    return path
+    return write_run_file(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run folder that a true command has left, and what it said."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = write_run_file(folder)
+    for name in ("launch", "pipeline", "torch", "transformers"):  # a user's own files, never run
+        (folder / f"{name}.py").write_text("raise SystemExit(7)")
+    done = subprocess.run(
+        command(path),
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as others that go on with it
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return folder / "run", done.stdout
 
 
 def command(*arguments: object) -> list[str]:
@@ -111,16 +136,8 @@ def wait_until(condition: Any, limit_s: float) -> float:
     return time.monotonic() - start_s
 
 
-def test_a_run_leaves_everything_in_its_folder(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run_file.parent)
-    for name in ("launch", "pipeline", "torch", "transformers"):  # a user's own files, never run
-        Path(f"{name}.py").write_text("raise SystemExit(7)")
-    true_command = command(run_file)
-    done = subprocess.run(true_command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    folder = run_file.parent / "run"
+def test_a_run_leaves_everything_in_its_folder(trained: tuple[Path, str]) -> None:
+    folder, said = trained
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html"}
     assert names == expected | {"timeline.json", "state.json", "notes.jsonl", "checkpoints"}
@@ -143,8 +160,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert all(0 <= record["bubble"] < 1 for record in records)
     forward = [r["wire"][0]["bytes"] for r in records]
     assert forward[5] < forward[0]  # known samples are sent as changes
-    assert "sent" in done.stdout
-    assert "Traceback" not in done.stderr
+    assert "sent" in said
 
 
 @pytest.mark.parametrize(
@@ -165,9 +181,13 @@ def test_a_run_leaves_everything_in_its_folder(
         ),
     ],
 )
-def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: list[str]) -> None:
-    assert thinpipe(run_file, *memory).returncode == 0
-    whole = run_file.parent / "run"
+def test_resume_is_bit_exact_in_the_middle_of_an_epoch(
+    run_file: Path, memory: list[str], trained: tuple[Path, str]
+) -> None:
+    whole = trained[0]
+    if memory:
+        assert thinpipe(run_file, *memory).returncode == 0
+        whole = run_file.parent / "run"
     shutil.copytree(whole, run_file.parent / "again")
     checkpoints = run_file.parent / "again" / "checkpoints"
     for step in (12, 15):
@@ -292,40 +312,38 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def test_a_run_that_is_done_leaves_its_weights_and_little_else(run_file: Path) -> None:
     run_file.write_text(run_file.read_text(encoding="utf-8").replace("keep = 9", ""))
-    two = ("--set", "pipeline.cuts=[2]")
+    two = ("--set", "pipeline.cuts=[2]", "--set", "train.epochs=2")
     done = thinpipe(run_file, *two)
     assert done.returncode == 0, done.stderr
     assert " of it in 1 checkpoint report " in " ".join(done.stdout.split())
     left = sizes(run_file.parent / "run")
-    assert list(left) == ["step-15"]
-    again = thinpipe(run_file, *two, "--resume")
-    assert "all 15 steps are done" in again.stdout
-    assert again.stderr == ""
+    assert list(left) == ["step-10"]
     longer = thinpipe(run_file, *two, "--set", "train.decay=none")
     assert longer.returncode == 0, longer.stderr
     kept = sizes(run_file.parent / "run")
-    assert list(kept) == ["step-12", "step-15"]
+    assert list(kept) == ["step-10", "step-8"]
     row = 2 * 32 * 16  # of 24 samples at both ends, in bf16
-    assert kept["step-15"] - left["step-15"] >= 2 * 24 * row
+    assert kept["step-10"] - left["step-10"] >= 2 * 24 * row
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(run_file: Path) -> None:
-    assert thinpipe(run_file, "--set", "pipeline.cuts=[2]").returncode == 0
-    part = run_file.parent / "run/checkpoints/step-15/replica-0.rank-1.safetensors"
+    two = ("--set", "pipeline.cuts=[2]", "--set", "train.epochs=1")
+    assert thinpipe(run_file, *two).returncode == 0
+    part = run_file.parent / "run/checkpoints/step-5/replica-0.rank-1.safetensors"
     damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     part.write_bytes(damaged)
-    asked = thinpipe(run_file, "--resume", "--step", "15", "--set", "pipeline.cuts=[2]")
+    asked = thinpipe(run_file, "--resume", "--step", "5", *two)
     assert asked.returncode == 2
     assert part.name in asked.stderr
-    assert "--resume --step 12" in asked.stderr  # the one before is offered
+    assert "--resume --step 4" in asked.stderr  # the one before is offered
     (part.parents[1] / "latest").unlink()
-    done = thinpipe(run_file, "--resume", "--set", "pipeline.cuts=[2]")
+    done = thinpipe(run_file, "--resume", *two)
     assert done.returncode == 0, done.stderr
-    assert f"warning: step-15 cannot be used: rank 1: {part}: sha256 is " in done.stderr
-    assert "latest is missing; resuming from step-12" in done.stderr
-    assert "resumed from step 12" in done.stdout
-    assert [r.step for r in read_metrics(part.parents[2] / "metrics.jsonl")] == [*range(1, 16)]
+    assert f"warning: step-5 cannot be used: rank 1: {part}: sha256 is " in done.stderr
+    assert "latest is missing; resuming from step-4" in done.stderr
+    assert "resumed from step 4" in done.stdout
+    assert [r.step for r in read_metrics(part.parents[2] / "metrics.jsonl")] == [*range(1, 6)]
 
 
 def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: Path) -> None:
@@ -340,7 +358,7 @@ def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: P
 
 
 def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
-    one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=2", "--set", "run.seed=0"]
+    one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=1", "--set", "run.seed=0"]
     assert thinpipe(run_file, *one).returncode == 0
     text = run_file.parent / "text.txt"
     original = text.read_text(encoding="utf-8")
@@ -350,8 +368,8 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     assert f"data.train differ; data.path = '{text}', data.tokenizer = 'bytes'" in done.stderr
     assert f"written since then: {text}; restore the old content" in done.stderr
     assert done.returncode == 2
-    assert "with model.width = 16, this run has 32; with train.epochs = 2," in done.stderr
+    assert "with model.width = 16, this run has 32; with train.epochs = 1," in done.stderr
     assert '(train.epochs may change only with train.decay = "none"' in done.stderr
     (run_file.parent / "copy.txt").write_text(original)
     copy = ["--set", f"data.path={run_file.parent / 'copy.txt'}"]
-    assert "all 10 steps are done" in thinpipe(run_file, *one, "--resume", *copy).stdout
+    assert "all 5 steps are done" in thinpipe(run_file, *one, "--resume", *copy).stdout
