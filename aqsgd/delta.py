@@ -7,17 +7,16 @@ full precision; by default 8 bits here). Both ends do m := m + d in fp32 from th
 
 A payload is the rows of first visits, in order, then those of known samples, in order.
 
-Axes: B samples, T tokens, D channels, N = T * D values of a sample.
+Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes of a sample.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.coded_memory import CodedMemory, Visit
-from thinpipe.aqsgd.delta_codec import ChangeCodec
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.codec import Codec, Noise
@@ -25,6 +24,39 @@ from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
 CODEC_ID = 32
+
+
+class ChangeCodec(Protocol):
+    """Codes x against a cache (fp32 or bf16) that both ends hold, and updates it at both alike.
+
+    `Uniform` and `Hadamard` meet it.
+    """
+
+    @property
+    def bits(self) -> int:
+        """Bits per value, scales aside."""
+
+    def capacity(self, numel: int) -> int:
+        """Exact bytes of a row of `numel` values."""
+
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
+    ) -> Tensor:
+        """Write the bytes of x - memory, and what memory becomes to `fresh_BN`.
+
+        Returns, bool [B], whether all of a row's new memory is finite.
+        """
+
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """Write the receiver's values to `out_BN`; otherwise as `encode_change`."""
 
 
 class _Part(NamedTuple):

@@ -33,9 +33,13 @@ WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transfor
 """Most of a step of two microbatches of four over one cut, with both of its ends."""
 
 
+FORMS = [
+    form
+    for form in forms()
+    if ", " not in form or form in ("demo, look_ahead", "ef_gradients, delayed")
+]
 OFFLOADED: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "muon, checkpointing": {
+    "muon and adamw, checkpointing": {
         "train": {"optimizer": "muon"},
         "model": {"activation_checkpointing": 2},
     },
@@ -51,10 +55,9 @@ def trained(kind: str, device: str) -> tuple[list[float], Any, int]:
     both, found = {"kind": kind}, []
     run = config(pipeline={"microbatches": 2}, boundary=[{"forward": both, "backward": both}])
     with in_process(run, total_steps=10) as built:
-        for step in range(3):
+        for step in range(2):  # so that the second sends changes
             accelerator.WAITS.clear()
-            ids = [8 * (step % 2) + i for i in range(8)]
-            found.append(built.engine.train_step(batch(ids), step).loss)
+            found.append(built.engine.train_step(batch(list(range(8))), step).loss)
         waits = accelerator.WAITS.total()
         assert {each.device.type for each in weights(built).values()} == {device.partition(":")[0]}
         return found, {name: each.cpu() for name, each in weights(built).items()}, waits
@@ -144,7 +147,7 @@ def all_of_it() -> dict[str, int | str]:
     kinds = {kind: _tried(compare_steps, kind) for kind in WAITS_PER_STEP}
     return (
         kinds
-        | {form: _tried(compare_replicas, form) for form in forms()}
+        | {form: _tried(compare_replicas, form) for form in FORMS}
         | {name: _tried(compare_offload, name) for name in OFFLOADED}
         | {"mix": _tried(mix, "")}
     )
@@ -173,7 +176,7 @@ def test_a_step_is_the_cpus_and_waits_no_oftener_than_counted(
     assert 0 < waits <= WAITS_PER_STEP[kind]
 
 
-@pytest.mark.parametrize("form", forms())
+@pytest.mark.parametrize("form", FORMS)
 def test_replicas_exchange_as_on_the_cpu_and_resume(
     form: str, results: dict[str, int | str]
 ) -> None:

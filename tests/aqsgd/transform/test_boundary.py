@@ -21,10 +21,7 @@ from tests.ranks import Ranks
 from tests.training import batch, config, share, start
 from thinpipe.aqsgd.transform import boundary, proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_sizes
-from thinpipe.aqsgd.transform.config import (
-    GradientTransformConfig,
-    TransformConfig,
-)
+from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.aqsgd.transform.rows import StoredSample, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
@@ -352,7 +349,3 @@ def test_both_ends_of_a_pipeline_are_alike(ranks: Ranks, tmp_path: Path) -> None
     for step in range(6):
         for first in (0, 2):
             assert everyone[first][step] == everyone[first + 1][step]
-
-
-def test_gradients_have_a_coarser_first_step() -> None:
-    assert GradientTransformConfig().first_step > TransformConfig().first_step

@@ -112,8 +112,8 @@ def test_bases_are_dropped_when_nobody_needs_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(basis_search, "_ENTRY_BITS", -1e9)  # none is ever good enough
     sender, receiver = ends()
     source = Source(16)
-    for step in range(66):
-        half = list(range(8)) if step < 33 else list(range(8, 16))
+    for step in range(34):
+        half = list(range(8)) if step < 17 else list(range(8, 16))
         send(sender, receiver, source.visit(half), half, step)
         finish(sender, receiver)
         assert_alike(sender, receiver)
@@ -121,7 +121,7 @@ def test_bases_are_dropped_when_nobody_needs_them(monkeypatch: pytest.MonkeyPatc
         assert held == set(receiver.learned.bases)
         assert len(held) <= 4  # the channels, that of others' samples, one before, the newest
     assert sender.learned.version >= 5
-    out_BTD, _ = send(sender, receiver, source.visit([0, 9]), [0, 9], 66)
+    out_BTD, _ = send(sender, receiver, source.visit([0, 9]), [0, 9], 34)
     assert bool(out_BTD.isfinite().all())
 
 

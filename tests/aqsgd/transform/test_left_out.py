@@ -57,7 +57,7 @@ def test_what_does_not_change_in_kind_is_left_as_it_is() -> None:
     """Neither more is lost with time, nor are other bases sent, nor steps made coarser."""
     energy_D = torch.logspace(0, -4, WIDTH)
     pair = ends(dimensions=0.5)
-    error = follow(pair, [energy_D] * 60)
+    error = follow(pair, [energy_D] * 36)
     assert pair[0].learned.version == 1
     least = float(energy_D[WIDTH // 2 :].sum() / energy_D.sum())
     assert max(error[4:]) < 1.2 * least
@@ -70,7 +70,7 @@ def test_a_resumed_run_may_send_more_or_fewer_directions() -> None:
         follow(old, [energy_D] * 12)
         for left, right in zip(old, new, strict=True):
             right.load_state_dict(left.state_dict())
-        follow(new, [energy_D] * 24)
+        follow(new, [energy_D] * 8)
         assert new[0].learned.basis.dimensions == after * WIDTH
 
 
