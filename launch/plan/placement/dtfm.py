@@ -177,10 +177,10 @@ def open_path(w_SS: Floats) -> Ints:
                     best[grown, following] = cost + w_SS[last, following]
                     before[grown, following] = last
     order = np.empty(n, np.int64)
-    last, visited = int(np.argmin(best[full])), full
+    last, visited = np.argmin(best[full]), full  # type: ignore[assignment]  # as numba infers it
     for index in range(n - 1, -1, -1):
         order[index] = last
-        last, visited = int(before[visited, last]), visited & ~(1 << last)
+        last, visited = before[visited, last], visited & ~(1 << last)
     return order
 
 
