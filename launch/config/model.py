@@ -59,7 +59,8 @@ def shares_casts(pipeline: PipelineConfig, model: ModelSection) -> bool:
     ends: the backward of a cast that an earlier microbatch made comes last. That is too much for
     shards, which exchange gradients block by block, and for a model that saves memory.
     """
-    return pipeline.microbatches > 1 and pipeline.shards == 1 and not model.recomputes
+    recomputes = model.recomputes(0)  # the first of every nth
+    return pipeline.microbatches > 1 and pipeline.shards == 1 and not recomputes
 
 
 def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:

@@ -8,7 +8,7 @@ counted of a second pass which the first did not keep.
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -201,11 +201,18 @@ def block_memory(config: RunConfig) -> list[BlockRun]:
 
 
 def _alike(model: "ModelKind") -> Iterable[tuple[int, int]]:
-    """A block, and how many from there on count as it does; in deep models inner ones are alike."""
+    """A block, and how many from there on count as it does; in deep models inner ones are alike,
+    but for whether they are computed again.
+    """
     last = model.layers - 1
     if last < _MOST_KINDS:
         return [(block, 1) for block in range(model.layers)]
-    return [(0, 1), (1, last - 1), (last, 1)]
+    again = next((block for block in range(1, _MOST_KINDS) if model.recomputes(block)), 0)
+    inner = [(1, last - 1)]
+    if again > 1 and last < _MOST_MIXED:
+        runs = groupby(range(1, last), key=model.recomputes)
+        inner = [(again if recomputed else 1, len(list(run))) for recomputed, run in runs]
+    return [(0, 1), *inner, (last, 1)]
 
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
@@ -214,7 +221,7 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
     if not config.model.is_own:
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         ends = (first == 0, first == config.model.layers - 1)
-        key = (*ends, shapes)
+        key = (*ends, config.model.recomputes(first), shapes)
         if key not in seen:
             seen[key] = _counted(config, first, module)
         return seen[key]
@@ -233,7 +240,7 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         each, once, loss = _activations(config, first, module)
         of_loss = 2 * _WORD * loss.numel  # gradients of logits and of log-softmax, in fp32
         transient = max(of_loss, _of_optimizer(config, module))
-        if config.model.recomputes:
+        if config.model.recomputes(first):
             model = config.model.model_copy(update={"activation_checkpointing": False})
             run = config.model_copy(update={"model": model})
             whole = run.model.build(first, first + 1, seed=0, device="meta")

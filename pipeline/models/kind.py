@@ -2,10 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What a classification head is trained for, as transformers calls it (`problem_type`)."""
+Checkpointing = bool | Annotated[int, Field(ge=1)]
+"""Whether activations are computed again during backward; a number n: those of every nth block."""
 
 
 def check_range(first: int, stop: int, layers: int) -> None:
@@ -238,9 +240,8 @@ class ModelKind(BaseModel):
             ValueError: they differ.
         """
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether activations of blocks are computed again during backward."""
+    def recomputes(self, _: int) -> bool:
+        """Whether this block's activations are computed again during backward."""
         return False
 
     def facts(self) -> dict[str, str]:
@@ -270,11 +271,11 @@ class TokenModel(ModelKind):
         def context(self) -> int: ...
 
         @property
-        def activation_checkpointing(self) -> bool: ...
+        def activation_checkpointing(self) -> Checkpointing: ...
 
-    @property
-    def recomputes(self) -> bool:
-        return self.activation_checkpointing
+    def recomputes(self, block: int) -> bool:
+        every = int(self.activation_checkpointing)
+        return every > 0 and block % every == 0
 
     @property
     @abstractmethod

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
-from thinpipe.pipeline.models.kind import TokenModel, check_range
+from thinpipe.pipeline.models.kind import Checkpointing, TokenModel, check_range
 
 _INIT_STD = 0.02
 _EMBEDDING_NAME = "token_embedding.weight"
@@ -31,7 +31,8 @@ class TransformerConfig(TokenModel):
     """Shape of the whole model, the same on every stage.
 
     `context` is the longest sequence in tokens. `activation_checkpointing` keeps only the inputs of
-    blocks and computes them again during backward. With `tie_embeddings = "exact"` the embedding
+    blocks and computes them again during backward; 2 does so in every second block, n in every nth,
+    counted through all stages. With `tie_embeddings = "exact"` the embedding
     and the head are one weight; when a cut separates them, the engine must add up the gradients of
     the two copies. `task = "classification"` makes an encoder: attention in both directions, and
     one of `classes` labels from the mean over a sample's tokens.
@@ -50,7 +51,7 @@ class TransformerConfig(TokenModel):
     classes: int | None = Field(default=None, ge=2)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     dropout_masks: DropoutMasks = "random"
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     from_run: str | None = None
 
@@ -235,8 +236,8 @@ class TransformerStage(nn.Module):
         causal = self.config.task == "language"
         ids_B = None if samples is None else samples.ids_B
         info = _SampleInfo(ids_B, attention_mask(samples, tokens, causal=causal, device=x.device))
-        for block in self.blocks.values():
-            x_BTD = self._run_block(block, x_BTD, info)
+        for index, block in self.blocks.items():
+            x_BTD = self._run_block(int(index), block, x_BTD, info)
         return x_BTD if self.final_norm is None else self._logits(self.final_norm(x_BTD), samples)
 
     def parts(self) -> list[nn.Module]:
@@ -268,8 +269,8 @@ class TransformerStage(nn.Module):
         )
         return dropped_BTD
 
-    def _run_block(self, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
-        if self.config.recomputes and torch.is_grad_enabled():
+    def _run_block(self, index: int, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
+        if self.config.recomputes(index) and torch.is_grad_enabled():
             out_BTD: Tensor = checkpoint(
                 block, x_BTD, info, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
             )

@@ -146,7 +146,6 @@ def test_a_run_leaves_everything_in_its_folder(trained: tuple[Path, str]) -> Non
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert [record["step"] for record in records] == list(range(1, 16))
-    monkeypatch.undo()
     traced = Command("trace", folder).done()
     assert "step 8, measured" in traced.stdout, traced.stderr
     processes = {

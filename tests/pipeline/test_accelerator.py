@@ -33,11 +33,7 @@ WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transfor
 """Most of a step of two microbatches of four over one cut, with both of its ends."""
 
 
-FORMS = [
-    form
-    for form in forms()
-    if ", " not in form or form in ("demo, look_ahead", "ef_gradients, delayed")
-]
+FORMS = [form for form in forms() if ", " not in form or form == "ef_gradients, delayed"]
 OFFLOADED: dict[str, dict[str, Any]] = {
     "muon and adamw, checkpointing": {
         "train": {"optimizer": "muon"},

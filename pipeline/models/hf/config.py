@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 
-from thinpipe.pipeline.models.kind import Problem, TokenModel
+from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
 from thinpipe.pipeline.precision import WeightFormat
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class HuggingFaceConfig(TokenModel):
     classes: int | None = Field(default=None, ge=1)
     problem_type: Problem | None = None
     dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     lora: LoraConfig | None = None
     weights: WeightFormat | None = None

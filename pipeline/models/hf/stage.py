@@ -8,7 +8,7 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 import copy
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -139,9 +139,7 @@ def build_stage(
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
-        # the second name is that of older releases
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        _recompute(model, family, [config.recomputes(block) for block in range(first, stop)])
     base = {}
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
@@ -197,6 +195,19 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
 def _path_of_blocks(model: Any, family: Family) -> str:
     has_prefix = model.base_model is not model
     return f"{model.base_model_prefix}.{family.blocks}" if has_prefix else family.blocks
+
+
+def _recompute(model: Any, family: Family, blocks: Sequence[bool]) -> None:
+    # the second name is that of older releases
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for block, again in zip(model.base_model.get_submodule(family.blocks), blocks, strict=True):
+        if not again and not hasattr(block, "gradient_checkpointing"):
+            raise ValueError(
+                f"model.activation_checkpointing: {type(block).__name__} has no switch of its own, "
+                "so that all blocks are computed again or none; use true or false"
+            )
+        block.gradient_checkpointing = again
 
 
 def _embedding(model: Any) -> list[tuple[str, nn.Module]]:

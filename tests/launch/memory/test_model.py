@@ -81,6 +81,18 @@ def test_blocks_of_a_deep_model_are_counted_by_kind() -> None:
     assert grown == pytest.approx(936 * block)
 
 
+@pytest.mark.parametrize("layers", [8, 80])
+def test_every_nth_block_computed_again_keeps_what_the_others_do(layers: int) -> None:
+    kept = [
+        sum(block.activations * count for block, count in block_memory(run))
+        for run in (
+            run_config(layers=layers, activation_checkpointing=every) for every in (False, 4, 1)
+        )
+    ]
+    inner = (kept[0] - kept[2]) / layers  # the last block is not recomputed, and its head neither
+    assert kept[1] == pytest.approx(kept[0] - inner * layers / 4, rel=0.01)
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     for shape in ({"layers": 10**9}, {"width": 2**17, "layers": 16}):
         run = run_config(**shape)
