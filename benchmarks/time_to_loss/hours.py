@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness import format_table
 from benchmarks.time_to_loss.seconds import TORCH
-from benchmarks.time_to_loss.tasks import BASELINE, LayoutName
+from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, LayoutName
 from thinpipe.launch.host.links import format_rate
 
 _Runs = dict[int, Mapping[str, Any]]
@@ -30,8 +30,12 @@ class Hours:
     task: str
     layout: LayoutName
     method: str
+    gpu: str
     link: float | None
     delay_ms: float
+    replicas: int
+    stages: int
+    shards: int
     hours: float
     hours_uncompressed_free: float | None
     steps: int
@@ -58,13 +62,17 @@ def compose(
         run, each_s = known[key][0], (timed["first_s"], timed["later_s"])
         first = run["steps"] // run["epochs"]
         hours = (first * each_s[0] + (run["steps"] - first) * each_s[1]) / 3600
-        place = (timed["task"], timed["layout"])
+        place = (timed["task"], timed["layout"], timed["gpu"])
         if timed["method"] == BASELINE and timed["rate_bps"] is None and not timed["delay_ms"]:
             free[place] = hours
+        layout = LAYOUTS[timed["layout"]]
         found.append(
             Hours(
-                **{name: timed[name] for name in ("task", "layout", "method", "delay_ms")},
+                **{name: timed[name] for name in ("task", "layout", "method", "gpu", "delay_ms")},
                 link=timed["rate_bps"],
+                replicas=layout.replicas,
+                stages=layout.stages,
+                shards=layout.shards,
                 hours=hours,
                 hours_uncompressed_free=free.get(place),
                 steps=run["steps"],
@@ -115,9 +123,9 @@ def _typical(runs: _Runs, seeds: Collection[int]) -> float:
     return float(median(row["final"] for seed, row in runs.items() if seed in seeds or not seeds))
 
 
-def table(rows: Sequence[Hours], task: str, layout: LayoutName) -> str:
+def table(rows: Sequence[Hours], task: str, layout: LayoutName, gpu: str) -> str:
     """Hours by link, a line per method, the quickest of those that arrive in bold."""
-    chosen = [row for row in rows if (row.task, row.layout) == (task, layout)]
+    chosen = [row for row in rows if (row.task, row.layout, row.gpu) == (task, layout, gpu)]
     links = list(dict.fromkeys((row.link, row.delay_ms) for row in chosen))
     best = {
         link: min(

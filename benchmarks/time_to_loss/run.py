@@ -31,6 +31,7 @@ from benchmarks.time_to_loss import losses, plan, seconds
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.tasks import (
     BASELINE,
+    GPUS,
     LAYOUTS,
     METHODS,
     LayoutName,
@@ -43,7 +44,7 @@ from thinpipe.launch.host.links import parse_rate, parse_time
 
 _PARTS = ("losses", "seconds", "hours", "plan")
 _VOCABULARY = 5000
-_TIMED = ("task", "layout", "method", "rate_bps", "delay_ms", "dilation")
+_TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
 
 class _Rows:
@@ -111,14 +112,16 @@ def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) ->
     texts = (options.train, options.eval)
     file = losses.run_file(task, "pipeline", BASELINE, texts=texts, seed=0, lr=task.lr)
     config, recorded = RunConfig.model_validate(file), options.recorded or folder / "visits.pt"
-    links = seconds.Links([parse_rate(rate) for rate in options.rates], options.delays)
-    missing = _untimed(options, task, "pipeline", links, rows)
-    if missing:
-        more = {"config": config, "recorded": recorded, "dilation": options.dilation}
-        _add_new(rows, seconds.pipelines(task, missing, links, **more))
-    missing = _untimed(options, task, "replicas", links, rows)
-    if missing:
-        _add_new(rows, seconds.replicas(task, missing, links))
+    rates = [parse_rate(rate) for rate in options.rates]
+    for gpu in options.gpus:
+        under = seconds.Conditions(gpu, rates, options.delays)
+        missing = _untimed(options, task, "pipeline", under, rows)
+        if missing:
+            more = {"config": config, "recorded": recorded, "dilation": options.dilation}
+            _add_new(rows, seconds.pipelines(task, missing, under, **more))
+        missing = _untimed(options, task, "replicas", under, rows)
+        if missing:
+            _add_new(rows, seconds.replicas(task, missing, under))
 
 
 def _add_new(rows: _Rows, found: Iterable[Mapping[str, Any]]) -> None:
@@ -132,23 +135,23 @@ def _untimed(
     options: argparse.Namespace,
     task: Task,
     layout: LayoutName,
-    links: seconds.Links,
+    under: seconds.Conditions,
     rows: _Rows,
 ) -> list[str]:
     """Methods of a layout, if it is wanted, that lack a link."""
     if layout not in options.layouts:
         return []
     names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
-    about: dict[str, Any] = {"task": task.name, "layout": layout}
+    about = {"task": task.name, "layout": layout, "gpu": under.gpu}
     about |= {"dilation": options.dilation} if layout == "pipeline" else {}
-    each = [
+    links = [
         {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
-        for rate, delay in product(links.rates, links.delays)
+        for rate, delay in product(under.rates, under.delays)
     ]
     return [
         name
         for name in _wanted(options, names)
-        if not all(rows.has("seconds", **about, method=name, **link) for link in each)
+        if not all(rows.has("seconds", **about, method=name, **link) for link in links)
     ]
 
 
@@ -175,8 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         found = [row for row in compose(trained, timed) if row.task == task.name]
         rows.replace("hours", [asdict(row) for row in found])
-        for name, layout in dict.fromkeys((row.task, row.layout) for row in found):
-            print(f"\n{name}, {layout}\n\n{table(found, name, layout)}", flush=True)
+        for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
+            print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
     if "plan" in options.parts:
         plan.write(rows.of("losses"), plan.PARITY, plan.FILE)
 
@@ -202,6 +205,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--lr", type=float, nargs="+", help="learning rates; the best counts")
     command.add_argument("--at-once", type=int, default=1, help="runs of losses that share a GPU")
     command.add_argument("--share", type=float, default=1.0, help="of the steps (1)")
+    command.add_argument("--gpus", nargs="+", choices=GPUS, default=[GPUS[0]])
     rates = ["none", "10mbit", "100mbit", "500mbit", "1gbit"]
     command.add_argument("--rates", nargs="+", default=rates, help="of every up- and downlink")
     command.add_argument("--delays", nargs="+", default=["0ms", "25ms", "50ms"], help="one way")

@@ -1,6 +1,6 @@
 """Seconds of a step on emulated links: real messages, codecs, schedules and TCP; compute is slept.
 
-A stage sleeps as long as an A100 computes. All hosts share this machine's cores, and so do
+A stage sleeps as long as a stated GPU computes. All hosts share this machine's cores, and so do
 their codecs. So stages of a pipeline can be `dilation` times slower, and links with them: codecs
 then take as much of a step as on that many times more cores. Replicas have a smaller model, of
 `_MODEL_PARAMETERS`, and links and buckets smaller by the same factor (42 for SmolLM2).
@@ -26,7 +26,7 @@ from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas import rank as replica_ranks
 from benchmarks.time_to_loss.record import record
-from benchmarks.time_to_loss.tasks import GPU, LAYOUTS, METHODS, LayoutName, Task
+from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.launch.config.run import RunConfig
@@ -49,9 +49,10 @@ TORCH = {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf1
 
 
 @dataclass(frozen=True)
-class Links:
-    """Bit/s (None: no limit) and one-way delays."""
+class Conditions:
+    """The GPU that is slept for, and links: bit/s (None: no limit) and one-way delays."""
 
+    gpu: str
     rates: Sequence[float | None]
     delays: Sequence[str]
 
@@ -59,7 +60,7 @@ class Links:
 def pipelines(
     task: Task,
     methods: Sequence[str],
-    links: Links,
+    under: Conditions,
     *,
     config: RunConfig,
     recorded: Path,
@@ -71,7 +72,7 @@ def pipelines(
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     keep_freed_memory()
     stages = LAYOUTS["pipeline"].stages
-    each_s = dilation * task.compute_s / stages / task.microbatches
+    each_s = dilation * task.compute_s(under.gpu) / stages / task.microbatches
     shape = PaperShape(
         tokens=task.tokens,
         width=task.width,
@@ -82,13 +83,13 @@ def pipelines(
         recorded=recorded,
     )
     chosen = [_cut_method(name) for name in methods]
-    rate_of = {rate and rate / dilation: rate for rate in links.rates}
-    for delay in links.delays:
+    rate_of = {rate and rate / dilation: rate for rate in under.rates}
+    for delay in under.delays:
         delay_s = dilation * parse_time(delay)
         for ranks in _sent(cut_ranks.Plan(shape, chosen, [*rate_of], _STEPS, delay_s), stages):
             steps_s = [max(times) for times in zip(*(r.steps_s for r in ranks), strict=True)]
             firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
-            about = (ranks[0].method, rate_of[ranks[0].rate_bps], delay)
+            about = (ranks[0].method, under.gpu, rate_of[ranks[0].rate_bps], delay)
             yield {
                 **_about(task, "pipeline", *about),
                 "first_s": max(firsts, default=median(steps_s)) / dilation,
@@ -112,13 +113,13 @@ def _sent(plan: cut_ranks.Plan, stages: int) -> Iterator[tuple[cut_ranks.RankRes
         yield from zip(*network.run(job, timeout_s=_LIMIT_S), strict=True)
 
 
-def replicas(task: Task, methods: Sequence[str], links: Links) -> Iterator[dict[str, Any]]:
+def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[dict[str, Any]]:
     """Rows of four replicas; what happens rarely is averaged over its interval."""
     count, scale = LAYOUTS["replicas"].replicas, _MODEL_PARAMETERS / task.parameters
-    compute_s = task.compute_s / count
+    compute_s = task.compute_s(under.gpu) / count
     buckets = math.ceil(4 * task.parameters / (1e6 * _BUCKET_MB))
     known: dict[str, int] = {}
-    for delay, rate_bps in product(links.delays, [None, *filter(None, links.rates)]):
+    for delay, rate_bps in product(under.delays, [None, *filter(None, under.rates)]):
         often, rare, slow = _divided(methods, known, rate_bps, scale)
         limit = rate_bps and rate_bps * scale
         for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
@@ -128,13 +129,13 @@ def replicas(task: Task, methods: Sequence[str], links: Links) -> Iterator[dict[
             )
             for name, step_s, nbytes in _exchanged(plan, delay) if chosen else ():
                 known.setdefault(name, nbytes)
-                about = _about(task, "replicas", name, rate_bps, delay)
+                about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
                 yield {**about, **_steps(step_s, nbytes / scale)}
         for name in slow:
             assert limit is not None
             around_s = 2 * (count - 1) * buckets * parse_time(delay)  # of a ring
             step_s = compute_s + 8 * known[name] / limit + around_s
-            about = _about(task, "replicas", name, rate_bps, delay)
+            about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
             yield {**about, **_steps(step_s, known[name] / scale), "computed": True}
 
 
@@ -166,13 +167,13 @@ def _exchanged(plan: replica_ranks.Plan, delay: str) -> Iterator[tuple[str, floa
 
 
 def _about(
-    task: Task, layout: LayoutName, method: str, rate_bps: float | None, delay: str
+    task: Task, layout: LayoutName, method: str, gpu: str, rate_bps: float | None, delay: str
 ) -> dict[str, Any]:
     return {
         "task": task.name,
         "layout": layout,
         "method": method,
-        "gpu": GPU,
+        "gpu": gpu,
         "rate_bps": rate_bps,
         "delay_ms": 1e3 * parse_time(delay),
         "environment": environment(),

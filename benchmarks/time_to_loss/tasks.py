@@ -1,6 +1,6 @@
-"""What is trained, in which layouts and by which methods.
+"""What is trained, in which layouts and by which methods, and on whose GPUs.
 
-Sizes are in sequences and tokens; times of a GPU come from a published throughput.
+Sizes are in sequences and tokens; times of a GPU come from published throughputs.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,14 @@ from typing import Any, Literal
 Settings = Mapping[str, Any]
 """Sections of a run file."""
 
-LayoutName = Literal["one", "pipeline", "replicas", "both"]
-GPU = "A100"
+LayoutName = Literal["one", "pipeline", "replicas", "both", "shards"]
 _REPORTED_PARAMETERS = 124e6
-_TOKENS_PER_S = 138e3
+_TOKENS_PER_S = {"A100": 138e3, "RTX 4090": 130e3}
 """Of one card that trains GPT-2 with 124M parameters in bf16: 1.1M tokens/s on eight A100
-(D. Saha, "Eight A100s, $61, and 124M parameters", 2026). Throughput is taken to fall with the
-number of parameters."""
+(D. Saha, "Eight A100s, $61, and 124M parameters", 2026), 130 to 140 thousand on an RTX 4090 (D.
+Parker, "NanoGPT-124M in a cave", 2025). Throughput is taken to fall with the number of parameters.
+"""
+GPUS = tuple(_TOKENS_PER_S)
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,9 @@ class Task:
         """The layers shared evenly."""
         return [round(self.layers * stage / stages) for stage in range(1, stages)]
 
-    @property
-    def compute_s(self) -> float:
+    def compute_s(self, gpu: str) -> float:
         """Seconds of a step on one card."""
-        per_token_s = self.parameters / _REPORTED_PARAMETERS / _TOKENS_PER_S
+        per_token_s = self.parameters / _REPORTED_PARAMETERS / _TOKENS_PER_S[gpu]
         return self.batch * self.tokens * per_token_s
 
     def settings(self, train: Path, held_out: Path) -> dict[str, Any]:
@@ -114,11 +114,13 @@ class Layout:
     name: LayoutName
     stages: int = 1
     replicas: int = 1
+    shards: int = 1
 
     def settings(self, task: Task) -> dict[str, Any]:
         return {
             "cuts": task.cuts(self.stages),
             "replicas": self.replicas,
+            "shards": self.shards,
             "microbatches": task.microbatches if self.stages > 1 else 1,
         }
 
@@ -130,6 +132,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
         Layout("pipeline", stages=4),
         Layout("replicas", replicas=4),
         Layout("both", stages=2, replicas=2),
+        Layout("shards", shards=4),
     )
 }
 
@@ -190,6 +193,20 @@ METHODS: dict[LayoutName, dict[str, Settings]] = {
         "AQ-SGD 3/6, CocktailSGD": {
             **_AQSGD,
             **_exchange("cocktail", subset=0.1, topk=0.2, bits=4),
+        },
+        "transform .7/.9, ef_gradients": {**_transform(0.7, 0.9), **_exchange("ef_gradients")},
+        "transform .7/.9, SparseLoCo": {**_transform(0.7, 0.9), **_exchange("sparse_loco")},
+    },
+    "shards": {
+        "fp32": {"shards": {"method": "fsdp"}},
+        "QSDP W8G8": {"shards": {"method": "qsdp"}},
+        "QSDP W4G4 differences": {
+            "shards": {
+                "method": "qsdp",
+                "weights": "differences",
+                "weight_bits": 4,
+                "gradient_bits": 4,
+            }
         },
     },
 }

@@ -78,7 +78,7 @@ def test_hours_are_the_sum_over_steps_and_gaps_are_to_the_baseline_of_a_seed() -
         return {**about, "steps": 30, "epochs": 3, "final": final, **sent}
 
     def timed(method: str, rate: float | None, first_s: float, later_s: float) -> dict[str, Any]:
-        about = {"task": "t", "layout": "pipeline", "delay_ms": 0.0}
+        about = {"task": "t", "layout": "pipeline", "gpu": "g", "delay_ms": 0.0}
         return {**about, "method": method, "rate_bps": rate, "first_s": first_s, "later_s": later_s}
 
     known = [trained("fp32", 0, 3.0), trained("fp32", 1, 3.2)]
@@ -91,7 +91,7 @@ def test_hours_are_the_sum_over_steps_and_gaps_are_to_the_baseline_of_a_seed() -
     assert found["x", 1e8].final_gap == pytest.approx(0.006)
     assert found["x", 1e8].worst_gap == pytest.approx(0.007)
     assert found["x", 1e8].bytes == 9
-    assert "**0.4**" in table(rows, "t", "pipeline")
+    assert "**0.4**" in table(rows, "t", "pipeline", "g")
 
 
 def test_methods_too_slow_to_wait_for_are_told_apart() -> None:
