@@ -74,7 +74,7 @@ class ServedReducer(FeedbackReducer):
 
         So only what the lost ones owed is lost.
         """
-        for name, sent_N in self.state_dict().items():
+        for name, sent_N in [*self._kept.items()]:
             kind, _, bucket = name.partition("-")
             if kind == "sent":
                 starts_N = torch.arange(len(sent_N)).tensor_split(size)[rank][:1].tolist()

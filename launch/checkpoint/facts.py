@@ -19,7 +19,13 @@ def check_facts(
     Raises:
         CheckpointError: naming each that differs.
     """
-    changed = changed_settings(_as_set(saved), _as_set(now))
+    try:
+        changed = changed_settings(_as_set(saved), _as_set(now))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder} was made with settings that are gone: {error}; start a new run from its "
+            f'weights: model.from_run = "{folder.parents[1]}" and another run.name, without --resume'
+        ) from None
     differing = describe_changes(changed)
     samples = differences(saved.get("data"), now.get("data"), "data")
     if samples and not any(change.name.startswith("data.") for change in changed):

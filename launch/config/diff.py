@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thinpipe.launch.config.boundary import BoundaryConfig, ForwardConfig, boundary_at
-from thinpipe.launch.config.removed import without_removed
+from thinpipe.launch.config.removed import renewed, without_removed
 from thinpipe.launch.config.toml import toml_value
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
-    saved, now = (_with_weights(without_removed(config)) for config in (saved, now))
+    saved, now = (_with_weights(without_removed(renewed(config))) for config in (saved, now))
     may_change = _may_change(saved)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
         may_change += ("shards.ranks_per_site",)  # it divides them

@@ -23,6 +23,8 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
     ("gradcomp.decentralized.format", "fp32", "remove it"),
     ("gradcomp.demo.look_ahead", False, "remove it"),
+    ("gradcomp.ef_updates", None, "the method is gone, remove the table"),
+    ("gradcomp.quantize", None, "the method is gone, remove the table"),
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
     ("model.pooling", "mean", "labels come from the mean over tokens, remove it"),
     ("data.dataset", None, 'set path = "hf:OWNER/NAME:CONFIG" instead'),
@@ -47,8 +49,7 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
     (
         "boundary.*.*ward*.coding",
         "rans",
-        'use "zstd", which is shorter or quicker; kind = "aqsgd" also needs delta = "uniform" to '
-        "go on with the same changes",
+        'use "zstd", which is shorter or quicker; kind = "aqsgd" also needs delta = "uniform"',
     ),
     ("memory.tier", "pinned", 'use "ram", which is as fast'),
     ("memory.tier", "device", 'use "ram", which is as fast'),
@@ -69,6 +70,38 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     if problems:
         raise ValueError("\n".join(problems))
     return found
+
+
+def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a saved run, with removed values as today's that do the same."""
+    found = dict(saved)
+    if "boundary" in found:
+        found["boundary"] = [
+            {key: _renewed_spec(value) for key, value in table.items()}
+            for table in found["boundary"]
+        ]
+    memory = found.get("memory", {})
+    if memory.get("tier") in ("pinned", "device"):  # rows lie elsewhere, and are the same
+        found["memory"] = {**memory, "tier": "ram"}
+    return found
+
+
+def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a run whose weights alone are of interest: how replicas exchanged is past."""
+    found = renewed(saved)
+    exchange = found.get("gradcomp", {})
+    gone = exchange.get("method") in ("ef_updates", "quantize")
+    if gone or exchange.get("demo", {}).get("look_ahead"):
+        del found["gradcomp"]
+    return found
+
+
+def _renewed_spec(spec: Any) -> Any:
+    """A direction of a cut; both codings are lossless."""
+    if not isinstance(spec, Mapping) or spec.get("coding") != "rans":
+        return spec
+    uniform = {"delta": spec.get("delta") or "uniform"} if spec.get("kind") == "aqsgd" else {}
+    return {**spec, "coding": "zstd", **uniform}
 
 
 def _kept(tree: Mapping[str, Any], above: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -38,7 +39,7 @@ from thinpipe.launch.config.model import (
 )
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
-from thinpipe.launch.config.removed import without_removed
+from thinpipe.launch.config.removed import of_weights, without_removed
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
     ElasticConfig,
@@ -225,10 +226,11 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_tokenizer(cls, tree: Any) -> Any:
+    def _name_the_tokenizer(cls, tree: Any, info: ValidationInfo) -> Any:
         """`data.tokenizer = "model"` is the model's folder."""
         if isinstance(tree, Mapping):
-            tree = without_removed(tree)
+            saved = info.context is not None and info.context.get("saved")
+            tree = without_removed(of_weights(tree) if saved else tree)
         if not isinstance(tree, Mapping) or not isinstance(tree.get("data"), Mapping):
             return tree
         if tree["data"].get("tokenizer") != "model":
@@ -278,11 +280,16 @@ class RunConfig(BaseModel):
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, functions: Functions | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    functions: Functions | None = None,
+    saved: bool = False,
 ) -> RunConfig:
     """Read a run file and the files it extends, apply `a.b=c` overrides, check everything.
 
-    `functions` are taken in place of those that the model section names.
+    `functions` are taken in place of those that the model section names. What a `saved` run's file
+    has of removed settings is passed over, if its weights do not depend on it.
 
     Raises:
         ConfigError: naming file or override, key, value and remedy.
@@ -298,7 +305,7 @@ def load_config(
         for method in method_names()
         for alias, option in option_aliases(method).items()
     }
-    context = None if functions is None else {"functions": functions}
+    context = {"functions": functions, "saved": saved} if functions or saved else None
     return load_as(RunConfig, path, overrides, aliases=aliases, context=context)
 
 
@@ -310,7 +317,7 @@ def load_run(folder: Path, *, functions: Functions | None = None) -> RunConfig:
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: holds no config.toml; name the folder of a run")
-    return load_config(folder / "config.toml", functions=functions)
+    return load_config(folder / "config.toml", functions=functions, saved=True)
 
 
 def write_config(config: RunConfig, path: Path) -> None:

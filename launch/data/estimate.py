@@ -1,6 +1,7 @@
 """How many samples large data will give, by a look at how they begin: for runs that are counted."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks
-from thinpipe.launch.data.reading.records import parquet_count
+from thinpipe.launch.data.reading.records import FileRows, parquet_count
 from thinpipe.launch.data.reading.saved import HUB, is_saved
 from thinpipe.launch.data.reading.source import Source, source_of
 from thinpipe.launch.data.reading.text import HELD_OUT, Decoder
@@ -21,7 +22,7 @@ from thinpipe.launch.host.words import format_bytes, format_count
 
 _LARGE_NBYTES = 64 << 20
 """Less than this is read as in a run, within a minute."""
-_HEAD_NBYTES = 1 << 20
+_HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000
 _PACKED = 4
 """How many times as long text is when it is unpacked, roughly."""
 
@@ -80,14 +81,15 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         row = Row(str(form.path), {config.running_field: text})
         files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
-    assert source.all_rows is not None, "it is no text"
     rows, nbytes, known = list[Row](), 0, parquet_count(source.forms)
-    for row in source.all_rows:
+    read = source.rows(config.fields or [config.running_field])
+    if known is None and form.kind in ("parquet", "arrow"):
+        read = FileRows(source.forms)  # the bytes of whole rows say how many there are
+    for row in islice(read, _HEAD_ROWS):
         rows.append(row)
         nbytes += _nbytes(row, form)
         if nbytes >= _HEAD_NBYTES:
             break
-    # without a count the bytes of whole rows say how many there are
     count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
     whole = f"{'' if known else 'about '}{format_count(count)} rows"
     return rows, min(1.0, len(rows) / max(1, count)), whole

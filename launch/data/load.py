@@ -256,6 +256,11 @@ def _notes(tokens: TokenFile, what: str, config: DataConfig, tokenizer: Tokenize
     notes = [f"note: {what}: {note}" for note in rejections(tokens)]
     if config.tokenizer != BYTES or config.document_marks != "tokenizer":
         notes.append(f"note: {describe_marks(tokenizer, config.document_marks)}")
+    if tokens.facts["forced"]:
+        notes.append(
+            f"note: {what}: data.tokenizer does not split its text in {tokens.facts['forced']} "
+            "places where it had to be cut; tokens there may differ"
+        )
     if not tokens.facts["utf8"]:
         notes.append(f"note: {what} is not UTF-8 text; it is read as plain bytes")
     return notes

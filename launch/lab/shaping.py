@@ -8,6 +8,7 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS
+from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.requirements import needs
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -59,13 +60,20 @@ class Shaper:
     def apply(self, shape: Shape) -> None:
         """Change the limits; without losing packets unless limits are added or removed.
 
+        If that fails, set them up from scratch.
+
         Raises:
             NetlinkError: the kernel rejects it; the next call sets up its limits from scratch.
             ShapedError: the kernel lacks a feature.
         """
         if shape != self._shape:
             old, self._shape = self._shape, None
-            self._switch(old, shape)
+            try:
+                self._switch(old, shape)
+            except (NetlinkError, ShapedError):
+                if old is None:
+                    raise
+                self._switch(None, shape)
             self._shape = shape
 
     def _switch(self, old: Shape | None, shape: Shape) -> None:

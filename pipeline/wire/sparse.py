@@ -9,10 +9,10 @@ leaves. A message of n candidates holds, in order:
     codes                       `Uniform`'s codes of the kept values, or the values in bf16 or fp32
 
 Mask and codes are entropy-coded, each on its own and only if that makes it shorter, as its length
-shows. zstd's Huffman coder comes within 2 % of the entropy of a random
-mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered. One that marks
-less than a sixteenth may be shorter as gaps (`coding/gaps.py`). A coded mask begins with a byte
-that says how: 0 is zstd, 1 is gaps.
+shows. zstd's Huffman coder comes within 2 % of the entropy of a random mask (0.722 bits a candidate
+at a fifth) and finds more in masks that are clustered. One that marks less than a sixteenth may be
+shorter as gaps (`coding/gaps.py`). A coded mask begins with a byte that says how: 0 is zstd, 1 is
+gaps.
 
 Axes: n candidates, k kept values, M mask bytes, W bytes of a message.
 """

@@ -1,14 +1,15 @@
 """Running text in pieces that a tokenizer gives the same tokens as the whole.
 
-A piece ends where the tokenizer splits text anyway: the tokens on either side are the same without
-the other side, and with less of it. The text before a piece is tokenized with it as its context and
-its tokens are dropped, so that a tokenizer that puts something before a text, as Metaspace does,
-does so once.
+A piece ends where the tokenizer splits text anyway, whatever stands further off: where its own
+pre-tokenizer does, or between two characters that no token of its vocabulary has side by side. The
+text before a piece is tokenized with it as its context and its tokens are dropped, so that a
+tokenizer that puts something before a text, as Metaspace does, does so once.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ CONTEXT = 128
 _TRIES = 12
 """Places of a kind that are tried for a cut."""
 _LONGEST = 64
-"""Pieces' worth of text without a place for a cut; then it is cut all the same."""
+"""Pieces' worth of text without a place for a cut; then it is cut all the same, which is said."""
 _SOUGHT = 4096
 """Characters in which a place is sought."""
 _PLACES = tuple(map(re.compile, (r"\n(?=\S)", r"\S(?=\s\S)", r"[^\w\s](?=\w)")))
@@ -30,11 +31,14 @@ _PLACES = tuple(map(re.compile, (r"\n(?=\S)", r"\S(?=\s\S)", r"[^\w\s](?=\w)")))
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to tokenize, behind `context` that gives `skipped` tokens."""
+    """Text to tokenize, behind `context` that gives `skipped` tokens; `forced` if it is cut
+    where the tokenizer does not split.
+    """
 
     context: str
     text: str
     skipped: int
+    forced: bool = False
 
 
 class Cutter:
@@ -45,7 +49,7 @@ class Cutter:
 
     def pieces(self, parts: Iterable[str], context: str = "") -> Iterator[Piece]:
         """Pieces of a text that comes in parts; `context` is what stands before it."""
-        left = ""
+        left, forced = "", False
         for part in parts:
             left += part
             start = 0
@@ -53,14 +57,13 @@ class Cutter:
                 cut = self._cut(context, left, start)
                 if cut is None:
                     break
-                place, splits = cut
-                yield self._piece(context, left[start:place])
-                # after a forced cut the text goes on as if it began there
-                context = left[max(0, place - CONTEXT) : place] if splits else ""
-                start = place
+                place, forced_next = cut
+                yield self._piece(context, left[start:place], forced)
+                context = left[max(0, place - CONTEXT) : place]
+                start, forced = place, forced_next
             left = left[start:]
         if left:
-            yield self._piece(context, left)
+            yield self._piece(context, left, forced)
 
     def encode(self, pieces: Sequence[Piece]) -> list[npt.NDArray[np.int32]]:
         """Token ids of each piece."""
@@ -72,22 +75,26 @@ class Cutter:
             for each, piece in zip(found, pieces, strict=True)
         ]
 
-    def _piece(self, context: str, text: str) -> Piece:
+    def _piece(self, context: str, text: str, forced: bool) -> Piece:
+        if forced:  # as if the text began here
+            return Piece("", text, 0, forced=True)
         return Piece(context, text, len(self._ids(context)) if context else 0)
 
     def _cut(self, context: str, text: str, start: int) -> tuple[int, bool] | None:
-        """Where the next piece ends, and whether text is split there; None: more text is needed."""
+        """Where the next piece ends, and whether that is forced; None: more text is needed."""
         first = start + _SIZE // 2
         while first + _SIZE <= len(text) - CONTEXT:
             for place in _candidates(text, first, first + _SIZE):
                 before = (context + text[start:place])[-CONTEXT:]
                 if self._splits(before, text[place : place + CONTEXT]):
-                    return place, True
+                    return place, False
             first += _SIZE
-        return (first, False) if first - start > _LONGEST * _SIZE else None
+        return (first, True) if first - start > _LONGEST * _SIZE else None
 
     def _splits(self, before: str, after: str) -> bool:
         """Whether the tokens before a place never depend on what follows, nor the other way."""
+        if not self._is_split(before, after):
+            return False
         shorter = before[-CONTEXT // 4 :]
         joined, near = self._ids(before + after), self._ids(shorter + after)
         left, left_near = self._ids(before), self._ids(shorter)
@@ -97,9 +104,38 @@ class Cutter:
             and joined[len(left) :] == near[len(left_near) :]
         )
 
+    def _is_split(self, before: str, after: str) -> bool:
+        left, joined = self._words(before), self._words(before + after)
+        if joined[: len(left)] == left:
+            return True
+        whole, part = "".join(joined), "".join(left)
+        if not whole.startswith(part) or len(whole) == len(part):
+            return False
+        pair = part[-1:] + whole[len(part)]
+        return pair not in self._pairs and whole[len(part)] in self._characters
+
+    def _words(self, text: str) -> list[str]:
+        """The text as the tokenizer's model gets it."""
+        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
+        text = text if normalizer is None else normalizer.normalize_str(text)
+        if splitter is None:
+            return [text]
+        return [word for word, _ in splitter.pre_tokenize_str(text)]
+
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    @cached_property
+    def _pairs(self) -> set[str]:
+        """Characters that some token has side by side."""
+        vocab = self._backend.get_vocab()
+        return {token[at : at + 2] for token in vocab for at in range(len(token) - 1)}
+
+    @cached_property
+    def _characters(self) -> set[str]:
+        """Characters that are tokens: unknown ones may be joined."""
+        return {token for token in self._backend.get_vocab() if len(token) == 1}
 
 
 def _candidates(text: str, start: int, stop: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ from thinpipe.launch.data.tokens.pieces import CONTEXT, Cutter, Piece
 from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
-_VERSION = 2
+_VERSION = 3
 """Of how text becomes tokens: another one makes all files again."""
 _BATCH_SIZE, _MOST_PIECES = 1 << 20, 4096
 """Characters, or pieces, tokenized at a time: some hundred bytes of memory for each character."""
@@ -106,6 +106,8 @@ class _Maker:
     tokenizer: Tokenizer
     marks: Marks | None
     utf8: bool = True
+    forced: int = 0
+    """Places where text was cut although the tokenizer does not split it there."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,7 @@ class _Maker:
     def make(self, folder: Path) -> None:
         """Write the folder, from where an interrupted process left off."""
         with closing(TokenWriter(folder, ids=self.tokenizer.vocab)) as writer:
-            done, context, self.utf8 = (writer.done or (0, "", True))[:3]
+            done, context, self.utf8, self.forced = writer.done or (0, "", True, 0)
             writer.rejected.clear()  # those before are met again on the way
             progress = Progress(f"{self.what}: tokenizing", self.nbytes, done)
             for step in self._steps(folder, writer, done, context):
@@ -122,10 +124,10 @@ class _Maker:
                     writer.add(Document(tokens), 0) if ends else writer.extend(Document(tokens))
                 done += step.nbytes
                 progress.at(done)
-                writer.passed([done, step.context, self.utf8])
+                writer.passed([done, step.context, self.utf8, self.forced])
             if self.marks is None:
                 writer.add(Document(np.zeros(0, dtype=np.int32)), 0)  # its end
-            writer.finish({"utf8": self.utf8, "bytes": self.nbytes})
+            writer.finish({"utf8": self.utf8, "forced": self.forced, "bytes": self.nbytes})
         progress.finished(folder)
 
     def _steps(self, folder: Path, writer: TokenWriter, done: int, context: str) -> Iterator[_Step]:
@@ -139,6 +141,7 @@ class _Maker:
         for batch in _batches(self._pieces(cutter, documents, context)):
             found = cutter.encode([text.piece for text in batch])
             nbytes = sum(text.nbytes for text in batch)
+            self.forced += sum(text.piece.forced for text in batch)
             if first:
                 self._estimate(folder, sum(map(len, found)), nbytes)
                 first = False

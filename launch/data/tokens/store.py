@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,8 @@ _TOKENS, _ROWS = "tokens", "rows"
 """Folders of the cache; the second has copies of rows that version 0.2 made."""
 _POLL_S = 0.05
 _SILENT_S = 300.0
-"""A process that makes something writes every few seconds; after so long it is stuck."""
+"""A process that makes something shows every few seconds that it lives; else it is stuck."""
+_ALIVE_S = 5.0
 _UNUSED_S = 30 * 86400.0
 """What no run has opened for so long is removed when something else is made."""
 
@@ -62,7 +64,8 @@ def obtain(
                     _sweep(root.parent / _ROWS)
                     if not _is_whole(partial, read):
                         try:
-                            make(partial)
+                            with _alive(folder.with_suffix(".lock")):
+                                make(partial)
                         except ValueError:  # an interruption leaves what was written for next time
                             shutil.rmtree(partial, ignore_errors=True)
                             raise
@@ -152,7 +155,7 @@ def _alone(folder: Path, what: str) -> Iterator[Path]:
             if not said and says():
                 _log.warning("%s: waiting for another process, which writes %s", what, partial)
             said = True
-            if (now := _signs(partial)) != seen:
+            if (now := (_signs(partial), os.fstat(lock.fileno()).st_mtime_ns)) != seen:
                 seen, since = now, time.monotonic()
             if time.monotonic() - since > _SILENT_S:
                 raise TimeoutError(
@@ -162,6 +165,25 @@ def _alone(folder: Path, what: str) -> Iterator[Path]:
             time.sleep(_POLL_S)
         yield partial
     # the lock's file stays: were it removed, two processes could each lock one of its name
+
+
+@contextlib.contextmanager
+def _alive(lock: Path) -> Iterator[None]:
+    """Show that this process lives: it may read rows for long before it writes anything."""
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_ALIVE_S):
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _signs(folder: Path) -> list[tuple[str, int, int]]:

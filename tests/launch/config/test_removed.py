@@ -8,7 +8,7 @@ import tomlkit
 
 from thinpipe.launch.config.diff import changed_settings
 from thinpipe.launch.config.removed import _GONE, _GONE_VALUES
-from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.run import RunConfig, load_config, load_run
 from thinpipe.launch.config.toml import ConfigError
 
 PLACES = {
@@ -65,6 +65,35 @@ def test_a_value_that_is_gone_is_answered_with_what_to_use(
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, name, value)
     assert f'{name} = "{value}": no longer offered; {remedy}' in str(caught.value)
+
+
+RANS = {"kind": "aqsgd", "bits": 4, "coding": "rans", "delta": None}
+
+
+def test_a_checkpoint_of_the_coding_that_is_gone_is_of_a_run_with_the_one_that_took_over() -> None:
+    zstd = {**RANS, "coding": "zstd", "delta": "uniform"}
+    pipeline = {"cuts": [2]}
+    now = RunConfig.model_validate({"pipeline": pipeline, "boundary": [{"forward": zstd}]}).shared()
+    saved = {**now, "boundary": [{**now["boundary"][0], "forward": RANS}]}
+    assert changed_settings(saved, now) == []
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        {"boundary": [{"forward": {"kind": "aqsgd", "coding": "rans"}}]},
+        {"memory": {"tier": "pinned"}},
+        {"gradcomp": {"method": "ef_updates", "ef_updates": {"bits": 1}}},
+        {"gradcomp": {"method": "demo", "demo": {"look_ahead": True}}},
+    ],
+)
+def test_weights_of_a_run_with_what_is_gone_can_be_used(
+    tmp_path: Path, gone: dict[str, Any]
+) -> None:
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(gone), encoding="utf-8")
+    load_run(tmp_path)
+    with pytest.raises(ConfigError):
+        load_config(tmp_path / "config.toml")
 
 
 def test_a_checkpoint_that_says_what_holds_is_of_the_same_run() -> None:

@@ -123,7 +123,7 @@ def test_pieces_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch, ki
         cut = list(cutter.pieces(_parts(text, size)))
         assert len(cut) > len(text) / 2000
         assert "".join(piece.text for piece in cut) == text
-        assert all(piece.context for piece in cut[1:])
+        assert not any(piece.forced for piece in cut)
         assert np.concatenate(cutter.encode(cut)).tolist() == whole
 
 
@@ -155,13 +155,9 @@ def test_special_tokens_and_white_space_are_never_cut(monkeypatch: pytest.Monkey
     )
 
 
-def test_a_text_without_a_place_for_a_cut_is_cut_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_without_a_place_for_a_cut_is_cut_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SIZE", 64)
     monkeypatch.setattr(module, "_LONGEST", 4)
-    monkeypatch.setattr(Cutter, "_splits", lambda *_: False)
     cut = list(Cutter(_made("BPE of bytes")).pieces(["-" * 5000]))
     assert "".join(piece.text for piece in cut) == "-" * 5000
-    assert len(cut) > 1
-    assert not any(piece.context for piece in cut)
+    assert any(piece.forced for piece in cut)
