@@ -24,7 +24,7 @@ def check_facts(
     except ValueError as error:
         raise CheckpointError(
             f"{folder} was made with settings that are gone: {error}; start a new run from its "
-            f'weights: model.from_run = "{folder.parents[1]}" and another run.name, without --resume'
+            f'weights: model.from_run = "{folder.parents[1]}", another run.name, no --resume'
         ) from None
     differing = describe_changes(changed)
     samples = differences(saved.get("data"), now.get("data"), "data")
