@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
-from thinpipe.gradcomp.methods.cocktail import Config
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.methods.cocktail import Config, build
 from thinpipe.gradcomp.registry import parse_options
 from thinpipe.pipeline.wire.header import DesyncError
 from thinpipe.pipeline.wire.sparse import SparseCodec
@@ -262,3 +263,8 @@ def test_the_authors_names_are_accepted() -> None:
 def test_impossible_settings_are_rejected(options: dict[str, Any], reported: str) -> None:
     with pytest.raises(ValidationError, match=reported):
         parse_options("cocktail", options)
+
+
+def test_a_model_in_fp16_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameters in fp16; use fp32 or bf16"):
+        build(Config(), [*nn.Linear(2, 2).half().parameters()], local_peers(2)[0])

@@ -59,6 +59,13 @@ def test_an_estimate_is_near_the_count(tmp_path: Path, make: Any) -> None:
     assert len(found[1]) == len(held_out) == 4
 
 
+@pytest.mark.parametrize("make", [_csv, _parquet])
+def test_a_field_that_is_not_there_is_named(tmp_path: Path, make: Any) -> None:
+    config = DataConfig.model_validate({**make(tmp_path), "text_field": "txet"})
+    with pytest.raises(ValueError, match="no field 'txet' among"):
+        estimate(config, seed=0, labelling=Labelling())
+
+
 def test_columns_that_are_not_used_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

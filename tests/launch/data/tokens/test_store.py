@@ -234,3 +234,31 @@ def test_the_next_run_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "text.txt").write_text(TEXT.replace("another", "some other"))
     load(config)
     assert len(_made(folder)) == 2
+
+
+def test_one_that_reads_for_long_before_it_writes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "_SILENT_S", 2.0)
+    monkeypatch.setattr(store, "_ALIVE_S", 0.05)
+    begun, over, found = threading.Event(), threading.Event(), list[str]()
+
+    def reads_first(folder: Path) -> None:
+        begun.set()
+        over.wait(30)
+        folder.mkdir()
+        (folder / "made").write_text("in the end")
+
+    makers = [
+        threading.Thread(target=lambda: found.append(obtain("cd", _read, reads_first, what="")))
+        for _ in range(2)
+    ]
+    makers[0].start()
+    begun.wait(30)
+    makers[1].start()
+    makers[1].join(3)  # longer than a silent one is waited for
+    assert makers[1].is_alive()
+    over.set()
+    for maker in makers:
+        maker.join(30)
+    assert found == ["in the end"] * 2
