@@ -66,7 +66,7 @@ def _draw_speed(file: Path) -> None:
     (table,) = re.findall(r"^## 8 microbatches$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     speeds = {
-        (row[0], row[1]): float(row[5].replace(",", ""))
+        (row[0], row[1]): float(row[4].replace(",", ""))
         for row in rows
         if row and row[0] in _METHODS
     }
