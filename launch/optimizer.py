@@ -50,15 +50,21 @@ def make_optimizer(
         return brought
     if own is not None:
         return own(parameters)
-    if train.optimizer == "adamw" and trains_in_bf16(config.model):
-        return _compensated_adamw(parameters, train)
-    if train.optimizer == "adamw":
-        return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
+    if ":" in train.optimizer:
+        return _own(train.optimizer, parameters, train.lr)
+    return our_optimizer(config, parameters)
+
+
+def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer:
+    """The one that `train.optimizer` names; AdamW if that is a function of the user's."""
+    train = config.train
     if train.optimizer == "adamw8bit":
         return _adamw_8bit(parameters, train)
     if train.optimizer == "muon":
         return muon_and_adamw(parameters, **_of_adamw(train))
-    return _own(train.optimizer, parameters, train.lr)
+    if trains_in_bf16(config.model):
+        return _compensated_adamw(parameters, train)
+    return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
 
 
 def check_optimizer(config: RunConfig) -> None:

@@ -138,7 +138,7 @@ def test_closures_of_imports_stay_below_their_ceilings() -> None:
         assert len(found) <= most, f"{start} imports {len(found)} of our modules"
 
 
-MOST_ROOMS, MOST_ARROWS = 14, 59
+MOST_ROOMS, MOST_ARROWS = 14, 60
 """Folders of launch, and imports between them; its loose files count as one more room."""
 
 

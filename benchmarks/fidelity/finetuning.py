@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.fidelity.tah_quant import send_with
 from benchmarks.harness import Row
 from benchmarks.single_process import in_process
 from thinpipe.launch.components import Built
@@ -28,6 +29,8 @@ from thinpipe.pipeline.metrics import Measures, named_metrics
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.told import Direction
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -200,11 +203,13 @@ def fine_tune(
     weights: Weights | None,
     *,
     method: str,
+    codecs: Mapping[Direction, Codec] | None = None,
     eval_batch: int = _EVAL_BATCH,
 ) -> Row:
     """Train a copy of `weights` as `config` says and evaluate it.
 
-    None are those that `config` names; then nothing is evaluated before.
+    None are those that `config` names; then nothing is evaluated before. `codecs` take the place of
+    the boundaries of their direction.
 
     Raises:
         RuntimeError: a step was not finite.
@@ -221,6 +226,7 @@ def fine_tune(
     with in_process(config, total_steps=steps) as built:
         if weights is not None:
             _load(built, weights)
+        send_with(built, codecs or {})
         torch.manual_seed(config.run.seed)  # random dropout
         losses = {}
         if weights is not None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.fidelity.finetuning import Corpus, fine_tune
+from benchmarks.fidelity.tah_quant import TahQuant
 from benchmarks.harness import (
     Row,
     command_line,
@@ -40,6 +41,7 @@ from benchmarks.harness import (
 )
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.load import load
+from thinpipe.pipeline.wire.told import DIRECTIONS
 
 BASELINE = "fp32"
 _SCORE = "matthews"
@@ -76,6 +78,7 @@ def _once(forward: float, backward: float) -> dict[str, Any]:
 
 
 _RAW = {"kind": "raw", "format": "fp32"}
+_TAH_QUANT = "tah-quant fw4/bw4"
 AGAIN: dict[str, dict[str, Any]] = {
     "aqsgd 3/6": _both({"kind": "aqsgd", "bits": 3}, {"kind": "direct", "bits": 6}),
     "stateless 5/4": _both({"kind": "stateless", "bits": 5}, {"kind": "stateless", "bits": 4}),
@@ -88,6 +91,7 @@ AGAIN: dict[str, dict[str, Any]] = {
 }
 ONCE: dict[str, dict[str, Any]] = {
     "stateless 5/4": AGAIN["stateless 5/4"],
+    _TAH_QUANT: _both(_RAW, _RAW),
     "once .05/.3": _once(0.05, 0.3),
     "once .1/.3": _once(0.1, 0.3),
     "once .15/.5": _once(0.15, 0.5),
@@ -190,8 +194,15 @@ def _measure(
     options: argparse.Namespace, config: RunConfig, method: str, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     tune, held_out = load(config.data)
-    corpus = Corpus(tune, tune, held_out)
-    found = fine_tune(corpus, config, None, method=method, eval_batch=_EVAL_BATCH)
+    coded = DIRECTIONS if method == _TAH_QUANT else ()
+    found = fine_tune(
+        Corpus(tune, tune, held_out),
+        config,
+        None,
+        method=method,
+        codecs={way: TahQuant(config.message_shape[1]) for way in coded},
+        eval_batch=_EVAL_BATCH,
+    )
     numbers, epochs = found.numbers, [epoch["loss"] for epoch in found.detail["epochs"]]
     losses = {name: numbers[kind] for name, kind in _LOSSES.items()}
     scores = {_SCORE: numbers[_SCORE]} if _SCORE in numbers else {}

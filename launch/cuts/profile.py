@@ -18,7 +18,7 @@ from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_c
 from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.launch.memory.model import ModelMemory
-from thinpipe.pipeline.models.build import trainable
+from thinpipe.launch.optimizer import our_optimizer
 from thinpipe.pipeline.timing import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
@@ -165,8 +165,9 @@ class _Bench:
         self._device = device = choose_device(config.pipeline.device)
         self._watch = Stopwatch(device)
         self._block = config.model.build(first, first + 1, seed=config.run.seed, device=device)
-        trained = list(trainable(self._block))  # with adapters, a block may have none
-        self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
+        # With adapters, a block may have no parameters to train.
+        trained = {name: p for name, p in self._block.named_parameters() if p.requires_grad}
+        self._optimizer = our_optimizer(config, trained) if trained else None
         shape = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
         made_up = config.model.made_up(first, shape, device=device)

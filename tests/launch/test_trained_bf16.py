@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
@@ -18,6 +19,7 @@ from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.training import TOKENS, batch, config, train_steps, weights
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.optimizer import check_optimizer, make_optimizer
 from thinpipe.launch.trained.export_hf import export
@@ -196,3 +198,20 @@ def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     message = 'model.weights = "bf16": needs optimi: pip install "thinpipe[bf16]"; or leave it out'
     with pytest.raises(ValueError, match=re.escape(message)):
         check_optimizer(run)
+
+
+def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path / "source")
+    used = set()
+    counted = register_optimizer_step_post_hook(lambda optimizer, *_: used.add(type(optimizer)))
+    try:
+        typical_block_s(narrow_run(tmp_path, [2]))
+        assert {kind.__module__.partition(".")[0] for kind in used} >= {"optimi"}
+        used.clear()
+        typical_block_s(config(train={"optimizer": "muon"}))
+        assert torch.optim.Muon in used
+        used.clear()
+        typical_block_s(config(train={"optimizer": "tests.launch.test_optimizer:none_such"}))
+        assert used == {torch.optim.AdamW}  # nobody knows what a function makes of one block
+    finally:
+        counted.remove()

@@ -1,6 +1,6 @@
 """What a setting names as data: rows or running text, and a digest of its content."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -62,20 +62,7 @@ class Source:
                     f"{rows.name}: no field {field!r} among {list(rows.columns)}; correct the "
                     "field's name in [data]"
                 )
-        first = [*islice(rows, _LOOKED_AT)]
-        if not first:
-            raise ValueError(f"{self.what}: no rows; name a file that has some")
-        read = next((row for row in first if row.problem is None), first[0])
-        for field in fields:
-            if any(field in row.fields for row in first):
-                continue
-            if read.problem is not None:
-                raise ValueError(f"{read.where}: {read.problem}; correct or remove it")
-            among = f"among {list(read.fields)}" if read.fields else "in an empty record"
-            raise ValueError(
-                f"{read.where}: no field {field!r} {among}; correct the row or the field's name in "
-                "[data]"
-            )
+        check_fields(rows, fields, self.what)
         return rows
 
     def texts(self, field: Field, *, lines: bool) -> Texts:
@@ -83,6 +70,28 @@ class Source:
         if self.is_text:
             return FileTexts(self.forms)
         return RowTexts(self.rows([field]), field, lines=lines)
+
+
+def check_fields(rows: Iterable[Row], fields: Sequence[Field], what: str) -> None:
+    """Check that the first rows have each field once.
+
+    Raises:
+        ValueError: they do not, or there are none.
+    """
+    first = [*islice(rows, _LOOKED_AT)]
+    if not first:
+        raise ValueError(f"{what}: no rows; name a file that has some")
+    read = next((row for row in first if row.problem is None), first[0])
+    for field in fields:
+        if any(field in row.fields for row in first):
+            continue
+        if read.problem is not None:
+            raise ValueError(f"{read.where}: {read.problem}; correct or remove it")
+        among = f"among {list(read.fields)}" if read.fields else "in an empty record"
+        raise ValueError(
+            f"{read.where}: no field {field!r} {among}; correct the row or the field's name in "
+            "[data]"
+        )
 
 
 def open_source(

@@ -15,7 +15,7 @@ from thinpipe.launch.data.documents import Document, Listed, Rejected
 from thinpipe.launch.data.encode import document_marks, encoder_for
 from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
-from thinpipe.launch.data.reading.source import source_of
+from thinpipe.launch.data.reading.source import check_fields, source_of
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
 from thinpipe.launch.data.streams.stream import Carry, Items, Make
@@ -68,6 +68,7 @@ def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
         ValueError: there are none, or they lack a field.
     """
     if config.path is not None and config.path.startswith(HUB):
+        check_fields(stream_hub(config.path), config.fields, f"data.path = {config.path!r}")
         return partial(stream_hub, config.path)
     source = source_of(config, config.path, "data.path")
     if source.is_text:

@@ -132,6 +132,8 @@ def test_a_data_set_of_the_package_is_streamed(tmp_path: Path) -> None:
     again, _ = _stream(config, 40)
     again.load_state_dict(state)
     assert torch.equal(again.batch(range(20, 40)).inputs_BT, expected[20:])
+    with pytest.raises(ValueError, match=r"row 1: no field 'txet' among \['text', 'pr"):
+        _stream(_config(f"hf:{folder}", text_field="txet"), 40)
     files, _ = _stream(_config(folder), 40)
     assert torch.equal(files.batch(range(40)).inputs_BT, expected)
     datasets.load_dataset(str(folder), split="train").save_to_disk(str(tmp_path / "saved"))
