@@ -25,7 +25,7 @@ def test_recommended_settings_are_applied_and_have_the_predicted_sizes(
     monkeypatch.setenv("COLUMNS", "100")
     text = run_file.read_text(encoding="utf-8").replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")
-    run_file.write_text(text + "[[boundary]]\ncut = 3\nguard = { mode = 'act' }\n")
+    run_file.write_text(text + "[[boundary]]\ncut = 3\nguard = { mode = 'off' }\n")
     done = CliRunner().invoke(app, ["plan", str(run_file), "--rate", "100kbit", "--apply"])
     assert done.exit_code == 0, done.output
     for method in ("aqsgd 2-bit", "stateless 3-bit"):
@@ -34,7 +34,7 @@ def test_recommended_settings_are_applied_and_have_the_predicted_sizes(
     applied = tomllib.loads(run_file.read_text(encoding="utf-8"))["boundary"]
     assert tomllib.loads(printed.partition("\nwritten to")[0])["boundary"] == applied
     run = load_config(run_file)
-    assert run.boundary_at(3).guard.mode == "act"
+    assert run.boundary_at(3).guard.mode == "off"
     trained = thinpipe(run_file)
     assert trained.returncode == 0, trained.stderr
     predicted = measure_messages(run)
