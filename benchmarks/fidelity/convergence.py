@@ -71,6 +71,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     "aq fw2/bw6": _method("aqsgd", 2, 6),
     "aq fw2/bw4, tiles back": _method("aqsgd", 2, 4, gradients="stateless"),
     "aq fw2/bw4, tiles": _method("aqsgd", 2, 4, delta="tiles", gradients="stateless"),
+    "aq fw2/bw3, tiles": _method("aqsgd", 2, 3, delta="tiles", gradients="stateless"),
+    "aq fw3/bw3, tiles": _method("aqsgd", 3, 3, delta="tiles", gradients="stateless"),
     "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),

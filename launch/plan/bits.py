@@ -32,8 +32,8 @@ AS_FAST = 1.05
 """More bits may make a step this many times as long as the shortest."""
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
 _FORWARD: tuple[Spec, ...] = (*(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)), *_CASTS)
-"""Changes in tiles of 2 bits end .0185 nats above uncompressed cuts with gradients in tiles of 4; of
-3 bits .0027 with gradients of 6 (benchmarks/results/aqsgd_beyond_cpu_202611.md).
+"""In tiles. With gradients in tiles of 4 bits, 2 bits end .0185 nats above uncompressed cuts; with
+gradients of 6 bits, 3 bits .0027 (benchmarks/results/aqsgd_beyond_cpu_202611.md).
 """
 _FORWARD_TRAINED: tuple[Spec, ...] = _FORWARD[1:]
 """For models that were trained before, where changes in 2 bits are predicted to lose four times as
