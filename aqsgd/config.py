@@ -7,7 +7,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 from thinpipe.pipeline.config import (
     Bits,
     QuantizerConfig,
-    TileConfig,
+    StatelessConfig,
     build_codec,
 )
 from thinpipe.pipeline.wire.cast import CastFormat
@@ -38,7 +38,7 @@ class MemoryConfig(BaseModel):
     folder: str | None = None
 
 
-_OF_UNIFORM = ("scale_per", "rounding", "rate")
+_OF_UNIFORM = ("scale_per", "rounding")
 """Settings that tiles do not have."""
 
 
@@ -47,12 +47,12 @@ class AqsgdConfig(QuantizerConfig):
 
     `first_visit = "same"` codes first visits as changes are coded, from nothing. Changes are in
     rotated tiles, whose scales no massive activation coarsens for others; `delta = "uniform"`
-    codes them as the paper does. That is the default too at 1 and 8 bits and with `scale_per`,
-    `rounding` or `rate`, which tiles do not have.
+    codes them as the paper does. That is the default too at 1 and 8 bits and with `scale_per` or
+    `rounding`, which tiles do not have.
     """
 
     kind: Literal["aqsgd"] = "aqsgd"
-    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = TileConfig(bits=6)
+    first_visit: CastFormat | Bits | StatelessConfig | Literal["same"] = StatelessConfig(bits=6)
     memory: Literal["fp32", "bf16", 4, 8] = "bf16"
     delta: Literal["uniform", "tiles"] | None = None
 
@@ -82,7 +82,7 @@ class AqsgdConfig(QuantizerConfig):
     def change_codec(self, width: int) -> "Uniform | Hadamard":
         """What codes changes of tokens of `width` channels."""
         if self.tiled:
-            return TileConfig(bits=self.bits).quantizer()
+            return StatelessConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
     def first_visit_codec(self, width: int) -> Codec:
@@ -121,7 +121,7 @@ class GradientAqsgdConfig(AqsgdConfig):
     step (tokens of the batch, accumulation, replicas) is divided out.
     """
 
-    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = "same"
+    first_visit: CastFormat | Bits | StatelessConfig | Literal["same"] = "same"
 
 
 def build_delta(

@@ -278,7 +278,6 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             ),
             run_id=run_id,
             device=device,
-            coding=spec.coding,
         )
 
     sent, returned = make(OutgoingChannel, stage, FORWARD), make(IncomingChannel, stage, BACKWARD)

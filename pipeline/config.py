@@ -1,6 +1,5 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -11,8 +10,7 @@ from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.coding.entropy import Coding
-from thinpipe.pipeline.wire.told import ScheduleName
+from thinpipe.pipeline.wire.told import Direction, ScheduleName
 from thinpipe.pipeline.wire.uniform import Uniform
 
 if TYPE_CHECKING:
@@ -151,7 +149,7 @@ benchmarks/results/aqsgd_beyond_cpu_202611.md).
 
 
 class BoundaryKind(BaseModel):
-    """Common base of boundary kinds; they also have `kind` and `coding`."""
+    """Common base of boundary kinds; they also have `kind`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -177,9 +175,8 @@ class BoundaryKind(BaseModel):
     @abstractmethod
     def words(self) -> str: ...
 
-    @property
     @abstractmethod
-    def fidelity(self) -> float:
+    def fidelity(self, direction: Direction) -> float:
         """A score to rank settings by: about the bits per value that its error would take."""
 
     def settle(
@@ -213,10 +210,6 @@ class RawConfig(BoundaryKind):
     kind: Literal["raw"] = "raw"
     format: CastFormat = "fp32"
 
-    @property
-    def coding(self) -> Coding:
-        return "none"
-
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None
     ) -> "dict[Mode, Boundary]":
@@ -227,49 +220,31 @@ class RawConfig(BoundaryKind):
     def words(self) -> str:
         return f"raw {self.format}"
 
-    @property
-    def fidelity(self) -> float:
+    def fidelity(self, direction: Direction) -> float:
         return 32 if self.format == "fp32" else 16
 
 
 class QuantizerConfig(BoundaryKind):
-    """Uniform quantization: `bits` per value, and what shares a scale.
-
-    `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
-    With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
-    once coded, 0.5 about 3.
-    """
+    """Uniform quantization: `bits` per value, and what shares a scale."""
 
     bits: Bits = 4
     scale_per: Literal["token"] | Annotated[int, Field(ge=1)] = "token"
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    coding: Coding = "none"
-    rate: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "QuantizerConfig":
-        if self.rate is not None and (self.bits != 4 or self.coding == "none"):
-            raise ValueError(
-                f"rate = {self.rate} with bits = {self.bits} and coding = "
-                f'"{self.coding}": it saves bytes only when its 16 levels are coded; '
-                'set bits = 4 and coding = "zstd"'
-            )
         self.quantizer(width=1)
         return self
 
     def quantizer(self, width: int) -> Uniform:
         group = width if self.scale_per == "token" else self.scale_per
-        return Uniform(self.bits, group, stochastic=self.rounding == "stochastic", rate=self.rate)
+        return Uniform(self.bits, group, stochastic=self.rounding == "stochastic")
 
     def words(self) -> str:
-        """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
-        if self.rate is not None:
-            return f"{self.kind} rate {self.rate:g}"
-        return f"{self.kind} {self.bits}-bit" + _named(self.coding)
+        return f"{self.kind} {self.bits}-bit"
 
-    @property
-    def fidelity(self) -> float:
-        return self.bits if self.rate is None else math.log2(4 / self.rate)
+    def fidelity(self, direction: Direction) -> float:
+        return self.bits
 
 
 class DirectConfig(QuantizerConfig):
@@ -286,19 +261,17 @@ class DirectConfig(QuantizerConfig):
         return _by_mode(Stateless(self.quantizer(width), key))
 
 
-class TileConfig(BaseModel):
+class StatelessConfig(BoundaryKind):
     """Tile-wise quantization without a cache; see `pipeline/wire/hadamard.py`.
 
     `bits` is 2 to 7.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["stateless"] = "stateless"
     bits: int = 4
 
     @model_validator(mode="after")
-    def _has_tiles_of_fewer_and_more(self) -> "TileConfig":
+    def _has_tiles_of_fewer_and_more(self) -> "StatelessConfig":
         if not 2 <= self.bits <= 7:
             raise ValueError(
                 f"bits = {self.bits}: use 2 to 7, as tiles have one bit more or less; "
@@ -311,15 +284,6 @@ class TileConfig(BaseModel):
 
         return Hadamard(self.bits)
 
-
-class StatelessConfig(TileConfig, BoundaryKind):
-    """Tile-wise quantization of a direction, without a cache.
-
-    `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
-    """
-
-    coding: Coding = "none"
-
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None
     ) -> "dict[Mode, Boundary]":
@@ -328,22 +292,17 @@ class StatelessConfig(TileConfig, BoundaryKind):
         return _by_mode(Stateless(self.quantizer(), key))
 
     def words(self) -> str:
-        return f"stateless {self.bits}-bit" + _named(self.coding)
+        return f"stateless {self.bits}-bit"
 
-    @property
-    def fidelity(self) -> float:
-        return self.bits - WHOLE_PENALTY
+    def fidelity(self, direction: Direction) -> float:
+        return self.bits - WHOLE_PENALTY if direction == "forward" else self.bits
 
 
-def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
+def build_codec(spec: CastFormat | int | StatelessConfig, width: int) -> Codec:
     """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
-    if isinstance(spec, TileConfig):
+    if isinstance(spec, StatelessConfig):
         return spec.quantizer()
     return Uniform(spec, width) if isinstance(spec, int) else Cast(spec)
-
-
-def _named(coding: Coding) -> str:
-    return "" if coding == "none" else f" {coding}"
 
 
 def _by_mode(boundary: "Boundary") -> "dict[Mode, Boundary]":

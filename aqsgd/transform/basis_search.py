@@ -47,7 +47,7 @@ _MASSIVE = 100.0
 _LARGEST = 4.0
 """Times the median size, of tokens that covariances are taken of."""
 _SCALE_BITS = 16
-"""Of a token, where values are quantized without a basis (`rate`)."""
+"""Of a token, where values are quantized without a basis."""
 _ENERGY = 0.95
 
 
@@ -63,8 +63,8 @@ class Spectrum(NamedTuple):
     """What a search found of what is sent.
 
     That is changes, if there were any. `gain` is how many bits per value a basis saves at the same
-    step, against one distribution for all values with a scale per token (`rate`); `dimensions` have
-    95 % of the energy.
+    step, against one distribution for all values with a scale per token; `dimensions` have 95 % of
+    the energy.
     """
 
     gain: float

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from thinpipe.pipeline.config import WHOLE_PENALTY, BoundaryKind
-from thinpipe.pipeline.wire.coding.entropy import Coding
+from thinpipe.pipeline.wire.told import Direction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,6 @@ class TransformConfig(BoundaryKind):
     """
 
     learns: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    """Whether values without history are whole activations."""
 
     kind: Literal["transform"] = "transform"
     step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
@@ -56,11 +54,6 @@ class TransformConfig(BoundaryKind):
                 "are none with memory = false; leave it out"
             )
         return self
-
-    @property
-    def coding(self) -> Coding:
-        """Its messages are entropy-coded already."""
-        return "none"
 
     @property
     def steps(self) -> "Steps":
@@ -97,10 +90,9 @@ class TransformConfig(BoundaryKind):
         share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
         return f"transform step {self.step:g}{share}"
 
-    @property
-    def fidelity(self) -> float:
+    def fidelity(self, direction: Direction) -> float:
         bits = math.log2(4 / (self.step if self.memory else self.first_step))
-        return bits - WHOLE_PENALTY if self.whole and not self.memory else bits
+        return bits if self.memory or direction == "backward" else bits - WHOLE_PENALTY
 
     def remedy(self) -> str:
         return "use a smaller step, or first_step where samples are new"
@@ -117,8 +109,6 @@ class TransformConfig(BoundaryKind):
 
 class GradientTransformConfig(TransformConfig):
     """The transform for gradients, whose first visits need less precision."""
-
-    whole: ClassVar[bool] = False
 
     first_step: float = Field(0.15, gt=0, le=100, allow_inf_nan=False)
 

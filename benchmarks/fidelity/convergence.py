@@ -44,21 +44,6 @@ def _cast(name: str) -> dict[str, Any]:
     return {way: {"kind": "raw", "format": name} for way in ("forward", "backward")}
 
 
-def _tiles(bits: int) -> dict[str, Any]:
-    return {"kind": "stateless", "bits": bits}
-
-
-def _rate(
-    kind: str, forward: float, backward: float, *, gradients: str = "direct", **options: Any
-) -> dict[str, Any]:
-    """Entropy-coded, with step sizes as multiples of a group's rms."""
-    way = {"bits": 4, "coding": "zstd"}
-    return {
-        "forward": {"kind": kind, **way, "rate": forward, **_published(kind), **options},
-        "backward": {"kind": gradients, **way, "rate": backward},
-    }
-
-
 PAPER: dict[str, dict[str, Any]] = {
     BASELINE: _cast("fp32"),
     "bf16": _cast("bf16"),
@@ -72,7 +57,9 @@ PAPER: dict[str, dict[str, Any]] = {
 }
 BEYOND: dict[str, dict[str, Any]] = {
     "aq fw3/bw6, first 4": _method("aqsgd", 3, 6, first_visit=4),
-    "aq fw3/bw6, first tiles 5": _method("aqsgd", 3, 6, first_visit=_tiles(5)),
+    "aq fw3/bw6, first tiles 5": _method(
+        "aqsgd", 3, 6, first_visit={"kind": "stateless", "bits": 5}
+    ),
     "aq fw3/bw6, memory 8": _method("aqsgd", 3, 6, memory=8),
     "aq fw3/bw6, memory 4": _method("aqsgd", 3, 6, memory=4),
     "aq fw3/bw6, tiles": _method("aqsgd", 3, 6, delta="tiles", gradients="stateless"),
@@ -84,21 +71,11 @@ BEYOND: dict[str, dict[str, Any]] = {
     "aq fw2/bw6": _method("aqsgd", 2, 6),
     "aq fw2/bw4, tiles back": _method("aqsgd", 2, 4, gradients="stateless"),
     "aq fw2/bw4, tiles": _method("aqsgd", 2, 4, delta="tiles", gradients="stateless"),
+    "aq fw2/bw3, tiles": _method("aqsgd", 2, 3, delta="tiles", gradients="stateless"),
+    "aq fw3/bw3, tiles": _method("aqsgd", 3, 3, delta="tiles", gradients="stateless"),
     "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
-}
-CODED: dict[str, dict[str, Any]] = {
-    "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
-    "aq rate 0.5/0.5, first tiles 5": _rate("aqsgd", 0.5, 0.5, first_visit=_tiles(5)),
-    "aq rate 0.5/0.6, first tiles 5": _rate("aqsgd", 0.5, 0.6, first_visit=_tiles(5)),
-    "aq rate 0.6/0.5": _rate("aqsgd", 0.6, 0.5),
-    "aq rate 0.8/0.7": _rate("aqsgd", 0.8, 0.7),
-    "direct rate 0.5/0.5": _rate("direct", 0.5, 0.5),
-}
-BOTH: dict[str, dict[str, Any]] = {
-    f"both rate {forward}/{backward}": _rate("aqsgd", forward, backward, gradients="aqsgd")
-    for forward, backward in ((0.5, 0.5), (0.6, 0.5), (0.8, 0.7))
 }
 
 
@@ -162,8 +139,8 @@ GPT2 = Scale(
 )
 """GPT-2's shape with subwords, in four stages."""
 SETTINGS = {"bytes": Scale(), "gpt2": GPT2}
-_QUICK = ("aq rate 0.6/0.5", "both rate 0.6/0.5", "transform .6/.6", "transform .8/.8")
-METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE}
+_QUICK = ("aq fw2/bw4, tiles", "transform .6/.6", "transform .8/.8")
+METHODS = {**PAPER, **BEYOND, **TRANSFORM, **ONCE}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -178,8 +155,6 @@ GROUPS = {
     "once": list(ONCE),
     "paper": list(PAPER),
     "beyond": list(BEYOND),
-    "coded": list(CODED),
-    "both": list(BOTH),
     "transform": list(TRANSFORM),
 }
 
@@ -251,7 +226,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=[*GROUPS, *METHODS],
         default=["paper"],
-        help="of the paper (default), beyond it, entropy-coded, memories both ways, or by name",
+        help="of the paper (default), beyond it, transforms, for one epoch, or by name",
     )
     for name, meaning in _SIZES.items():
         flag = f"--{name.replace('_', '-')}"

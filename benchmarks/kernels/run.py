@@ -99,11 +99,11 @@ def cases(buffers: Buffers, kernels: KernelSet) -> Iterator[Case]:
     """Every kernel at the buffers' size and bits."""
     bits, wide, code = buffers.bits, buffers.x.itemsize, buffers.bits / 8
     key = Noise(1, 2, torch.tensor([3], device=buffers.device))
-    for rounding in ("nearest", "stochastic", "rate"):
-        noise, rate = key if rounding == "stochastic" else None, 1.0 if rounding == "rate" else None
-        if (bits == 1 and noise) or (rate and bits != 4):
+    for rounding in ("nearest", "stochastic"):
+        noise = key if rounding == "stochastic" else None
+        if bits == 1 and noise:
             continue
-        encode = partial(_encode, buffers, kernels, noise, rate)
+        encode = partial(_encode, buffers, kernels, noise)
         yield Case("quantize", rounding, wide + code, partial(encode, "quantize"))
         yield Case("delta_encode", rounding, wide + 4 + code, partial(encode, "delta_encode"))
         if buffers.device.type == "cuda":
@@ -122,14 +122,12 @@ def cases(buffers: Buffers, kernels: KernelSet) -> Iterator[Case]:
     yield Case("delta_decode", "nearest", wide + 4 + code, delta_decode)
 
 
-def _encode(
-    buffers: Buffers, kernels: KernelSet, noise: Noise | None, rate: float | None, name: str, b: int
-) -> None:
+def _encode(buffers: Buffers, kernels: KernelSet, noise: Noise | None, name: str, b: int) -> None:
     x, memory, codes, fresh, _ = buffers.row(b)
     if name == "quantize":
-        kernels.quantize(x, codes, noise=noise, rate=rate)
+        kernels.quantize(x, codes, noise=noise)
     else:
-        kernels.delta_encode(x, memory, codes, fresh, noise=noise, rate=rate)
+        kernels.delta_encode(x, memory, codes, fresh, noise=noise)
 
 
 def _and_copied(buffers: Buffers, encode: Callable[[str, int], None]) -> Work:

@@ -70,12 +70,6 @@ def _delta(forward_bits: int, backward_bits: int) -> Method:
     return _ours(name, forward, DirectConfig(bits=backward_bits))
 
 
-def _coded_delta(rate: float) -> Method:
-    options = {"bits": 4, "rate": rate, "coding": "zstd"}
-    name = f"aqsgd rate {rate}/{rate}"
-    return _ours(name, AqsgdConfig(**options, first_visit=8), DirectConfig(**options))
-
-
 def _transform(step: float, dimensions: tuple[float, float] = (1.0, 1.0)) -> Method:
     forward = TransformConfig(step=step, dimensions=dimensions[0])
     backward = GradientTransformConfig(step=step, dimensions=dimensions[1])
@@ -91,7 +85,6 @@ METHODS = (
     _delta(4, 8),
     _delta(3, 6),
     _delta(2, 4),
-    _coded_delta(0.5),
     _transform(0.6),
     _transform(0.8),
     _transform(0.7, (0.875, 0.6)),
@@ -229,6 +222,5 @@ def _wire(
         direction=direction,
         boundaries=spec.build(width=workload.boundary[-1], key=key),
         run_id=RUN_ID,
-        coding=spec.coding,
     )
     return codec, link

@@ -5,12 +5,27 @@ A saved run lists every setting. So one that says what always holds now is passe
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 _GONE: tuple[tuple[str, Any, str], ...] = (
     ("boundary.*.*ward.scale_dtype", "bf16", "scales are bf16, remove it"),
+    (
+        "boundary.*.*ward*.coding",
+        "none",
+        'remove it; fewer bits or kind = "transform" make messages shorter',
+    ),
+    (
+        "boundary.*.forward.rate",
+        None,
+        'use kind = "transform" for a pretrained model, else kind = "aqsgd" with bits = 2',
+    ),
+    (
+        "boundary.*.backward.rate",
+        None,
+        'use kind = "transform" for a pretrained model, else kind = "stateless" with bits = 4',
+    ),
     ("boundary.*.*ward*.tile", 64, "tiles have 64 values, remove it"),
     ("boundary.*.*ward.of", "change", "steps are multiples of the change, remove it"),
     ("boundary.*.*ward.error", None, "set step instead"),
@@ -45,12 +60,6 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
         'kind = "stateless" for a single epoch',
     ),
     ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
-    ("boundary.*.*ward*.coding", "auto", 'use "zstd" or "none"'),
-    (
-        "boundary.*.*ward*.coding",
-        "rans",
-        'use "zstd", which is shorter or quicker; kind = "aqsgd" also needs delta = "uniform"',
-    ),
     ("memory.tier", "pinned", 'use "ram", which is as fast'),
     ("memory.tier", "device", 'use "ram", which is as fast'),
     ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
@@ -76,10 +85,7 @@ def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a saved run, with removed values as today's that do the same."""
     found = dict(saved)
     if "boundary" in found:
-        found["boundary"] = [
-            {key: _renewed_spec(value) for key, value in table.items()}
-            for table in found["boundary"]
-        ]
+        found["boundary"] = _specs_changed(found["boundary"], _uncoded)
     memory = found.get("memory", {})
     if memory.get("tier") in ("pinned", "device"):  # rows lie elsewhere, and are the same
         found["memory"] = {**memory, "tier": "ram"}
@@ -87,8 +93,10 @@ def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a run whose weights alone are of interest: how replicas exchanged is past."""
+    """The same of a run whose weights alone are of interest: what was sent is past."""
     found = renewed(saved)
+    if "boundary" in found:
+        found["boundary"] = _specs_changed(found["boundary"], _without_rate)
     exchange = found.get("gradcomp", {})
     gone = exchange.get("method") in ("ef_updates", "quantize")
     if gone or exchange.get("demo", {}).get("look_ahead"):
@@ -96,12 +104,26 @@ def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _renewed_spec(spec: Any) -> Any:
-    """A direction of a cut; both codings are lossless."""
-    if not isinstance(spec, Mapping) or spec.get("coding") != "rans":
-        return spec
-    uniform = {"delta": spec.get("delta") or "uniform"} if spec.get("kind") == "aqsgd" else {}
-    return {**spec, "coding": "zstd", **uniform}
+def _specs_changed(
+    tables: Sequence[Mapping[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The [[boundary]] tables with each direction changed."""
+    return [
+        {key: change(each) if isinstance(each, Mapping) else each for key, each in table.items()}
+        for table in tables
+    ]
+
+
+def _uncoded(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A direction without its coding, which was lossless; "rans" was for uniform codes alone."""
+    found = {key: value for key, value in spec.items() if key != "coding"}
+    if spec.get("coding") == "rans" and spec.get("kind") == "aqsgd":
+        found["delta"] = spec.get("delta") or "uniform"
+    return found
+
+
+def _without_rate(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in spec.items() if key != "rate"}
 
 
 def _kept(tree: Mapping[str, Any], above: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -64,9 +64,9 @@ def measure_message(
 ) -> Message:
     """Send a microbatch through real channels several times; return the least times.
 
-    With `known` the samples were visited before, otherwise each is new. The size of entropy-coded
-    messages depends on the values; these are Gaussian and change little between visits. Those for a
-    learned transform fill few dimensions, and its basis is settled.
+    With `known` the samples were visited before, otherwise each is new. The size of a learned
+    transform's messages depends on the values. These are Gaussian, change little between visits and
+    fill few dimensions, and its basis is settled.
     """
     sender, receiver = (
         MessageCodec(
@@ -74,7 +74,6 @@ def measure_message(
             direction=direction,
             boundaries=spec.build(width=shape_BTD[-1], key=direction),
             run_id=0,
-            coding=spec.coding,
         )
         for _ in range(2)
     )

@@ -31,27 +31,28 @@ from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 AS_FAST = 1.05
 """More bits may make a step this many times as long as the shortest."""
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
-_FORWARD: tuple[Spec, ...] = (
-    *(AqsgdConfig(bits=4, rate=rate, coding="zstd") for rate in (0.8, 0.5)),
-    *(AqsgdConfig(bits=bits) for bits in (4, 6, 8)),
-    *_CASTS,
-)
-_FORWARD_TRAINED: tuple[Spec, ...] = (AqsgdConfig(bits=3), *_FORWARD[2:])
-"""For models that were trained before, whose activations are massive: what is outside the levels of
-a rate falls behind for good (benchmarks/results/pretrained_cpu_202611.md)."""
+_FORWARD: tuple[Spec, ...] = (*(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)), *_CASTS)
+"""In tiles. With gradients in tiles of 4 bits, 2 bits end .0185 nats above uncompressed cuts; with
+gradients of 6 bits, 3 bits .0027 (benchmarks/results/aqsgd_beyond_cpu_202611.md).
+"""
+_FORWARD_TRAINED: tuple[Spec, ...] = _FORWARD[1:]
+"""For models that were trained before, where changes in 2 bits are predicted to lose four times as
+much as in 3 (benchmarks/results/pretrained_cpu_202611.md).
+"""
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """In a single epoch, where no sample has a previous activation to send the change of."""
 _BACKWARD: tuple[Spec, ...] = (
-    *(DirectConfig(bits=4, rate=rate, coding="zstd") for rate in (0.7, 0.5)),
+    *(StatelessConfig(bits=bits) for bits in (3, 4)),
     *(DirectConfig(bits=bits) for bits in (6, 8)),
     *_CASTS,
 )
+"""Below 6 bits in tiles: 3 bits each way lose .0127, less than 2 and 4 in as many bytes."""
 _STEPS = (1.0, 0.8, 0.6, 0.4, 0.3)
 _LEARNED: Mapping[Direction, tuple[Spec, ...]] = {
     "forward": (*(TransformConfig(step=step) for step in _STEPS), *_FORWARD[2:]),
     "backward": (*(GradientTransformConfig(step=step) for step in _STEPS), *_BACKWARD[2:]),
 }
-"""A step of 0.4 loses a quarter of what a rate of 0.5 does, in fewer bytes."""
+"""A step of 0.6 loses a quarter of what tiles of 2 and 4 bits do, in fewer bytes."""
 _LEARNED_ONCE: Mapping[Direction, tuple[Spec, ...]] = {
     "forward": (
         *(TransformConfig(memory=False, first_step=step) for step in (0.1, 0.05)),
@@ -62,15 +63,7 @@ _LEARNED_ONCE: Mapping[Direction, tuple[Spec, ...]] = {
         *_BACKWARD[2:],
     ),
 }
-_OF_LEVELS = {
-    "bits",
-    "format",
-    "rate",
-    "delta",
-    "step",
-    "first_step",
-    "largest_step",
-}
+_OF_LEVELS = {"bits", "format", "delta", "step", "first_step", "largest_step"}
 
 
 class Candidate(NamedTuple):
@@ -120,7 +113,7 @@ def recommend(
 
 
 def _total_fidelity(advice: Recommendation) -> float:
-    return sum(spec.fidelity for spec in advice.specs.values())
+    return sum(spec.fidelity(way) for (_, way), spec in advice.specs.items())
 
 
 def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> bool:
@@ -186,10 +179,14 @@ def allocate_bits(
         nbytes = {key: candidates[key][level].message.nbytes for key, level in trial.items()}
         return _busiest_s(cuts, ranks, nbytes, payload) <= slot_s
 
+    def reached(key: WireKey) -> tuple[float, Direction, int]:
+        cut, direction = key
+        return candidates[key][level_of[key]].spec.fidelity(direction), direction, cut
+
     overlaps, path = fits(level_of), [level_of]
     open_keys = set(level_of) if overlaps else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (candidates[k][level_of[k]].spec.fidelity, k[1], k[0]))
+        key = min(open_keys, key=reached)
         raised = {**level_of, key: level_of[key] + 1}
         if raised[key] < len(candidates[key]) and fits(raised):
             level_of = raised

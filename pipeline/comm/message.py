@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, GradientSink, Memory, MessagePlan
-from thinpipe.pipeline.wire.coding.entropy import Coding, compress, expand
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header, crc32, payload_length
 from thinpipe.pipeline.wire.pinned import host_bytes
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
 Mode = Literal["train", "eval", "eval_compressed"]
-
-_ZSTD = 1
-"""In a header's `coding`; 0: the payload is as the boundary wrote it."""
 
 
 @dataclass
@@ -24,10 +20,9 @@ class MessageCodec:
     """Turns microbatches of one direction of the cut before layer `cut` into messages, and back.
 
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
-    run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
-    entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
-    values are coded times `scale`, which both ends set alike, so that what is cached does not
-    depend on it. `gradient_sink` takes what training decodes, before it is divided by that again.
+    run in. Values are coded on `device`, where receivers get tensors of `dtype`. Training's values
+    are coded times `scale`, which both ends set alike, so that what is cached does not depend on
+    it. `gradient_sink` takes what training decodes, before it is divided by that again.
     """
 
     cut: int
@@ -36,7 +31,6 @@ class MessageCodec:
     run_id: int
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     dtype: torch.dtype = torch.float32
-    coding: Coding = "none"
     scale: float = 1.0
     gradient_sink: GradientSink | None = None
     _mode: Mode = "train"
@@ -59,8 +53,8 @@ class MessageCodec:
         if self._mode == "train" and self.scale != 1.0:
             x_BTD = x_BTD.float() * self.scale
         length = self._boundary.encode(plan, x_BTD, message[HEADER_NBYTES:])
-        coding, message = self._shorten(message[: HEADER_NBYTES + length])
-        self._header(microbatch, plan, message.numel() - HEADER_NBYTES, coding).write(message)
+        message = message[: HEADER_NBYTES + length]
+        self._header(microbatch, plan, length).write(message)
         return message
 
     def decode(
@@ -70,21 +64,14 @@ class MessageCodec:
 
         Raises:
             DesyncError: it is not the expected one, or damaged.
-            CodingError: its payload does not expand to the expected size.
+            CodingError: its payload cannot be decoded.
         """
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
-        coding, length = coding_and_length(message)
-        if coding != _ZSTD or self.coding == "none":
-            coding, length = 0, plan.capacity if plan.exact else length
-        length = min(length, plan.capacity)
+        length = plan.capacity if plan.exact else min(payload_length(message), plan.capacity)
         message = message[: HEADER_NBYTES + length]
-        self._header(microbatch, plan, length, coding).check(message)
-        payload = message[HEADER_NBYTES:]
-        if coding:
-            payload = host_bytes(plan.capacity, self.device)
-            expand(message[HEADER_NBYTES:], payload)
+        self._header(microbatch, plan, length).check(message)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
-        self._boundary.decode(plan, payload, out_BTD)
+        self._boundary.decode(plan, message[HEADER_NBYTES:], out_BTD)
         if self._mode == "train" and self.gradient_sink is not None:
             self.gradient_sink(ids_B, out_BTD)
         if self._mode == "train" and self.scale != 1.0:
@@ -115,15 +102,7 @@ class MessageCodec:
     def _boundary(self) -> Boundary:
         return self.boundaries[self._mode]
 
-    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
-        """The id of the coding used, and the message with its payload in that form."""
-        if self.coding == "none" or self._mode == "eval":
-            return 0, message
-        coded = torch.empty_like(message)
-        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
-        return (0, message) if length is None else (_ZSTD, coded[: HEADER_NBYTES + length])
-
-    def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
+    def _header(self, microbatch: int, plan: MessagePlan, length: int) -> Header:
         return Header(
             direction=self.direction,
             codec_id=self._boundary.codec_id,
@@ -134,6 +113,5 @@ class MessageCodec:
             microbatch=microbatch,
             ids_crc=crc32(plan.ids_B),
             length=length,
-            coding=coding,
             memory_crc=plan.checksum,
         )

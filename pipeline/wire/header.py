@@ -9,7 +9,7 @@ which holds the length that was meant, is checked before a byte is used. 52 byte
     4       1      direction: 0 forward, 1 backward
     5       1      codec id
     6       1      bits per value
-    7       1      coding of the payload: 0 none, 1 zstd
+    7       1      reserved: 0
     8       8      run id
     16      8      step
     24      4      cut: index of the first layer after it
@@ -95,7 +95,7 @@ _LAYOUT = Layout(
     b"TPW2",
     struct.Struct("<4sBBBBQQIIIIQI"),
     (
-        *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch"),
+        *("direction", "codec_id", "bits", "reserved", "run_id", "step", "cut", "microbatch"),
         *("ids_crc", "payload_hash", "length", "memory_crc"),
     ),
 )
@@ -116,8 +116,8 @@ class Header:
     microbatch: int
     ids_crc: int
     length: int
-    coding: int = 0
     memory_crc: int = 0
+    reserved: int = 0
 
     def write(self, message: Tensor) -> None:
         """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
@@ -134,10 +134,9 @@ class Header:
         _LAYOUT.check(message, asdict(self), place=place)
 
 
-def coding_and_length(message: Tensor) -> tuple[int, int]:
-    """How the payload of a message is coded, and its length; nothing has been checked yet."""
-    sent = _LAYOUT.read(message)
-    return sent["coding"], sent["length"]
+def payload_length(message: Tensor) -> int:
+    """The length of a message's payload, as its header says; nothing has been checked yet."""
+    return _LAYOUT.read(message)["length"]
 
 
 def crc32(values: Tensor, start: int = 0) -> int:

@@ -7,7 +7,6 @@ unbiased and keyed (`Noise`). The byte layout is in `kernels/__init__.py`: scale
 Axes: B rows, N values per row, W bytes per row.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,20 +25,15 @@ class Uniform:
 
     fp16 scales are not offered: they overflow and underflow on real activations.
 
-    With `rate` the step is that many times the group's rms instead of as small as its extremes
-    allow: the codes follow one distribution, which entropy coding shortens to about log2(4 / rate)
-    bits, and what lies outside the levels is clipped. Meant for 4 bits, whose codes zstd sees.
-
     Raises:
-        ValueError: bits outside 1..8, a group size below 1, a rate that is not positive, or at 1
-            bit stochastic rounding (two levels on one side of zero cannot be unbiased) or a rate.
+        ValueError: bits outside 1..8, a group size below 1, or stochastic rounding at 1 bit: two
+            levels on one side of zero cannot be unbiased.
     """
 
     bits: int
     group: int
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     stochastic: bool = False
-    rate: float | None = None
     codec_id = 16
 
     def __post_init__(self) -> None:
@@ -49,11 +43,6 @@ class Uniform:
             raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
         if self.stochastic and self.bits == 1:
             raise ValueError("stochastic rounding needs bits >= 2: 1 bit cannot be unbiased")
-        if self.rate is not None and not (0 < self.rate < math.inf and self.bits > 1):
-            raise ValueError(
-                f"rate = {self.rate} at {self.bits} bits: a positive number, and at least 2 bits; "
-                "rate = 1.0 at bits = 4 codes to about 2 bits"
-            )
 
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row: b * ceil(N / 8) of codes and one scale per group."""
@@ -77,7 +66,7 @@ class Uniform:
             ValueError: stochastic without noise.
         """
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        self._kernels(x_BN).quantize(x_BN, codes, noise=noise, rate=self.rate)
+        self._kernels(x_BN).quantize(x_BN, codes, noise=noise)
         _write_scales(codes, wire_BW)
         if seen_BN is not None:
             self._dequantize(codes, seen_BN)
@@ -101,9 +90,7 @@ class Uniform:
         Returns, bool [B], whether all of a row's new memory is finite.
         """
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        finite_B = self._kernels(x_BN).delta_encode(
-            x_BN, memory_BN, codes, fresh_BN, noise=noise, rate=self.rate
-        )
+        finite_B = self._kernels(x_BN).delta_encode(x_BN, memory_BN, codes, fresh_BN, noise=noise)
         _write_scales(codes, wire_BW)
         return finite_B
 

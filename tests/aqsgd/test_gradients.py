@@ -21,8 +21,8 @@ EXACT: Any = [
 ]
 BOTH: Any = [
     {
-        "forward": {"kind": "aqsgd", "bits": 4, "rate": 0.6, "coding": "zstd"},
-        "backward": {"kind": "aqsgd", "bits": 4, "rate": 0.5, "coding": "zstd"},
+        "forward": {"kind": "aqsgd", "bits": 3},
+        "backward": {"kind": "aqsgd", "bits": 4, "delta": "uniform"},
     }
 ]
 EPOCH = [batch([0, 1, 2, 3, 4, 5, 6, 7]), batch([8, 9, 10, 11])]

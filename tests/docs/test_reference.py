@@ -87,7 +87,10 @@ def test_what_is_used_up_in_reading_a_file_is_listed(pages: Path, tmp_path: Path
 
 def test_keys_that_methods_and_kinds_share_are_explained_at_each(pages: Path) -> None:
     sections = (pages / "settings.md").read_text(encoding="utf-8").split("\n## ")
-    for key, word, least in (("bucket_mb", "`bucket_mb`: how", 1), ("rate", "With `rate`", 2)):
+    for key, word, least in (
+        ("bucket_mb", "`bucket_mb`: how", 1),
+        ("scale_per", "what shares a scale", 2),
+    ):
         having = [section for section in sections if f"\n| `{key}` |" in section]
         assert len(having) >= least
         assert all(word in section for section in having)

@@ -48,7 +48,6 @@ CUTS: dict[str, Any] = {
     "aqsgd": _ways(kind="aqsgd", bits=4),
     "transform": _ways(kind="transform"),
     "packed": _ways(kind="aqsgd", bits=2, memory=8),
-    "rate": _ways(kind="aqsgd", bits=4, rate=1.0, coding="zstd"),
     "tiles": _ways(kind="aqsgd", bits=3, delta="tiles", memory=4),
     "fp16": _ways(kind="aqsgd", first_visit="fp16", memory="fp32", rounding="stochastic"),
     "stateless": _ways(kind="stateless", bits=4),

@@ -111,4 +111,5 @@ def raised(
 
 def _fidelity(cuts: Sequence[Sequence[Candidate]], settings: Settings, cut: int, way: int) -> float:
     ladder = cuts[way]
-    return ladder[settings.cuts[cut][way]].spec.fidelity if len(ladder) > 1 else 0.0
+    spec = ladder[settings.cuts[cut][way]].spec
+    return spec.fidelity(DIRECTIONS[way]) if len(ladder) > 1 else 0.0

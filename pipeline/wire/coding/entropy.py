@@ -6,13 +6,9 @@ become 3.70 on changes of activations. A coded payload's length depends on its v
 posted at the uncoded size, which is never exceeded, and the header has the message's length.
 """
 
-from typing import Literal
-
 import torch
 import zstandard
 from torch import Tensor
-
-Coding = Literal["none", "zstd"]
 
 _LEVEL = 1
 

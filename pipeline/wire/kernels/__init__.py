@@ -16,11 +16,6 @@ Random numbers: Philox4x32-10 (Salmon et al., SC'11), key = `Noise.key`, counter
 lane, row number low, row number high, step); the four words give 8 numbers of 16 bits, low half
 first: one per plane. A value is rounded to 1/65536 of a step, then up if its random number carries:
 q = (rint(65536 * x / scale) + random) >> 16.
-
-Variable rate: with `rate` = c, a group's step is c * rms, positive and rounded up to the scale's
-format, and values beyond the levels are clipped before they are rounded. The squares are added in
-fp32, value e of a group to sum e % 64, in order; then sums i and i + 32 are added, i and i + 16,
-down to one. rms is sqrt(sum / values); where the sum overflows the group counts as not finite.
 """
 
 import functools
@@ -63,9 +58,7 @@ class KernelSet(Protocol):
     is given.
     """
 
-    def quantize(
-        self, x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None
-    ) -> None:
+    def quantize(self, x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
         """Fill `codes`."""
 
     def dequantize(self, codes: Codes, out_BN: Tensor) -> None:
@@ -79,7 +72,6 @@ class KernelSet(Protocol):
         fresh_BN: Tensor,
         *,
         noise: Noise | None,
-        rate: float | None = None,
     ) -> Tensor:
         """Quantize x - memory and write memory + change, in the memory's format, to `fresh_BN`.
 

@@ -120,14 +120,13 @@ def test_stages_share_the_layers(stages: int) -> None:
     assert cuts == tuple(range(6 // stages, 6, 6 // stages))
 
 
-def test_memories_in_both_directions_and_a_transform_are_compared(corpus: Corpus) -> None:
-    methods = ["fp32", "both rate 0.6/0.5", "transform .6/.6"]
+def test_a_transform_sends_fewer_bytes_in_later_epochs(corpus: Corpus) -> None:
+    methods = ["fp32", "transform .6/.6"]
     scale = replace(TINY, vocab=256, epochs=2)
     rows = compare(corpus, scale, methods=methods, seeds=[0], records=Records(None), rates=[1e-3])
-    assert [row.conditions["lr"] for row in rows] == [1e-3] * 3
-    for row in rows[1:]:
-        first, second = epochs(row)
-        assert first.nbytes > second.nbytes
+    assert [row.conditions["lr"] for row in rows] == [1e-3] * 2
+    first, second = epochs(rows[1])
+    assert first.nbytes > second.nbytes
 
 
 def row(method: str, seed: int, losses: Sequence[float], nbytes: int = 100) -> Row:

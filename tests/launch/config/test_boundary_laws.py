@@ -30,7 +30,6 @@ VARIANTS: Mapping[str, Sequence[dict[str, Any]]] = {
     "stateless": [{"bits": 3}],
     "aqsgd": [
         {"delta": "uniform"},
-        {"delta": "uniform", "bits": 4, "rate": 0.6, "coding": "zstd"},
         {"bits": 3, "delta": "tiles", "first_visit": {"kind": "stateless", "bits": 5}},
     ],
     "transform": [{"memory": False}],
@@ -60,12 +59,10 @@ def cases() -> Iterator[Case]:
 
 
 TILES = "aqsgd bits=3 first_visit={'kind': 'stateless', 'bits': 5} delta=tiles"
-RATE = "aqsgd bits=4 coding=zstd rate=0.6 delta=uniform"
 LOST: Mapping[str, tuple[float, float]] = {
     "forward aqsgd": (17.9, 2.3),
     "backward aqsgd": (16.2, 2.2),
     "forward aqsgd delta=uniform": (37.7, 8.4),
-    f"forward {RATE}": (19.2, 5.2),
     f"forward {TILES}": (14.8, 5.4),
     "forward direct": (123, 0),
     "forward direct bits=4 scale_per=64": (7.3, 0),

@@ -12,6 +12,7 @@ from thinpipe.launch.config.run import RunConfig, load_config, load_run
 from thinpipe.launch.config.toml import ConfigError
 
 PLACES = {
+    "boundary.*.*ward*.coding": "boundary.0.backward.coding",
     "boundary.*.*ward*.tile": "boundary.0.forward.first_visit.tile",
     "boundary.*.forward.kind": "boundary.0.forward.kind",
     "gradcomp.*.local_steps": "gradcomp.cocktail.local_steps",
@@ -67,21 +68,40 @@ def test_a_value_that_is_gone_is_answered_with_what_to_use(
     assert f'{name} = "{value}": no longer offered; {remedy}' in str(caught.value)
 
 
-RANS = {"kind": "aqsgd", "bits": 4, "coding": "rans", "delta": None}
+def sending(forward: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of a run with that direction of a cut."""
+    now = RunConfig.model_validate({"pipeline": {"cuts": [2]}}).shared()
+    return {**now, "boundary": [{"forward": forward}]}
 
 
-def test_a_checkpoint_of_the_coding_that_is_gone_is_of_a_run_with_the_one_that_took_over() -> None:
-    zstd = {**RANS, "coding": "zstd", "delta": "uniform"}
-    pipeline = {"cuts": [2]}
-    now = RunConfig.model_validate({"pipeline": pipeline, "boundary": [{"forward": zstd}]}).shared()
-    saved = {**now, "boundary": [{**now["boundary"][0], "forward": RANS}]}
-    assert changed_settings(saved, now) == []
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"coding": "zstd"}, {}),
+        ({"coding": "zstd", "rate": None}, {}),
+        ({"coding": "rans"}, {"delta": "uniform"}),
+    ],
+)
+def test_a_checkpoint_of_coded_messages_is_of_a_run_that_sends_the_same_values(
+    before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    saved, this = (sending({"kind": "aqsgd", "bits": 4, **each}) for each in (before, now))
+    assert changed_settings(saved, this) == []
+
+
+def test_a_checkpoint_with_a_rate_is_rejected_by_name() -> None:
+    saved = sending({"kind": "aqsgd", "bits": 4, "rate": 0.6, "coding": "zstd"})
+    with pytest.raises(
+        ValueError, match=r"boundary.0.forward.rate = 0.6: no longer a setting; use"
+    ):
+        changed_settings(saved, sending({"kind": "aqsgd", "bits": 2}))
 
 
 @pytest.mark.parametrize(
     "gone",
     [
         {"boundary": [{"forward": {"kind": "aqsgd", "coding": "rans"}}]},
+        {"boundary": [{"backward": {"kind": "direct", "bits": 4, "rate": 0.5, "coding": "zstd"}}]},
         {"memory": {"tier": "pinned"}},
         {"gradcomp": {"method": "ef_updates", "ef_updates": {"bits": 1}}},
         {"gradcomp": {"method": "demo", "demo": {"look_ahead": True}}},

@@ -81,25 +81,24 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[run]\nname = '..'", ["run.name = '..'"]),
         ('[[boundary]]\nforward = {kind = "aqsgd", scale_per = 0}', ["scale_per = 0"]),
         (
-            '[[boundary]]\nforward = {kind = "aqsgd", rate = 1.0}',
-            ["boundary.0.forward.rate = 1.0 with bits = 4", 'coding = "none"', 'coding = "zstd"'],
+            '[[boundary]]\nforward = {kind = "aqsgd", bits = 4, rate = 0.6, coding = "zstd"}',
+            [
+                "boundary.0.forward.rate = 0.6: no longer a setting",
+                'use kind = "transform" for a pretrained model, else kind = "aqsgd" with bits = 2',
+                'boundary.0.forward.coding = "zstd": no longer a setting; remove it',
+            ],
         ),
-        ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
+        (
+            '[[boundary]]\nbackward = {kind = "direct", rate = 0.5}',
+            ['else kind = "stateless" with bits = 4'],
+        ),
         (
             '[[boundary]]\nforward = {kind = "auto", bits = 3}',
             ['boundary.0.forward.kind = "auto": no longer offered; use kind = "aqsgd" with first'],
         ),
         (
-            '[[boundary]]\nforward = {kind = "aqsgd", coding = "auto"}',
-            ['boundary.0.forward.coding = "auto": no longer offered; use "zstd" or "none"'],
-        ),
-        (
             '[[boundary]]\n[[boundary]]\nbackward = {kind = "direct", scale_dtype = "fp32"}',
             ['boundary.1.backward.scale_dtype = "fp32": no longer a setting; scales are bf16'],
-        ),
-        (
-            '[[boundary]]\nforward = {kind = "aqsgd", coding = "rans"}',
-            ['boundary.0.forward.coding = "rans": no longer offered; use "zstd", which is'],
         ),
         (
             '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',

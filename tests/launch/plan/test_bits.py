@@ -17,7 +17,7 @@ __all__ = ["run_file"]
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_coded_settings_are_applied_and_have_the_predicted_sizes(
+def test_recommended_settings_are_applied_and_have_the_predicted_sizes(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
@@ -25,16 +25,16 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     monkeypatch.setenv("COLUMNS", "100")
     text = run_file.read_text(encoding="utf-8").replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")
-    run_file.write_text(text + "[[boundary]]\ncut = 3\nguard = { mode = 'act' }\n")
+    run_file.write_text(text + "[[boundary]]\ncut = 3\nguard = { mode = 'off' }\n")
     done = CliRunner().invoke(app, ["plan", str(run_file), "--rate", "100kbit", "--apply"])
     assert done.exit_code == 0, done.output
-    for method in ("aqsgd rate 0.8", "direct rate 0.7"):
+    for method in ("aqsgd 2-bit", "stateless 3-bit"):
         assert method in done.output
     _, _, printed = done.output.partition("to the run file:\n")
     applied = tomllib.loads(run_file.read_text(encoding="utf-8"))["boundary"]
     assert tomllib.loads(printed.partition("\nwritten to")[0])["boundary"] == applied
     run = load_config(run_file)
-    assert run.boundary_at(3).guard.mode == "act"
+    assert run.boundary_at(3).guard.mode == "off"
     trained = thinpipe(run_file)
     assert trained.returncode == 0, trained.stderr
     predicted = measure_messages(run)

@@ -42,6 +42,7 @@ def test_the_expected_message_passes() -> None:
         ("microbatch", 2),
         ("ids_crc", 78),
         ("length", 99),
+        ("reserved", 1),
     ],
 )
 def test_a_field_that_differs_is_named_with_both_values(field: str, value: int) -> None:

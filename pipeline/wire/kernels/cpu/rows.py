@@ -26,7 +26,6 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     extremes,
     float_of,
     quantize_group,
-    sum_of_squares,
 )
 
 BLOCK, PLANES, PLANE_LANES = 1024, 8, 128
@@ -61,14 +60,6 @@ def _extreme_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) ->
     else:
         step = max(large / half_up, small / half_down)
     return _stored_step(step, high > low, fp32)
-
-
-@njit(error_model="numpy")
-def _rms_step(total: Any, size: Any, rate: Any, fp32: Any) -> Any:
-    """Step of a group from the sum of its squares."""
-    if not total < np.float32(np.inf):
-        return np.float32(np.nan)
-    return _stored_step(rate * np.sqrt(total / np.float32(size)), False, fp32)
 
 
 @njit
@@ -114,17 +105,13 @@ def _measure_groups(
 ) -> None:
     """Write scales and `steps` of the groups from `groups[0]` up to `groups[1]`."""
     (x_values, x_place), (m_values, m_place), (scales, scale_place) = x, memory, scale
-    numel, bits, group, fp32, rate = rule
+    numel, bits, group, fp32 = rule
     half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
     for k in range(groups[0], groups[1]):
         start = k * group
         size, x_at, m_at = min(group, numel - start), x_place + start, m_place + start
-        if rate > 0:
-            total = sum_of_squares(x_values, m_values, x_at, m_at, size)
-            step = _rms_step(total, size, rate, fp32)
-        else:
-            high, low = extremes(x_values, m_values, x_at, m_at, size)
-            step = _extreme_step(high, low, half, fp32, stochastic)
+        high, low = extremes(x_values, m_values, x_at, m_at, size)
+        step = _extreme_step(high, low, half, fp32, stochastic)
         _store_scale(scales, scale_place + k * scale_nbytes, step, fp32)
         steps[k - groups[0]] = step
 
@@ -136,12 +123,12 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
     Returns the largest bit pattern of the new memory.
 
     `into` = (payload, scales), both with their places; `rule` = (numel, bits, group, scales are
-    fp32, rate or 0); `noise` = (room for a block, key, row number, step); `room` is for two
-    blocks of codes, for what is largest in each lane, and for the steps of the groups in a block.
+    fp32); `noise` = (room for a block, key, row number, step); `room` is for two blocks of codes,
+    for what is largest in each lane, and for the steps of the groups in a block.
     """
     # arrays leave their tuples here: in a loop, numba would count references to each of them
     (x_values, x_place), (m_values, m_place), (f_values, f_place) = x, memory, fresh
-    ((payload, payload_place), scale), (numel, bits, group, _, _) = into, rule
+    ((payload, payload_place), scale), (numel, bits, group, _) = into, rule
     random, key, row_number, noise_step = noise
     codes, spread, largest, steps = room
     half, k, end = 1 << (bits - 1), 0, 0
@@ -183,7 +170,7 @@ def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: 
     """Dequantize a row onto a memory; arguments and result are those of `encode_row`."""
     (m_values, m_place), (f_values, f_place), (o_values, o_place) = memory, fresh, out
     (payload, payload_place), (scale, scale_place) = source
-    numel, bits, group, fp32, _ = rule
+    numel, bits, group, fp32 = rule
     codes, spread, largest = room
     half, scale_nbytes, k = 1 << (bits - 1), 4 if fp32 else 2, 0
     largest[:] = 0

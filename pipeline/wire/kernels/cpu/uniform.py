@@ -37,10 +37,10 @@ if TYPE_CHECKING:  # a backend that drifts fails the type check
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
-    into, words = _code_windows(codes, numel, rate), _words(noise, rows)
+    into, words = _code_windows(codes, numel), _words(noise, rows)
     _encode(readable(x_BN), NOTHING, kept(None, rows), into, words)
 
 
@@ -59,13 +59,11 @@ def delta_encode(
     fresh_BN: Tensor,
     *,
     noise: Noise | None,
-    rate: float | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
     rows, numel = x_BN.shape
     fresh, memory, words = kept(fresh_BN, rows), window(memory_BN), _words(noise, rows)
-    into = _code_windows(codes, numel, rate)
-    _encode(readable(x_BN), memory, fresh, into, words)
+    _encode(readable(x_BN), memory, fresh, _code_windows(codes, numel), words)
     return torch.from_numpy(fresh[2])
 
 
@@ -78,16 +76,13 @@ def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tens
     return torch.from_numpy(fresh[2])
 
 
-def _code_windows(
-    codes: Codes, numel: int, rate: float | None = None
-) -> tuple[Window, Window, tuple[int, int, int, int, Any]]:
-    """Payload, bytes of the scales, and (values, bits, group, scales are fp32, rate or 0)."""
+def _code_windows(codes: Codes, numel: int) -> tuple[Window, Window, tuple[int, int, int, int]]:
+    """Payload, bytes of the scales, and (values, bits, group, scales are fp32)."""
     sizes = (codes.payload_BP.shape[1], codes.scale_BK.shape[1])
     assert sizes == (codes.bits * -(-numel // 8), -(-numel // codes.group)), "codes of another row"
     fp32 = int(codes.scale_BK.dtype == torch.float32)
     scale = window(codes.scale_BK.view(torch.uint8))
-    rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
-    return window(codes.payload_BP), scale, rule
+    return window(codes.payload_BP), scale, (numel, codes.bits, codes.group, fp32)
 
 
 def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:

@@ -49,18 +49,6 @@ def _extreme_step(high, low, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, FP32:
 
 
 @triton.jit
-def _rms_step(sums, count, rate, FP32: tl.constexpr):
-    """Bits of the step from 64 sums of squares per group, added pairwise."""
-    total = sums
-    for i in tl.static_range(6):
-        total = tl.sum(tl.reshape(total, (total.shape[0], 2, 32 >> i)), axis=1)
-    total = tl.reshape(total, (total.shape[0],))
-    finite = total < float("inf")
-    step = rate * tl.sqrt_rn(tl.div_rn(tl.where(finite, total, 0.0), count))
-    return _stored_step(step, ~finite, total < 0, FP32)
-
-
-@triton.jit(do_not_specialize=["rate"])
 def scale_kernel(
     x_ptr,
     m_ptr,
@@ -69,39 +57,29 @@ def scale_kernel(
     x_row,
     m_row,
     scale_row,
-    rate,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
-    RMS: tl.constexpr,
     DELTA: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Store the steps of groups; CHUNK is 64 if they follow the rms."""
+    """Store the steps of groups."""
     GROUPS: tl.constexpr = 1024 // CHUNK
     FP32: tl.constexpr = scale_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     high = tl.zeros((GROUPS,), tl.int32)
     low = tl.zeros((GROUPS,), tl.int32)
-    sums = tl.zeros((GROUPS, CHUNK), tl.float32)
     for start in range(0, GROUP, CHUNK):
         inside = start + tl.arange(0, CHUNK)[None, :]
         offset = group[:, None] * GROUP + inside
         mask = (inside < GROUP) & (offset < numel)
         place = (row * x_row + offset, row * m_row + offset)
         value = difference(x_ptr, m_ptr, place, mask, DELTA)
-        if RMS:
-            sums = sums + value * value
-        else:
-            word = value.to(tl.int32, bitcast=True)
-            high = tl.maximum(high, tl.max(word, axis=1))
-            low = tl.maximum(low, tl.max(tl.where(word < 0, word & _MAGNITUDE, 0), axis=1))
-    if RMS:
-        count = tl.maximum(tl.minimum(numel - group * GROUP, GROUP), 1).to(tl.float32)
-        step = _rms_step(sums, count, rate, FP32)
-    else:
-        step = _extreme_step(high, low, BITS, STOCHASTIC, FP32)
+        word = value.to(tl.int32, bitcast=True)
+        high = tl.maximum(high, tl.max(word, axis=1))
+        low = tl.maximum(low, tl.max(tl.where(word < 0, word & _MAGNITUDE, 0), axis=1))
+    step = _extreme_step(high, low, BITS, STOCHASTIC, FP32)
     if FP32:
         stored = step.to(tl.float32, bitcast=True)
     else:

@@ -23,14 +23,13 @@ if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, gpu
 
 _BLOCK = 1024
-_SUMS = 64  # of the squares of a group
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
-    _encode(x_BN, (None, None), codes, noise=noise, rate=rate)
+    _encode(x_BN, (None, None), codes, noise=noise)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
@@ -45,10 +44,9 @@ def delta_encode(
     fresh_BN: Tensor,
     *,
     noise: Noise | None,
-    rate: float | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise, rate=rate)
+    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise)
 
 
 def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
@@ -62,7 +60,6 @@ def _encode(
     codes: Codes,
     *,
     noise: Noise | None,
-    rate: float | None,
 ) -> Tensor:
     """`kept` = (memory, fresh)."""
     payload_BP, scale_BK, bits, group = codes
@@ -73,12 +70,11 @@ def _encode(
     flags = {"BITS": bits, "GROUP": group, "DELTA": kept[0] is not None}
     flags["STOCHASTIC"] = noise is not None
     strides = (x_BN.stride(0), m_BN.stride(0), scale_BK.stride(0))
-    chunk = _SUMS if rate is not None else min(_BLOCK, triton.next_power_of_2(group))
+    chunk = min(_BLOCK, triton.next_power_of_2(group))
     if rows and numel:
         scale_kernel[(triton.cdiv(numel, group * (_BLOCK // chunk)), rows)](
-            *(x_BN, m_BN, scale_BK, numel, *strides, rate or 0.0),
+            *(x_BN, m_BN, scale_BK, numel, *strides),
             CHUNK=chunk,
-            RMS=rate is not None,
             **flags,
             enable_fp_fusion=False,
         )

@@ -19,19 +19,16 @@ _BLOCK, _PLANES, _LANES = 1024, 8, 128
 _WIDTHS = (8, 4, 2, 1)
 _MASK32 = 0xFFFFFFFF
 _SMALLEST_NORMAL = 2.0**-126
-_SUMS = 64
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     payload_BP, scale_BK, bits, group = codes
     numel = x_BN.shape[1]
     x_BKG = _grouped(x_BN.float(), group)
-    if rate is None:
-        step_BK = _scale(x_BKG, bits, unbiased=noise is not None)
-    else:
-        step_BK = _rms_scale(x_BKG, numel, rate)
-    step_BK = _stored(step_BK, scale_BK.dtype)
+    step_BK = _scale(x_BKG, bits, unbiased=noise is not None)
+    if scale_BK.dtype == torch.bfloat16:
+        step_BK = _round_up_bf16(step_BK)
     step_BK1 = step_BK.float().unsqueeze(-1)
     usable = step_BK1.abs() >= _SMALLEST_NORMAL  # false for NaN as well
     inverse = torch.where(usable, 1.0 / step_BK1, 0.0)
@@ -59,11 +56,10 @@ def delta_encode(
     fresh_BN: Tensor,
     *,
     noise: Noise | None,
-    rate: float | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
     change_BN = x_BN.float() - memory_BN.float()
-    quantize(change_BN, codes, noise=noise, rate=rate)
+    quantize(change_BN, codes, noise=noise)
     return delta_decode(codes, memory_BN, fresh_BN, change_BN)
 
 
@@ -108,29 +104,6 @@ def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
 def _divide(value_BK: Tensor, divisor: float) -> Tensor:
     """A true division: torch on CUDA multiplies by the reciprocal of a number."""
     return value_BK / torch.full_like(value_BK, divisor)
-
-
-def _rms_scale(x_BKG: Tensor, numel: int, rate: float) -> Tensor:
-    """rate x rms of each group, with the sum in the order of `../__init__.py`."""
-    rows, groups, size = x_BKG.shape
-    square_BKS = F.pad(x_BKG.square(), (0, -size % _SUMS)).view(rows, groups, -1, _SUMS)
-    total_BKS = square_BKS[:, :, 0] if size else x_BKG.new_zeros(rows, groups, _SUMS)
-    for i in range(1, square_BKS.shape[2]):
-        total_BKS = total_BKS + square_BKS[:, :, i]
-    while total_BKS.shape[2] > 1:
-        half = total_BKS.shape[2] // 2
-        total_BKS = total_BKS[:, :, :half] + total_BKS[:, :, half:]
-    first_K = torch.arange(groups, device=x_BKG.device) * size
-    count_BK = (numel - first_K).clamp(max=size).float().expand(rows, -1)
-    mean_BK = total_BKS[:, :, 0] / count_BK
-    rms_BK = mean_BK.double().sqrt().float()  # torch's fp32 sqrt on CPUs does not round correctly
-    step = torch.full_like(rms_BK, rate) * rms_BK
-    step = torch.where(torch.isfinite(step), step, torch.nan)
-    return torch.where(step < _SMALLEST_NORMAL, 0.0, step)
-
-
-def _stored(step_BK: Tensor, dtype: torch.dtype) -> Tensor:
-    return _round_up_bf16(step_BK) if dtype == torch.bfloat16 else step_BK
 
 
 def _round_up_bf16(scale_BK: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def test_bits_are_raised_where_links_allow_it() -> None:
         train = {"train": {"batch_size": 16, "epochs": 4}}
         best = chosen(parse_cluster(regions), run={**CONFIG, **wide, **train})[0]
         assert best.config.pipeline.stages == 2
-        found[gbps] = best.specs[best.config.pipeline.cuts[0], "forward"].fidelity
+        found[gbps] = best.specs[best.config.pipeline.cuts[0], "forward"].fidelity("forward")
     assert found[10.0] == 32
     assert found[0.005] < 8
 

@@ -27,13 +27,11 @@ POINTERS = {
     **dict.fromkeys(("finite_ptr", "order_ptr"), "*i32"),
     "row_ptr": "*i64",
     "key": "i64",
-    "rate": "fp32",
 }
 _CODES = {"BITS": 4, "GROUP": 128, "STOCHASTIC": False, "DELTA": True, "FULL": True}
 _TILES = {"TILES": 16, "HAS_MEMORY": True, "HAS_FRESH": True, "HAS_OUT": True}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "scale": (uniform.scale_kernel, {**_CODES, "CHUNK": 128, "RMS": False}),
-    "scale, rms": (uniform.scale_kernel, {**_CODES, "CHUNK": 64, "RMS": True}),
+    "scale": (uniform.scale_kernel, {**_CODES, "CHUNK": 128}),
     "encode": (uniform._encode_kernel, _CODES),
     "encode, 7 bits, stochastic": (
         uniform._encode_kernel,
@@ -50,7 +48,7 @@ def compiled(name: str, capability: int) -> Any:
     """A kernel for a GPU that need not be there, pointers and strides 16-aligned."""
     kernel, constants = KERNELS[name]
     known = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    loose = ("first", "rate", "key", "step")
+    loose = ("first", "key", "step")
     signature = {n: "constexpr" if n in known else POINTERS.get(n, "i32") for n in kernel.arg_names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

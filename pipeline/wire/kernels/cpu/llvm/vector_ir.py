@@ -204,36 +204,6 @@ def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, co
     return pair(x, memory, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic
-def sum_of_squares(
-    typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, count: Any
-) -> Any:
-    """Sum of (x - memory)^2 in the order that `kernels/__init__.py` defines."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        x_op = Operand(context, b, (x, args[0]), args[2])
-        m_op = Operand(context, b, (memory, args[1]), args[3])
-        sums = cgutils.alloca_once_value(b, filled(0.0, _F32))
-
-        def body(index: Value, mask: Value) -> None:
-            value = _difference(b, x_op, m_op, index, mask)
-            b.store(b.fadd(b.load(sums), b.fmul(value, value)), sums)
-
-        steps(b, args[4], body)
-        total, width = b.load(sums), LANES
-        while width > 1:
-            width //= 2
-            undefined = ir.Constant(total.type, ir.Undefined)
-            lower, upper = (
-                b.shuffle_vector(total, undefined, ir.Constant(vector(I32, width), list(lanes)))
-                for lanes in (range(width), range(width, 2 * width))
-            )
-            total = b.fadd(lower, upper)
-        return b.extract_element(total, I32(0))
-
-    return types.float32(x, memory, types.int64, types.int64, types.int64), codegen
-
-
 def _changed(
     b: Builder, memory: Operand, old: Value, change: Value, targets: tuple[Operand, ...]
 ) -> Value:
