@@ -3,7 +3,8 @@
 Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
 Guarantees", NeurIPS 2022 (arXiv 2206.01299), Algorithm 1. Symbols: a(x) -> x_BTD, m(x) ->
 memory_BN, Q -> delta codec, d = Q(a - m). First visits go through a codec of their own (the paper:
-full precision; by default 6 bits in tiles here). Both ends do m := m + d in fp32 from the same bytes.
+full precision; by default 6 bits in tiles here). Both ends do m := m + d in fp32 from the same
+bytes.
 
 A payload is the rows of first visits, in order, then those of known samples, in order.
 
