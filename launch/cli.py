@@ -111,7 +111,7 @@ def _check_options(words: list[str], options: dict[str, Any]) -> None:
             return
         name, equals, _ = word.partition("=")
         if word.startswith("--") and not skip and name not in known:
-            near = get_close_matches(name, known)
+            near = get_close_matches(name, options)
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them"
             refuse(ConfigError(f"{name}: no such option; {hint}"))
         skip = not skip and name in known and not equals and not known[name]["flag"]

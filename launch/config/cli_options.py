@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from typer.main import get_command
 
 from thinpipe.launch.config.errors import known_keys, remedy
+from thinpipe.launch.config.network import KEY_FILE, NAME
 from thinpipe.launch.host.interfaces import parse_endpoint
 from thinpipe.launch.host.packages import explain
 
@@ -38,6 +40,10 @@ _NUMBERS = (
     *("MASTER_PORT", "OMP_NUM_THREADS"),
 )
 """Variables of the environment that launchers set."""
+_OWN = ("THINPIPE_CACHE", KEY_FILE, NAME)
+"""ThinPipe's variables that users set."""
+_MISSPELT = 0.82
+"""Likeness of a variable to one of them: THINPIPE_KEY is near, THINPIPE_HOST is not."""
 
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -77,7 +83,7 @@ class Machines:
             ValueError: naming option and remedy.
         """
         if self.join is not None:
-            parse_endpoint(self.join)
+            parse_endpoint(self.join, "--join")
             others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
             for option, given in {**others, "--max-restarts": self.max_restarts}.items():
                 if given:
@@ -90,16 +96,21 @@ class Machines:
             parse_endpoint(self.rdzv)
         if self.ranks is not None and self.alone:
             raise ValueError(
-                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here"
+                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here; add "
+                "them, or remove --ranks"
             )
 
 
 def check_environment() -> None:
-    """Reject launchers' variables that are not numbers, before every rank fails on them.
+    """Reject launchers' variables that are not numbers, and those of ThinPipe that are misspelt.
 
     Raises:
         ValueError: naming variable, value and remedy.
     """
+    for name in [] if "RANK" in os.environ else os.environ:  # ranks have variables of ours
+        near = get_close_matches(name, _OWN, n=1, cutoff=_MISSPELT)
+        if near and name.startswith("THINPIPE_") and name not in _OWN:
+            raise ValueError(f"{name} = {os.environ[name]!r}: no such variable; set {near[0]}")
     numbers = {}
     for name in _NUMBERS:
         value = os.environ.get(name)

@@ -26,7 +26,7 @@ _TOML_REMEDIES = (
     ("Cannot overwrite|Cannot declare|Duplicate", "it is there twice; remove one of them"),
     ("Illegal character '.n'|Unterminated|Expected \"", "close the quotes"),
     ("table declaration", "close the bracket, as in [run]"),
-    ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket"),
+    ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket with ]"),
     ("Unescaped|escape|hex value", "put a path with backslashes in single quotes"),
 )
 """Messages of Python's parser, and remedies."""
@@ -163,7 +163,9 @@ def _read(
     """A file merged with those that it extends; the files are added to `found`."""
     place = Path(os.path.realpath(path))  # which does not mind a link that leads to itself
     if place in seen:
-        raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
+        raise ConfigError(
+            f"{path}: extends itself, via {seen[-1]}; remove or correct extends in one of them"
+        )
     if path.suffix == ".py":
         raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
     try:
@@ -205,7 +207,8 @@ def _toml_remedy(text: str, problem: str) -> str:
         remedy = "give a value, or leave the key out"
     elif "Invalid value" in problem:
         remedy = "put text in quotes, and comments behind #"
-    return f": {line[:_SHOWN]}; {remedy or 'correct that line'}"
+    shown = f": {line[:_SHOWN]}" if line else ""
+    return f"{shown}; {remedy or 'correct that line'}"
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:

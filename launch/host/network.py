@@ -95,6 +95,8 @@ class Network:
             why = f"{error.strerror}; correct the path, or write one with `thinpipe doctor --save`"
         except ValueError as error:
             why = str(error)
+            if "doctor" not in why:
+                why += "; correct it, or write one with `thinpipe doctor --save`"
         raise ValueError(f"{option} = {path}: {why}")
 
     @classmethod

@@ -151,8 +151,9 @@ class DeferredModel:
                 self.skeleton = make()
         except Exception as error:
             raise ValueError(
-                f"{name}: fails on the meta device, where models are built without values: "
-                f"{type(error).__name__}: {error}; let it not look at values of tensors"
+                f"{name}: called without arguments on the meta device, where models are built "
+                f"without values, it fails: {type(error).__name__}: {error}; correct it, and let "
+                "it not look at values of tensors"
             ) from error
         if not isinstance(self.skeleton, nn.Module):
             raise ValueError(
