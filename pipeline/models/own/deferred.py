@@ -145,6 +145,8 @@ class DeferredModel:
     def __init__(self, make: Callable[[], nn.Module], name: str) -> None:
         """`name` is how messages call the constructor."""
         self._name = name
+        if isinstance(make, nn.Module):
+            raise ValueError(f"{name}: a module; name a function without arguments that returns it")
         recorder = _Recorder()
         try:
             with _META, recorder, recorder.truncated_normal(), _AsIfReal():
