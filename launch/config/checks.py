@@ -96,7 +96,7 @@ def check_elastic(config: "RunConfig") -> None:
     others = [f"data.stream_block = {block}"] if block is not None else []
     others += [f"pipeline.shards = {shards}"] if shards > 1 else []
     others += [
-        f'boundary.{direction}.kind = "{spec.kind}" (not "raw" or "direct") at cut {cut}'
+        f'boundary.{direction}.kind = "{spec.kind}" (use "raw" or "direct") at cut {cut}'
         for (cut, direction), spec in config.specs.items()
         if spec.kind not in ("raw", "direct")
     ]

@@ -87,7 +87,9 @@ class Machines:
             others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
             for option, given in {**others, "--max-restarts": self.max_restarts}.items():
                 if given:
-                    raise ValueError(f"{option}: not with --join, which brings one replica")
+                    raise ValueError(
+                        f"{option}: not with --join, which brings one replica; remove it"
+                    )
         if self.count > 1 and self.rdzv is None and meet:
             raise ValueError(
                 f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"
@@ -186,7 +188,7 @@ def _explain(error: Any) -> str:
     if (extra := re.fullmatch(r"Got unexpected extra argument.*? \((.*)\)", message)) is not None:
         return (
             f"{extra[1]}: unexpected argument; put text with spaces in quotes, and write "
-            "--set a.b=c without spaces"
+            "--set a.b=c without spaces, or remove it"
         )
     if (wrong_command := re.fullmatch(r"No such command '(.*)'", message)) is not None:
         return f"{message}; {_meant(wrong_command[1], error.ctx.command.commands)}"

@@ -7,7 +7,7 @@ REMEDIES = {
     "less_than_equal": "use {le} or less",
     "finite_number": "give a finite number",
     "string_type": "give text, in quotes",
-    "string_too_short": "give some text",
+    "string_too_short": "give some text, or leave it out",
     "literal_error": "use {expected}",
     "union_tag_invalid": "use {expected_tags}",
     "tuple_type": "write a list, as in [{given}]",

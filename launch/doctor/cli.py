@@ -67,6 +67,8 @@ def doctor(  # noqa: PLR0913  # one parameter per option
         shares = preflight.shares_here(config, nnodes, ranks)
         if save is not None and not save.absolute().parent.is_dir():
             raise ValueError(f"--save = {save}: no such folder; create it, or use another")
+        if save is not None and save.is_dir():
+            raise ValueError(f"--save = {save}: a folder; name a file in it")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         refuse(error)

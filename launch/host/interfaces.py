@@ -144,7 +144,7 @@ def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
             "65535); an IPv6 address goes in brackets, as in [2001:db8::1]:29500"
         )
     host = parts[1] or parts[2]
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)+", host) and not _is_ipv4(host):
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)+", host) and not _is_address(host):
         raise ValueError(
             f"{setting} = {text!r}: {host} is no IPv4 address, which has four numbers up to 255; "
             "correct it, as in 10.0.0.1:29500"
@@ -152,10 +152,10 @@ def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
     return host, int(parts[3])
 
 
-def _is_ipv4(text: str) -> bool:
+def _is_address(text: str) -> bool:
     try:
-        socket.inet_aton(text)  # also 127.1, as the resolver has it
-    except OSError:
+        ipaddress.ip_address(text)
+    except ValueError:
         return False
     return True
 

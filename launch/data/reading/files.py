@@ -20,6 +20,8 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     Raises:
         ValueError: no file is found.
     """
+    if path == "":
+        raise ValueError(f"{setting} = '': give a path, or leave it out")
     place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
     if path is None:
         files = _stdlib_files(place)
