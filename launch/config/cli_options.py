@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from typer.main import get_command
 
 from thinpipe.launch.config.errors import known_keys, remedy
-from thinpipe.launch.config.network import KEY_FILE, NAME
 from thinpipe.launch.host.interfaces import parse_endpoint
 from thinpipe.launch.host.packages import explain
 
@@ -40,7 +39,7 @@ _NUMBERS = (
     *("MASTER_PORT", "OMP_NUM_THREADS"),
 )
 """Variables of the environment that launchers set."""
-_OWN = ("THINPIPE_CACHE", KEY_FILE, NAME)
+_OWN = ("THINPIPE_CACHE", "THINPIPE_KEY_FILE", "THINPIPE_NAME")
 """ThinPipe's variables that users set."""
 _MISSPELT = 0.82
 """Likeness of a variable to one of them: THINPIPE_KEY is near, THINPIPE_HOST is not."""
