@@ -53,6 +53,8 @@ _TABLE = {
 _OWN_OPTIONS_FIRST: Any = {"allow_interspersed_args": False}
 _PASS_ON = ("run", "shaped")
 """Commands whose arguments are another command's."""
+_NEAR = 0.7
+"""Likeness of an option to the one that was meant: --lr is not near --rdzv."""
 
 
 class _Commands(TyperGroup):
@@ -111,8 +113,10 @@ def _check_options(words: list[str], options: dict[str, Any]) -> None:
             return
         name, equals, _ = word.partition("=")
         if word.startswith("--") and not skip and name not in known:
-            near = get_close_matches(name, known)
+            near = get_close_matches(name, options, cutoff=_NEAR)
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them"
+            if not near and "--set" in options:
+                hint += "; settings of the run file are given as in --set train.lr=1e-3"
             refuse(ConfigError(f"{name}: no such option; {hint}"))
         skip = not skip and name in known and not equals and not known[name]["flag"]
 

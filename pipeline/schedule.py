@@ -60,17 +60,21 @@ def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches:
     """
     where = f'pipeline.schedule = "{name}"'
     if name in _SINGLE and stages != ranks:
+        several = "" if stages % ranks else ", or a schedule such as Interleaved1F1B"
         raise ValueError(
             f"{where} runs one stage per rank, but {stages} stages are to share {ranks} ranks; "
-            f"use {stages} ranks or a schedule such as Interleaved1F1B"
+            f"use pipeline.ranks = {stages}{several}"
         )
-    if name not in _SINGLE and (stages % ranks or stages < 2 * ranks):
+    fitting = [n for n in range(1, stages // 2 + 1) if stages % n == 0]
+    exact = name == "ZBVZeroBubble"
+    if exact:
+        fitting = [n for n in fitting if stages == 2 * n]
+    if name not in _SINGLE and ranks not in fitting:
+        use = f"pipeline.ranks = {' or '.join(map(str, fitting))}" if fitting else "GPipe or 1F1B"
         raise ValueError(
-            f"{where} needs two or more stages on every rank, as many on each; "
-            f"{stages} stages on {ranks} ranks do not fit"
+            f"{where} needs {'exactly two' if exact else 'two or more'} stages on every rank, as "
+            f"many on each; {stages} stages on {ranks} ranks do not fit; use {use}"
         )
-    if name == "ZBVZeroBubble" and stages != 2 * ranks:
-        raise ValueError(f"{where} runs exactly 2 stages per rank; got {stages} on {ranks} ranks")
     if name in ZERO_BUBBLE and _torch_version() < (2, 13):
         raise ValueError(
             f"{where} needs torch >= 2.13 (this is {torch.__version__}): before, its gradients are "

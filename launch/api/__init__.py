@@ -66,6 +66,8 @@ _PLACES = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _PLACES:
-        raise AttributeError(f"module 'thinpipe' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'thinpipe' has no attribute {name!r}; it has {', '.join(_PLACES)}"
+        )
     module, member = _PLACES[name]
     return getattr(_import_module(f"thinpipe.{module}"), member)

@@ -312,8 +312,9 @@ def alternative(folder: Path, part: str | None = None) -> str:
         if part is None or (listed and not size_error(listed[0], good)):
             name = step_name(older)
             return f"{name} is complete: train --resume --step {older}, export --step {older}"
-    found = ", ".join(str(other) for other in steps(root) if other != step)
-    return f"{root} holds no older complete step" + (f", but {found}" if found else "")
+    found = " or ".join(str(other) for other in steps(root) if other != step)
+    remedy = f"use --step {found}, or leave it out for the newest" if found else "train again"
+    return f"{root} holds no older complete step; {remedy}"
 
 
 def partial_folder(root: Path, step: int) -> Path:

@@ -52,8 +52,8 @@ def check_boundaries(config: "RunConfig") -> None:
                 "cut, or list the cuts"
             )
         if cut is not None and cut not in cuts:
-            known = f"pipeline.cuts = {list(cuts)}" if cuts else "the pipeline has none"
-            raise ValueError(f"boundary.cut = {cut}: no such cut; {known}")
+            known = f"use one of pipeline.cuts = {list(cuts)}" if cuts else "the pipeline has none"
+            raise ValueError(f"boundary.cut = {cut}: no such cut; {known}, or remove the table")
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")
@@ -96,7 +96,7 @@ def check_elastic(config: "RunConfig") -> None:
     others = [f"data.stream_block = {block}"] if block is not None else []
     others += [f"pipeline.shards = {shards}"] if shards > 1 else []
     others += [
-        f'boundary.{direction}.kind = "{spec.kind}" at cut {cut}'
+        f'boundary.{direction}.kind = "{spec.kind}" (use "raw" or "direct") at cut {cut}'
         for (cut, direction), spec in config.specs.items()
         if spec.kind not in ("raw", "direct")
     ]

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -38,6 +39,10 @@ _NUMBERS = (
     *("MASTER_PORT", "OMP_NUM_THREADS"),
 )
 """Variables of the environment that launchers set."""
+_OWN = ("THINPIPE_CACHE", "THINPIPE_KEY_FILE", "THINPIPE_NAME")
+"""ThinPipe's variables that users set."""
+_MISSPELT = 0.82
+"""Likeness of a variable to one of them: THINPIPE_KEY is near, THINPIPE_HOST is not."""
 
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -77,11 +82,13 @@ class Machines:
             ValueError: naming option and remedy.
         """
         if self.join is not None:
-            parse_endpoint(self.join)
+            parse_endpoint(self.join, "--join")
             others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
             for option, given in {**others, "--max-restarts": self.max_restarts}.items():
                 if given:
-                    raise ValueError(f"{option}: not with --join, which brings one replica")
+                    raise ValueError(
+                        f"{option}: not with --join, which brings one replica; remove it"
+                    )
         if self.count > 1 and self.rdzv is None and meet:
             raise ValueError(
                 f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"
@@ -90,16 +97,21 @@ class Machines:
             parse_endpoint(self.rdzv)
         if self.ranks is not None and self.alone:
             raise ValueError(
-                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here"
+                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here; add "
+                "them, or remove --ranks"
             )
 
 
 def check_environment() -> None:
-    """Reject launchers' variables that are not numbers, before every rank fails on them.
+    """Reject launchers' variables that are not numbers, and those of ThinPipe that are misspelt.
 
     Raises:
         ValueError: naming variable, value and remedy.
     """
+    for name in [] if "RANK" in os.environ else os.environ:  # ranks have variables of ours
+        near = get_close_matches(name, _OWN, n=1, cutoff=_MISSPELT)
+        if near and name.startswith("THINPIPE_") and name not in _OWN:
+            raise ValueError(f"{name} = {os.environ[name]!r}: no such variable; set {near[0]}")
     numbers = {}
     for name in _NUMBERS:
         value = os.environ.get(name)
@@ -175,7 +187,7 @@ def _explain(error: Any) -> str:
     if (extra := re.fullmatch(r"Got unexpected extra argument.*? \((.*)\)", message)) is not None:
         return (
             f"{extra[1]}: unexpected argument; put text with spaces in quotes, and write "
-            "--set a.b=c without spaces"
+            "--set a.b=c without spaces, or remove it"
         )
     if (wrong_command := re.fullmatch(r"No such command '(.*)'", message)) is not None:
         return f"{message}; {_meant(wrong_command[1], error.ctx.command.commands)}"

@@ -21,22 +21,16 @@ _REMEDIES = {
     "less_than_equal": "use {le} or less",
     "finite_number": "give a finite number",
     "string_type": "give text, in quotes",
-    "string_too_short": "give some text",
+    "string_too_short": "give some text, or leave it out",
     "literal_error": "use {expected}",
     "union_tag_invalid": "use {expected_tags}",
     "tuple_type": "write a list, as in [{given}]",
     "string_pattern_mismatch": "use letters, digits, -, _ and ., at most 63",
     "too_short": "give at least {min_length}",
     "too_long": "give at most {max_length}",
-    "missing": "give one more",
-    "model_type": "write it as a table",
-    "model_attributes_type": "write it as a table",
-    "dict_type": "write it as a table",
     "byte_size": 'write a size, as in "8GB" or "512MiB"',
     "byte_size_unit": 'write a size, as in "8GB" or "512MiB"',
 }
-_VERY_NEAR = 0.75
-"""Likeness of an unknown key to one of its table that counts more than the same key elsewhere."""
 _OTHERS = {
     **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "lr"),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "hidden_dim"), "width"),
@@ -52,7 +46,11 @@ _OTHERS = {
     **dict.fromkeys(("dp", "data_parallel", "dp_degree"), "replicas"),
     **dict.fromkeys(("pp", "pp_degree", "num_stages"), "stages"),
     **dict.fromkeys(("micro_batches", "num_microbatches"), "microbatches"),
-    **dict.fromkeys(("dtype", "mixed_precision"), "precision"),
+    **dict.fromkeys(("dtype", "mixed_precision", "bf16", "fp16"), "precision"),
+    **dict.fromkeys(("r", "lora_r"), "rank"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), "weights"),
+    **dict.fromkeys(("quantization_config", "torch_dtype"), "weights"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer"), "offload"),
 }
 """Settings of other programs, and ours."""
 _KINDS = {
@@ -66,6 +64,13 @@ _TYPE_REMEDIES = {
     "float": "give a number",
     "bool": "use true or false",
 }
+_VERY_NEAR = 0.75
+"""Likeness of an unknown key to one of its table that counts more than the same key elsewhere."""
+_UNKNOWN = ": unknown key; "
+_TABLES = ("model_type", "model_attributes_type", "dict_type")
+"""Errors about a value where a table belongs."""
+_LENGTHS = ("tuple_type", "too_long", "missing")
+"""Errors about a list that has a fixed length."""
 
 
 def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[str]:
@@ -74,11 +79,26 @@ def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[
     for detail in error.errors():
         problem = _explain(detail, _find(detail, root, above), root)
         found.setdefault(problem.name, []).append(problem)
-    return [
+    return _alike_in_one(
         _join(problems)
         for name, problems in found.items()
         if not any(other.startswith(f"{name}.") for other in found)  # the most specific of a union
-    ]
+    )
+
+
+def _alike_in_one(lines: Iterable[str]) -> list[str]:
+    """The lines, with one for all unknown keys that have the same remedy."""
+    by_remedy: dict[str, list[str]] = {}
+    for line in lines:
+        name, unknown, remedy = line.partition(_UNKNOWN)
+        by_remedy.setdefault(remedy if unknown else "", []).append(name)
+    told = by_remedy.pop("", [])
+    for remedy, names in by_remedy.items():
+        line = f"{', '.join(names)}{_UNKNOWN}{remedy}"
+        if len(names) > 1:
+            line = line.replace("key; it is", "keys; they are").replace("remove it", "remove them")
+        told.append(line)
+    return told
 
 
 def first_misread(given: Any, found: Any, *above: str) -> str | None:
@@ -140,6 +160,11 @@ class _Place:
     many: bool = False
     others: _Models = field(default_factory=dict)
     """Other models of the own table."""
+    default: Any = None
+
+    @property
+    def above(self) -> str:
+        return self.name.rpartition(".")[0]
 
     @property
     def key(self) -> str:
@@ -150,13 +175,15 @@ def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _
     here: _Models = {"": root}
     holder, kept, many, keys_are_free = here, list(path), False, False
     others: _Models = {}
+    default: Any = None
     for part in detail["loc"]:
         (model,) = here.values() if len(here) == 1 else (None,)
         if isinstance(part, int):
             kept.append(str(part))
             many = False
         elif model is not None and part in model.model_fields:
-            annotation = model.model_fields[part].annotation
+            found = model.model_fields[part]
+            annotation, default = found.annotation, None if found.is_required() else found.default
             holder, here, others = here, _models(annotation), {}
             many, keys_are_free = get_origin(annotation) is tuple, get_origin(annotation) is dict
             kept.append(part)
@@ -167,14 +194,16 @@ def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _
     if detail["type"] == "extra_forbidden":
         holder = here
         kept += [str(detail["loc"][-1])]
-    return _Place(".".join(kept), holder, here, many, others)
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):
+        del kept[-1]  # what is wrong is the list
+    return _Place(".".join(kept), holder, here, many, others, default)
 
 
 def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Problem:
     kind, name = detail["type"], place.name
     if kind == "extra_forbidden":
-        return _Problem(name, f"{name}: unknown key; ", _known(place, root))
-    if kind == "missing" and not place.key.isdigit():
+        return _Problem(name, f"{name}{_UNKNOWN}", _known(place, root))
+    if kind == "missing" and not isinstance(detail["loc"][-1], int):
         return _Problem(name, f"{name}: not given; ", _missing(place))
     if kind == "union_tag_not_found":
         kinds = ", ".join(sorted(place.here))
@@ -206,7 +235,27 @@ def _remedy(detail: ErrorDetails, place: _Place) -> str:
     kind = detail["type"]
     if place.many and place.here and kind in ("tuple_type", "model_type", "too_short"):
         return f"write it as tables [[{place.name}]]"
+    if kind in _TABLES:
+        unset = "leave it out, or " if detail["input"] is False else ""
+        return f"{unset}write it as {_as_table(place)}"
+    if kind in _LENGTHS and place.default:
+        return f"give {len(place.default)} values, as in {list(place.default)}"
     return remedy(detail)
+
+
+def _as_table(place: _Place) -> str:
+    """How the table begins that belongs at a place."""
+    if place.key.isdigit():
+        return f"a table [[{place.above}]]"
+    settings = dict(place.default or {"NAME": "..."}) if not place.here else {}
+    for model in place.here.values():
+        settings = {name: field.default for name, field in model.model_fields.items()}
+        break
+    name = "kind" if "kind" in settings else next(iter(settings))
+    setting = f"{name} = {json.dumps(settings[name])}"
+    if not place.above:
+        return f"a section [{place.name}], as in {setting}"
+    return f"a table, as in {place.key} = {{ {setting} }}"
 
 
 def remedy(detail: ErrorDetails) -> str:
@@ -241,6 +290,8 @@ def _known(place: _Place, root: type[BaseModel]) -> str:
         return f"it is for {' or '.join(kinds)}; remove it"
     if key in elsewhere and not difflib.get_close_matches(key, known, n=1, cutoff=_VERY_NEAR):
         return f"it belongs under {' or '.join(elsewhere[key])}"
+    if own_word in elsewhere:
+        return f'did you mean "{own_word}" under {" or ".join(elsewhere[own_word])}?'
     near = difflib.get_close_matches(key, [*known, *elsewhere], n=1) if not section else []
     if near and near[0] not in known:
         return f'did you mean "{near[0]}" under {" or ".join(elsewhere[near[0]])}?'
@@ -249,9 +300,12 @@ def _known(place: _Place, root: type[BaseModel]) -> str:
 
 def known_keys(key: str, known: Iterable[str]) -> str:
     """The key that was meant by an unknown one, or all that are known, the likeliest first."""
-    near = difflib.get_close_matches(key, [*known], n=1)
+    by_lower = {word.lower(): word for word in known}
+    if not by_lower:
+        return "there are no settings here; remove it"
+    near = difflib.get_close_matches(key.lower(), by_lower, n=1)
     return (
-        f'did you mean "{near[0]}"?'
+        f'did you mean "{by_lower[near[0]]}"?'
         if near
         else f"known here: {', '.join(_by_likeness(key, known))}"
     )

@@ -84,9 +84,19 @@ class EvalConfig(BaseModel):
 
     every_epochs: int = Field(1, ge=1)
     metrics: tuple[str, ...] | None = None
-    best: Annotated[str, Field(pattern=r"^((max|min) )?[A-Za-z_]\w*$")] | None = None
+    best: str | None = None
     patience: int | None = Field(None, ge=1)
     samples: int = Field(0, ge=0, le=100)
+
+    @field_validator("best")
+    @classmethod
+    def _one_metric(cls, best: str | None) -> str | None:
+        if best is not None and not re.fullmatch(r"((max|min) )?[A-Za-z_]\w*", best):
+            raise ValueError(
+                f'best = "{best}": use "loss" or the name of one of eval.metrics, or of your own '
+                '"max NAME" or "min NAME"'
+            )
+        return best
 
     @field_validator("metrics")
     @classmethod

@@ -22,14 +22,27 @@ _MOST_NBYTES = 16 << 20
 _SHOWN = 60
 """Characters shown of a line that cannot be read."""
 _TOML_REMEDIES = (
-    ("Expected '='", "write key = value"),
-    ("Cannot overwrite|Cannot declare|Duplicate", "it is there twice; remove one of them"),
-    ("Illegal character '.n'|Unterminated|Expected \"", "close the quotes"),
-    ("table declaration", "close the bracket, as in [run]"),
-    ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket"),
-    ("Unescaped|escape|hex value", "put a path with backslashes in single quotes"),
+    ("^Invalid", r"^\{", "that is JSON; write [section] and key = value"),
+    ("^Invalid", "^//", "comments begin with #"),
+    ("Invalid value", "= *(true|yes|on)$", "write true"),
+    ("Invalid value", "= *(false|no|off)$", "write false"),
+    ("Invalid value", "= *(none|null|nil|)$", "give a value, or leave the key out"),
+    ("Invalid value", r"= *[+-]?\.\d", "write a digit before the point, as in 0.1"),
+    ("Invalid value", r"= *\(", "write a list in brackets, as in [1, 2]"),
+    ("Invalid value", r"= *[\u2018-\u201e\u00ab`]", 'use straight quotes, as in "a"'),
+    ("Invalid value", "", "put text in quotes, and comments behind #"),
+    ("Expected '='", "", "write key = value"),
+    ("Expected newline", "", "one setting per line; write numbers as in 1000, 0.1 or 1e-3"),
+    ("Cannot overwrite|Cannot declare|Duplicate", "", "it is there twice; remove one of them"),
+    ("table declaration", "", "close the bracket, as in [run]"),
+    ("for a key part", r",\s*}", "remove the comma before }"),
+    ("Invalid initial character|Expected ']'", "", "close the bracket"),
+    ("Illegal character '.n'|Unterminated|Expected [\"']", "", "close the quotes"),
+    ("Unclosed array", "", "put commas between the values of the list, and ] at its end"),
+    ("inline table", "", "put commas between the settings of the table, and } at its end"),
+    ("Unescaped|escape|hex value", "", "put a path with backslashes in single quotes"),
 )
-"""Messages of Python's parser, and remedies."""
+"""Messages of Python's parser, lines they are about, and remedies; the first that fits is used."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -163,7 +176,9 @@ def _read(
     """A file merged with those that it extends; the files are added to `found`."""
     place = Path(os.path.realpath(path))  # which does not mind a link that leads to itself
     if place in seen:
-        raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
+        raise ConfigError(
+            f"{path}: extends itself, via {seen[-1]}; remove or correct extends in one of them"
+        )
     if path.suffix == ".py":
         raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
     try:
@@ -183,7 +198,7 @@ def _read(
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise ConfigError(f"{path}: extends = {base!r}: give the name of a file, in quotes")
     return _merged(_read(path.parent / base, (*seen, place), aliases, found), tree)
 
@@ -193,19 +208,16 @@ def _toml_remedy(text: str, problem: str) -> str:
     place = re.search(r"line (\d+)", problem)
     lines = text.splitlines()
     line = (lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else "").strip()
-    value = line.partition("=")[2].strip()
-    remedy = next((say for what, say in _TOML_REMEDIES if re.search(what, problem)), None)
-    if line.startswith("{"):
-        remedy = "that is JSON; write [section] and key = value"
-    elif "Invalid value" in problem and value.lower() in ("true", "yes", "on"):
-        remedy = "write true"
-    elif "Invalid value" in problem and value.lower() in ("false", "no", "off"):
-        remedy = "write false"
-    elif "Invalid value" in problem and value.lower() in ("none", "null", "nil", ""):
-        remedy = "give a value, or leave the key out"
-    elif "Invalid value" in problem:
-        remedy = "put text in quotes, and comments behind #"
-    return f": {line[:_SHOWN]}; {remedy or 'correct that line'}"
+    remedy = next(
+        (
+            say
+            for what, where, say in _TOML_REMEDIES
+            if re.search(what, problem) and re.search(where, line, re.IGNORECASE)
+        ),
+        "correct that line",
+    )
+    shown = f": {line[:_SHOWN]}" if line else ""
+    return f"{shown}; {remedy}"
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:

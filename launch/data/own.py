@@ -317,7 +317,8 @@ def made(factory: str, setting: str) -> Dataset:
         dataset: Dataset = make()
     except Exception as error:
         raise ValueError(
-            f'{setting} = "{factory}": fails: {type(error).__name__}: {error}'
+            f'{setting} = "{factory}": called without arguments, it fails: '
+            f"{type(error).__name__}: {error}; correct it"
         ) from error
     return dataset
 

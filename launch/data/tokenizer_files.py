@@ -43,10 +43,12 @@ def read_backend(folder: Path) -> Any:
     """
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
-        raise ValueError(
-            f"{where}: no such folder, seen from {Path.cwd()}; name one with tokenizer.json, or "
-            'use "bytes"'
+        found = (
+            "a file, not a folder"
+            if folder.is_file()
+            else f"no such folder, seen from {Path.cwd()}"
         )
+        raise ValueError(f'{where}: {found}; name one with tokenizer.json, or use "bytes"')
     try:
         import tokenizers
     except ModuleNotFoundError as error:

@@ -12,7 +12,13 @@ import typer
 from rich.console import Console
 
 from thinpipe.launch import preflight
-from thinpipe.launch.config.cli_options import Machines, RanksOption, SetOption, refuse
+from thinpipe.launch.config.cli_options import (
+    Machines,
+    RanksOption,
+    SetOption,
+    check_environment,
+    refuse,
+)
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
@@ -56,10 +62,13 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     console = Console()
     try:
         Machines(nnodes, rdzv, ranks).check()
+        check_environment()
         config = load_config(config_path, overrides or [])
         shares = preflight.shares_here(config, nnodes, ranks)
         if save is not None and not save.absolute().parent.is_dir():
             raise ValueError(f"--save = {save}: no such folder; create it, or use another")
+        if save is not None and save.is_dir():
+            raise ValueError(f"--save = {save}: a folder; name a file in it")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         refuse(error)

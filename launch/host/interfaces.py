@@ -131,8 +131,8 @@ def interface_to(address: str) -> Interface:
     )
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
-    """`host0:29500` or `[2001:db8::1]:29500` as name and port.
+def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
+    """`host0:29500` or `[2001:db8::1]:29500`, given as this setting, as name and port.
 
     Raises:
         ValueError: it does not have that form.
@@ -140,10 +140,24 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     parts = re.fullmatch(r"(?:\[([^]\[/]+)\]|([^:/\[\]]+)):([0-9]{1,5})", text)
     if parts is None or not 0 < int(parts[3]) < 65536:
         raise ValueError(
-            f"--rdzv = {text!r}: write a host and a port, as in host0:29500; an IPv6 address goes "
-            "in brackets, as in [2001:db8::1]:29500"
+            f"{setting} = {text!r}: write a host and a port, as in host0:29500 (ports end at "
+            "65535); an IPv6 address goes in brackets, as in [2001:db8::1]:29500"
         )
-    return parts[1] or parts[2], int(parts[3])
+    host = parts[1] or parts[2]
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)+", host) and not _is_address(host):
+        raise ValueError(
+            f"{setting} = {text!r}: {host} is no IPv4 address, which has four numbers up to 255; "
+            "correct it, as in 10.0.0.1:29500"
+        )
+    return host, int(parts[3])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def format_endpoint(host: str, port: int) -> str:

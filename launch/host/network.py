@@ -95,6 +95,8 @@ class Network:
             why = f"{error.strerror}; correct the path, or write one with `thinpipe doctor --save`"
         except ValueError as error:
             why = str(error)
+            if "doctor" not in why:
+                why += "; correct it, or write one with `thinpipe doctor --save`"
         raise ValueError(f"{option} = {path}: {why}")
 
     @classmethod
@@ -208,14 +210,15 @@ def read_json(model: type[_Model], text: str) -> _Model:
 
 def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    place, what = place.lstrip("."), first["msg"].removeprefix("Value error, ")
+    place, what = place.lstrip(".") or "the file", first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         raise ValueError(f"not JSON ({what}); write one with `thinpipe doctor --save`")
     if first["type"] == "value_error":
-        raise ValueError(f"{place}: {what}" if place else what)
+        raise ValueError(f"{place}: {what}" if first["loc"] else what)
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         raise ValueError(f"{place!r} is unknown; use {', '.join(sorted(model.model_fields))}")
     given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
+    what = what.replace("a valid array", "a list in brackets").replace("an object", "a JSON object")
     raise ValueError(f"{place}{given}: {what[:1].lower()}{what[1:]}")
 
 

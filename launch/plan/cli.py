@@ -1,5 +1,6 @@
 """`thinpipe plan run.toml`: where to cut, how long a step takes, how many bits links can carry."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -282,9 +283,11 @@ def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0 or len(numbers) not in (1, stages):
+    sound = all(0 < number < math.inf for number in numbers)
+    if not sound or len(numbers) not in (1, stages):
+        unit = " of GB" if where == "--memory" else ""
         raise ValueError(
-            f"{where} = {text!r}: give one positive number, or {stages} separated by commas"
+            f"{where} = {text!r}: give one positive number{unit}, or {stages} separated by commas"
         )
     return numbers * stages if len(numbers) == 1 else numbers
 

@@ -121,7 +121,8 @@ class Pipeline:
         if pipeline["cuts"] == "auto" and (pipeline["stages"] or 1) == 1:
             pipeline |= {"cuts": (), "stages": None}
         cuts = pipeline["cuts"]
-        pipeline |= {"cuts": cuts if isinstance(cuts, str) else list(cuts), "replicas": replicas}
+        listed = list(cuts) if isinstance(cuts, Sequence) and not isinstance(cuts, str) else cuts
+        pipeline |= {"cuts": listed, "replicas": replicas}
         self.sections: dict[str, Any] = {
             "model": model,
             "pipeline": {name: value for name, value in pipeline.items() if value is not None},

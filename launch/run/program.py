@@ -241,6 +241,11 @@ def _described(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                f"optimizer = {optimizer!r}: give an optimizer, as in "
+                "torch.optim.AdamW(pipe.parameters(), 1e-3)"
+            )
         return {"optimizer": name_of(optimizer)}
     rate = optimizer.defaults.get("lr")
     return {

@@ -33,16 +33,25 @@ def report(
         list[Path], typer.Argument(metavar="RUN_FOLDER...", help="Folders of runs.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Page that compares several runs.")
-    ] = Path("comparison.html"),
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Page of several runs, by default comparison.html."
+        ),
+    ] = None,
 ) -> None:
     """Write the report of a run, also of one under way; several runs are compared on one page."""
     try:
         runs = [_read(folder) for folder in folders]
         if len(runs) > 1:
-            write_page(out, runs)
-            typer.echo(str(out))
+            page = out or Path("comparison.html")
+            write_page(page, runs)
+            typer.echo(str(page))
             return
+        if out is not None:
+            raise ConfigError(
+                f"--out = {out}: is for several runs; remove it, as the report of one is written "
+                f"to {folders[0]}/report.html"
+            )
         typer.echo(str(write_report(runs[0])))
     except (ValueError, OSError) as error:
         refuse(error)

@@ -37,7 +37,11 @@ def look_at(script: Path, arguments: Sequence[str]) -> LaunchSpec:
     if script.suffix == ".toml":
         raise ConfigError(f"{script}: a run file; use `thinpipe train {script}`")
     if not script.is_file():
-        raise ConfigError(f"{script}: no such file, seen from {Path.cwd()}; correct the path")
+        raise ConfigError(
+            f"{script}: a folder; name the program in it"
+            if script.is_dir()
+            else f"{script}: no such file, seen from {Path.cwd()}; correct the path"
+        )
     receiver, sender = multiprocessing.Pipe(duplex=False)
     context: Any = multiprocessing.get_context(START_METHOD)
     process = context.Process(target=_look, args=(str(script), list(arguments), sender))

@@ -91,14 +91,19 @@ def generate_text(  # noqa: PLR0913  # one parameter per option
         bool,
         typer.Option("--chat", help="Answer in the run's chat template; questions from input."),
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to write.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Most tokens to write.")
+    ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="0 takes the likeliest token; 1 samples as is.")
+        float,
+        typer.Option("--temperature", min=0, help="0 takes the likeliest token; 1 samples as is."),
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Sample from the k likeliest tokens; 0: all.")
+        int, typer.Option("--top-k", min=0, help="Sample from the k likeliest tokens; 0: all.")
     ] = 40,
-    seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=2**63 - 1, help="Random seed for sampling.")
+    ] = 0,
     step: StepOption = None,
 ) -> None:
     """Continue a prompt with a trained model, or talk with it."""

@@ -37,13 +37,6 @@ class Sampling:
     top_k: int = 40
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.temperature < 0 or self.top_k < 0:
-            raise ConfigError(
-                f"--max-tokens = {self.tokens}, --temperature = {self.temperature}, --top-k = "
-                f"{self.top_k}: use at least 1 token, and no negative numbers"
-            )
-
 
 def generate(
     run_folder: Path, prompt: str, sampling: Sampling, *, step: Step = None

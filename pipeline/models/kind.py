@@ -308,7 +308,9 @@ class TokenModel(ModelKind):
         if tokens > self.context:
             raise ValueError(f"data.sequence_length = {tokens} is longer than {self.longest}")
         if tokenizer == "bytes" and self.vocab < 256:
-            raise ValueError(f"model.vocab = {self.vocab}: bytes need 256")
+            raise ValueError(
+                f"model.vocab = {self.vocab}: bytes need 256; raise it, or leave it out"
+            )
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         if not (cut and ties and self.could_be_tied):

@@ -27,7 +27,7 @@ def test_zero_bubble_is_rejected_before_torch_2_13(
         ("GPipe", 4, 2, "one stage per rank"),
         ("Interleaved1F1B", 3, 2, "as many on each"),
         ("LoopedBFS", 2, 2, "two or more stages"),
-        ("ZBVZeroBubble", 6, 2, "exactly 2 stages per rank"),
+        ("ZBVZeroBubble", 6, 2, "exactly two stages on every rank"),
     ],
 )
 def test_stages_that_do_not_fit_the_ranks_are_rejected(

@@ -20,6 +20,8 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     Raises:
         ValueError: no file is found.
     """
+    if path == "":
+        raise ValueError(f"{setting} = '': give a path, or leave it out")
     place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
     if path is None:
         files = _stdlib_files(place)
@@ -38,10 +40,9 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     elif place.exists():
         raise ValueError(f"{setting} = {path!r}: a device or a pipe; name a file or a folder")
     else:
-        without = ", or leave it out for the standard library's sources"
         raise ValueError(
             f"{setting} = {path!r}: no such file or folder, seen from {Path.cwd()}; "
-            f"correct the path{without if setting == 'data.path' else ''}"
+            f"{_path_remedy(path, setting)}"
         )
     files = sorted((file for file in files if file.is_file()), key=Path.as_posix)
     if not files:
@@ -49,6 +50,15 @@ def find_files(path: str | None, setting: str) -> list[Path]:
             f"{setting} = {path!r}: no files found; name a file or a folder with files"
         )
     return files
+
+
+def _path_remedy(path: str, setting: str) -> str:
+    if "$" in path:
+        return "variables are not expanded; write the path out, or begin it with ~/"
+    if not path.isprintable():  # "C:\text.txt" has a tab
+        return "put a path with backslashes in single quotes"
+    without = ", or leave it out for the standard library's sources"
+    return f"correct the path{without if setting == 'data.path' else ''}"
 
 
 def _stdlib_files(root: Path) -> list[Path]:

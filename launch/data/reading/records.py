@@ -104,7 +104,8 @@ def _reading(form: Form) -> Iterator[None]:
     else:
         return
     raise ValueError(
-        f"{form.path}: cannot be read as {form.kind} ({said}); write or download it again"
+        f"{form.path}: cannot be read as {form.kind} ({said}); write or download it again, or "
+        "correct data.format"
     )
 
 

@@ -137,10 +137,11 @@ def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
+        missing = "a folder" if path.is_dir() else "no such file"
         raise KeyFileError(
-            f"network.key_file = {str(path)!r}: no such file in {Path.cwd()}; copy it from the "
-            f"machine where it was made, or make one with `{NEW_KEY}` and copy it to every machine "
-            "of the run"
+            f"network.key_file = {str(path)!r}: {missing}, seen from {Path.cwd()}; copy it from "
+            f"the machine where it was made, or make one with `{NEW_KEY}` and copy it to every "
+            "machine of the run"
         )
     if os.name == "posix" and path.stat().st_mode & _OTHERS:
         remedy = f"chmod 600 {path}" if _has_modes(path.parent) else _ELSEWHERE

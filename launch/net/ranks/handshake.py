@@ -297,7 +297,9 @@ def _address() -> str:
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
-        raise ValueError(f"{name} is not set, and a rank needs it; start ranks with torchrun")
+        raise ValueError(
+            f"{name} is not set, and a rank needs it; start ranks with torchrun, or unset RANK"
+        )
     return value
 
 

@@ -36,7 +36,7 @@ _Address = Annotated[
     _matching(r"(?![^:]*:\d+$).*", "put the port into port ="),
     _matching(*_WORD),
 ]
-_Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "a shell cannot set a variable so named")]
+_Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "name it with letters, digits and _")]
 _FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
 
 
@@ -110,13 +110,7 @@ class HostsConfig(BaseModel):
                 f"host.{unequal.index(False)}.ranks: not given, as other hosts have it; give every "
                 "host its ranks, or none"
             )
-        try:
-            parse_endpoint(self.endpoint)
-        except ValueError:
-            raise ValueError(
-                f"rdzv = {self.endpoint!r}: write a host and a port, as in host0:29500, or "
-                "[2001:db8::1]:29500"
-            ) from None
+        parse_endpoint(self.endpoint, "rdzv")
         return self
 
 
@@ -158,7 +152,7 @@ def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str]
         fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
             f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
-            f"with {world} ranks a hosts file lists {', '.join(fitting)} machines, or gives each "
+            f"with {world} ranks a hosts file lists {' or '.join(fitting)} machines, or gives each "
             "its `ranks`"
         )
 

@@ -176,7 +176,7 @@ class Told:
             if self.ended is None and is_gone(folder, patience_s):
                 self.ended = _GONE
             self.now = [(str(a), str(b), str(word)) for a, b, word in state["now"]]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{folder}: {_no_run(folder)}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -251,7 +251,7 @@ def _replace(folder: Path, state: Mapping[str, Any]) -> None:
 
 def _no_run(folder: Path) -> str:
     """What a folder without a state is."""
-    if not folder.exists():
+    if not folder.is_dir():
         return "no such folder; name that of a run (run.folder in its file, or runs/NAME)"
     if runs := sorted(file.parent.name for file in folder.glob(f"*/{STATE}")):
         named = ", ".join(runs[:_MOST_NAMED]) + ", ..." * (len(runs) > _MOST_NAMED)

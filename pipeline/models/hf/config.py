@@ -370,6 +370,8 @@ class HuggingFaceConfig(TokenModel):
 
     def _check_folder(self, folder: Path) -> None:
         setting = "model.config" if self.config else "model.pretrained"
+        if folder.is_file():
+            raise ValueError(f'{setting} = "{folder}": a file; name the folder it is in')
         if not folder.is_dir():
             raise ValueError(
                 f'{setting} = "{folder}": no such folder, seen from {Path.cwd()}; correct the '
@@ -389,7 +391,11 @@ def _read(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{folder / 'config.json'}: {first}; copy that of the model again, or update "
+            "transformers if the model is newer"
+        ) from error
 
 
 def _check_router(config: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PIECE_NUMEL = 2**24
+_LFS = b"version https://git-lfs"
 _READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -169,6 +170,11 @@ def _open(path: Path, wanted: str) -> Any:
             f"{path}: missing, though {INDEX} places {wanted} there; {_AGAIN}"
         ) from None
     except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise ShardError(
+                    f"{path}: Git LFS has not downloaded it yet; run `git lfs pull` in its folder"
+                ) from None
         raise ShardError(
             f"{path}: truncated or damaged ({error}), and {wanted} should be there; {_AGAIN}"
         ) from error

@@ -145,14 +145,17 @@ class DeferredModel:
     def __init__(self, make: Callable[[], nn.Module], name: str) -> None:
         """`name` is how messages call the constructor."""
         self._name = name
+        if isinstance(make, nn.Module):
+            raise ValueError(f"{name}: a module; name a function without arguments that returns it")
         recorder = _Recorder()
         try:
             with _META, recorder, recorder.truncated_normal(), _AsIfReal():
                 self.skeleton = make()
         except Exception as error:
             raise ValueError(
-                f"{name}: fails on the meta device, where models are built without values: "
-                f"{type(error).__name__}: {error}; let it not look at values of tensors"
+                f"{name}: called without arguments on the meta device, where models are built "
+                f"without values, it fails: {type(error).__name__}: {error}; correct it, and let "
+                "it not look at values of tensors"
             ) from error
         if not isinstance(self.skeleton, nn.Module):
             raise ValueError(

@@ -35,14 +35,18 @@ def load_function(name: str, setting: str, program: Sequence[str] = ()) -> Calla
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(f"{where}: {module_name} cannot be imported: {error}") from error
+            raise ValueError(
+                f"{where}: {module_name} cannot be imported: {error}; install that, or correct the "
+                "name"
+            ) from error
         raise ValueError(
             f"{where}: no module {error.name}, neither installed nor in {os.getcwd()}; start "
             "where the file is, or install it"
         ) from None
     except Exception as error:
         raise ValueError(
-            f"{where}: importing {module_name} fails: {type(error).__name__}: {error}"
+            f"{where}: importing {module_name} fails: {type(error).__name__}: {error}; correct it "
+            f"(python -c 'import {module_name}' shows where)"
         ) from error
     return _member(found, function_name, where)
 

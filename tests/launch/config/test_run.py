@@ -40,9 +40,9 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[train]\nlr = 'fast'", ["train.lr = 'fast': give a number"]),
         ("[train]\nlr = -1.0", ["train.lr = -1.0: use a number greater than 0"]),
         ("[train]\nepochs = 1.5", ["train.epochs = 1.5: give a whole number"]),
-        ("[train]\nbetas = [0.9]", ["train.betas.1 = [0.9]: give one more"]),
+        ("[train]\nbetas = [0.9]", ["train.betas = [0.9]: give 2 values, as in [0.9, 0.999]"]),
         ("[memory]\nbudget = 'lots'", ["memory.budget = 'lots': write a size, as in \"8GB\""]),
-        ("model = 3", ["model = 3: write it as a table"]),
+        ("model = 3", ["model = 3: write it as a section [model]"]),
         ("[boundary]\ncut = 3", ["boundary = {'cut': 3}: write it as tables [[boundary]]"]),
         (
             "[model]\npretrained = '/nowhere'",

@@ -41,7 +41,7 @@ def test_wrong_networks_are_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("[", "not JSON"),
-        ("[]", "an object"),
+        ("[]", r"the file = \[\]: input should be a JSON object"),
         ('{"rates": []}', "'rates' is unknown; use hosts, latency_s, rate_bps"),
         ("{}", "rate_bps, latency_s or both"),
         ('{"rate_bps": [[0, 1], [1]]}', "not square"),

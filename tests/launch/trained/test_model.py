@@ -178,7 +178,7 @@ def test_the_command_writes_after_the_prompt_and_names_what_is_wrong(tmp_path: P
     for words, problem in (
         ([str(tmp_path), "--prompt", "a"], "holds no config.toml"),
         ([str(tmp_path / "run"), "--prompt", ""], "holds no token"),
-        ([str(tmp_path / "run"), "--prompt", "a", "--temperature", "-1"], "no negative numbers"),
+        ([str(tmp_path / "run"), "--prompt", "a", "--temperature", "-1"], "Invalid value for"),
         ([str(tmp_path / "run"), "--prompt", "a", "--step", "9"], "step-9"),
     ):
         done = runner.invoke(app, ["generate", *words])

@@ -52,7 +52,9 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such file in .*; copy it from the machine where"):
+    with pytest.raises(
+        ValueError, match=r"no such file, seen from .*; copy it from the machine where"
+    ):
         keys.contexts(tmp_path / "run.key")
 
 

@@ -29,7 +29,7 @@ GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
         (GOOD + 'address = "10.0.0.1:22"', "'10.0.0.1:22': put the port into port ="),
         (GOOD + "port = true", "host.0.port = true: give a number"),
         (GOOD + "port = 0", "host.0.port = 0: use 1 or more"),
-        (GOOD + 'environment = { "A B" = "" }', "'A B': a shell cannot set a variable so named"),
+        (GOOD + 'environment = { "A B" = "" }', "'A B': name it with letters, digits and _"),
         ('rdzv = "a"\n' + GOOD, "rdzv = 'a': write a host and a port, as in host0:29500"),
         (
             GOOD + 'interface = "eth0"\nenvironment = { GLOO_SOCKET_IFNAME = "eth1" }',

@@ -125,7 +125,7 @@ def test_constructors_that_look_at_values_are_rejected() -> None:
     def looks() -> nn.Module:
         return nn.Linear(2, int(torch.randn(1).item()))
 
-    with pytest.raises(ValueError, match=r"mine:model: fails on the meta device"):
+    with pytest.raises(ValueError, match=r"mine:model: .* on the meta device"):
         DeferredModel(looks, "mine:model")
     with pytest.raises(ValueError, match=r"returned int, not a module"):
         DeferredModel(lambda: 3, "mine:model")  # type: ignore[arg-type, return-value]
