@@ -49,9 +49,12 @@ class Door:
         whole = isinstance(numbers, list) and all(type(number) is int for number in numbers)
         return numbers if whole else []
 
-    def is_there(self, numbers: Sequence[int]) -> bool:
-        """Whether these still wait: the first of them answers within moments."""
-        self._store.set(f"asked/{numbers[0]}", "")
+    def is_there(self, numbers: Sequence[int], at: Sequence[int]) -> bool:
+        """Whether these still wait, and can come to a run that is `at` this point.
+
+        The first of them answers within moments.
+        """
+        self._store.set(f"asked/{numbers[0]}", json.dumps(at))
         limit_s = time.monotonic() + _ANSWER_S
         while not (there := self._store.check([f"there/{numbers[0]}"])):
             if time.monotonic() > limit_s:
@@ -59,10 +62,16 @@ class Door:
             time.sleep(_POLL_S)
         return bool(there)
 
+    def asked(self, numbers: Sequence[int]) -> list[int] | None:
+        """At which point the run is, if it asks whether these are there."""
+        if not self._store.check([f"asked/{numbers[0]}"]):
+            return None
+        at: list[int] = json.loads(self._store.get(f"asked/{numbers[0]}"))
+        return at
+
     def answer(self, numbers: Sequence[int]) -> None:
-        """Say that these are there, if somebody asks."""
-        if self._store.check([f"asked/{numbers[0]}"]):
-            self._store.set(f"there/{numbers[0]}", "")
+        """Say that these are there."""
+        self._store.set(f"there/{numbers[0]}", "")
 
     def invite(self, visit: int, numbers: Sequence[int]) -> None:
         """They are to be let in as visit number so many, from 0."""

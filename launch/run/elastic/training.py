@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -28,6 +28,10 @@ _SOONER_S = 0.5
 """Than a machine that is asked to stop would be ended."""
 
 
+class _StoppedError(Exception):
+    """The others stop after the last step, as this rank learns in what follows it."""
+
+
 class ElasticTraining(Training):
     """`Training` with [elastic] min_replicas below the number of replicas."""
 
@@ -47,7 +51,7 @@ class ElasticTraining(Training):
                 "yet; remove it, and use --max-restarts"
             )
         super().begin(stack)
-        self._leaving = threading.Event()
+        self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         transport = cast(GlooTransport, self._session.transport)
         host, newcomer = self._config.network.own_name(), self._session.newcomer
@@ -64,7 +68,7 @@ class ElasticTraining(Training):
             self._checkpoints.check_own()
             self.display.note("waiting for the run to let this replica in")
             self._elastic.join()
-            self.start = self._done
+            self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:
         """As before; losses count no longer."""
@@ -122,15 +126,13 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._go_on(passes)
         before_this, behind = self.agreement, self._has_state and agreed[0] > self._agreed
-        if agreed == (self._done, Ask.ADMIT) and agreed != before_this.last:
-            self._admits = True  # who were lost did not say it to this rank
+        if agreed[0] == self._done and agreed != self.agreed:  # those lost did not say it here
+            self._admits |= agreed[1] == Ask.ADMIT
+            self._stops_here = agreed[1] == Ask.STOP and not behind
         store = PrefixStore(f"generation{change}", self._session.store)
-        known = agreed if behind else (0, Ask.NOTHING)
-        self.agreement = self._agreement(store, known)
-        asked = before_this.pending  # what is asked from now on, the new one is asked
-        before_this.close()
-        if asked > known[1]:
-            self.agreement.ask(asked)
+        self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
+        stops = self.stopping or self._stops_here  # nobody has to be asked for it
+        before_this.close(None if stops else self.agreement)
         if self._has_state:
             self._say(words)
 
@@ -149,8 +151,23 @@ class ElasticTraining(Training):
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """What all ranks do after which step, as far as this one has come to it."""
-        return self.agreement.last
+        """What all ranks do after which step, as far as this one has come to it, or does it now."""
+        if self.stopping or self._stops_here:
+            return self._done, Ask.STOP
+        return (self._done, Ask.ADMIT) if self._admits else self.agreement.last
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The steps that are done, and the number of the last save, for newcomers to compare."""
+        return self._done, self._checkpoints.number[0]
+
+    def check_own(self, at: Sequence[int]) -> None:
+        """Check that this newcomer has saved nothing later than a run that is `at` this point.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        self._checkpoints.check_earlier(*at)
 
     def end_saves(self) -> None:
         """Wait for what other threads send; a collective."""
@@ -218,7 +235,7 @@ class ElasticTraining(Training):
             self._done = step + 1
             return engine.finish_step(torch.tensor(shared, dtype=torch.float64))
 
-        totals = self._elastic.together(
+        totals = self._unless_stopped(
             train, forget=forget, pack=lambda _: engine.last_shared.tolist(), take=take
         )
         if self._leaving.is_set():
@@ -227,4 +244,19 @@ class ElasticTraining(Training):
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
-        return self._elastic.together(do, forget=self.built.engine.abandon_step)
+        return self._unless_stopped(do, forget=self.built.engine.abandon_step)
+
+    def _unless_stopped(self, do: Callable[[], _T], **how: Any) -> _T:
+        """A section; if the others stop before it, so does this rank."""
+
+        def begin() -> _T:
+            if self._stops_here:
+                raise _StoppedError
+            return do()
+
+        try:
+            result: _T = self._elastic.together(begin, **how)
+        except _StoppedError:
+            self.stopping, self._stops_here = True, False
+            self.stop_here()
+        return result

@@ -70,6 +70,7 @@ class Elastic(Generations):
 
         Raises:
             ConfigError: they do not.
+            CheckpointError: this machine has saved what the run does not go on from.
             TransportError: another of these ranks is lost.
         """
         own, newcomer = self._members, self._newcomer
@@ -95,7 +96,8 @@ class Elastic(Generations):
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            if first:
+            if first and (at := self._door.asked(own)) is not None:
+                self._run.check_own(at)
                 self._door.answer(own)
 
         try:
@@ -164,7 +166,7 @@ class Elastic(Generations):
                 numbers = door.knocked(number)
                 if len(numbers) != self._transport.mesh.pipeline_ranks:
                     continue
-                if self._has_room(numbers) and door.is_there(numbers):
+                if self._has_room(numbers) and door.is_there(numbers, self._run.at):
                     visit = self._visits
                     door.invite(visit, numbers)
                     self._run.welcome()

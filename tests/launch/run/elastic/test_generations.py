@@ -273,9 +273,11 @@ class Recorder:
     def __init__(self, transport: GlooTransport) -> None:
         self._transport, self.told, self.proofs = transport, list[Any](), 0
 
-    passes, agreed = 7, (0, 0)
+    passes, agreed, at = 7, (0, 0), (0, 0)
 
     def settle(self) -> None: ...
+
+    def check_own(self, at: Any) -> None: ...
 
     def regrouped(
         self, change: int, before: tuple[int, int], passes: int, words: str, **more: Any

@@ -1,0 +1,72 @@
+"""Replicas that come to a run that trains, and those that it may not have."""
+
+import shutil
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.manifest import CheckpointError, step_name
+from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run.elastic.training import ElasticTraining
+
+LONG = ("train.epochs=400", "checkpoint.every_steps=4", "checkpoint.keep=99")
+
+
+def saved_later(folder: str, step: int) -> str:
+    """A run folder of this run, in which a step has been saved that the run has not come to."""
+    own, root = Path(folder) / "elsewhere", Path(folder) / "run/checkpoints"
+    saved = max(files.complete(root), key=lambda manifest: manifest.serial)
+    target = own / "checkpoints" / step_name(step)
+    shutil.copytree(root / step_name(saved.step), target)
+    files.write_manifest(target, replace(saved, step=step, serial=saved.serial + 1))
+    return str(own)
+
+
+def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
+    """Rank 2 leaves after step 9; rank 3 comes with a checkpoint of step 1,000."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+
+    def each(training: ElasticTraining, step: int) -> None:
+        if rank == 2 and step == 9:
+            training._elastic.leave("rank 2 is gone")
+            raise SystemExit
+        if step == 12:
+            store.set("comes", "")
+        stop_asked(training, store, "refused")
+
+    changes = [*LONG]
+    if rank == 3:
+        store.wait(["comes"], timedelta(seconds=PATIENCE_S))
+        changes.append(f"run.folder={saved_later(folder, 1000)}")
+    try:
+        with as_rank(rank, port, folder, *changes, comes=rank == 3) as run:
+            train(run, each)
+    except (CheckpointError, TerminatedError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if rank == 3:
+            store.set("refused", "")
+    return "trained to the end"
+
+
+@pytest.mark.dist
+def test_a_newcomer_with_later_checkpoints_of_the_run_is_refused_by_name(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _, third = ranks(4, has_gone_on_elsewhere, store.port, str(tmp_path))
+    assert first.startswith("TerminatedError"), first
+    assert second.startswith("TerminatedError"), second
+    assert f"CheckpointError: {tmp_path / 'elsewhere/checkpoints/step-1000'}: the run, now at" in (
+        third
+    )
+    assert "has gone on from an earlier checkpoint, without this machine; move" in third
