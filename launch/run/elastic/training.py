@@ -7,6 +7,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.gradcomp.gradient_sync import GradientSync
@@ -14,8 +15,10 @@ from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
+from thinpipe.launch.run.elastic.ahead import Giver, Taker
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
@@ -64,6 +67,8 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
         self._has_state = newcomer is None
+        self._giver: Giver | None = None
+        self._taker: Taker | None = None
         if newcomer is not None:
             self._checkpoints.check_own()
             self.display.note("waiting for the run to let this replica in")
@@ -173,14 +178,45 @@ class ElasticTraining(Training):
         """Wait for what other threads send; a collective."""
         self._checkpoints.wait()
 
+    def give(self, send: Callable[[Tensor], None], close: Callable[[], None]) -> None:
+        """Send this rank's state to a newcomer, from the next step on; called by another thread.
+
+        Raises:
+            TransportError: it is gone.
+        """
+        giver, start_s = Giver(self.built), time.perf_counter()
+        self._giver = giver
+        try:
+            nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s)
+        finally:
+            giver.close()
+        if nbytes:
+            took_s = time.perf_counter() - start_s
+            self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s, in training")
+
+    def take(self, connect: Callable[[], Pair]) -> None:
+        """Take what `give` sends, in a thread."""
+        self._taker = Taker(self.built, lambda: connect()[1])
+
+    @property
+    def came(self) -> int:
+        """How much `take` has got."""
+        return 0 if self._taker is None else self._taker.came
+
     def bring_up(self, places: Sequence[int]) -> None:
         """Members at these places of the mesh get the state of replica 0; a collective."""
         transport, start_s = self._session.transport, time.perf_counter()
+        if self._giver is not None:
+            self._giver.end()
+        if self._taker is not None:
+            self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
         done, plan, save, skips = gather_json(transport, own)[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
-        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed)
+        has = self._taker is not None and self._taker.has_state
+        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
+            self._taker = None
             self._done = self._agreed = done
             self._plan.take(plan, transport.mesh)
             self._checkpoints.follow(*save)
@@ -222,6 +258,8 @@ class ElasticTraining(Training):
                 self._elastic.admit()
                 self._elastic.prove()  # if this rank was behind in that
                 self._admits = False  # which a loss meanwhile may have said again
+            if self._giver is not None:
+                self._giver = self._giver.goes_on()
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler = self._sampler
             assert own is not None, "a stream is refused"
