@@ -37,6 +37,8 @@ _SPARE = 1.25
 """RAM that must be free for the copy, in its size: replica 0 must not run out of it."""
 _MOST_AT_THE_END = 1 / 8
 """Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
+_LITTLE_NBYTES = 4 << 20
+"""So much may be queued, however small the state: at 100 Mbit/s a third of a second."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -77,7 +79,7 @@ class Giver:
     def end(self) -> None:
         """What is queued is the last, and nothing if it is much; called when all wait."""
         with self._changed:
-            if self._queued_nbytes > _MOST_AT_THE_END * self._nbytes:
+            if self._queued_nbytes > max(_LITTLE_NBYTES, _MOST_AT_THE_END * self._nbytes):
                 self._steps.clear()
             self._ended = True
             self._changed.notify_all()
@@ -135,7 +137,7 @@ class Giver:
         with self._changed:
             self._steps.append((settings, parts))
             self._queued_nbytes += _nbytes_of(parts)
-            if self._queued_nbytes > self._nbytes:
+            if self._queued_nbytes > max(_LITTLE_NBYTES, self._nbytes):
                 self._steps.clear()
                 self._ended = True
             self._changed.notify_all()

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
     (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     config = RUN.format(folder=folder, text=folder / "text.txt", method="ef_gradients")
-    settings = (*settings, "network.patience_s=3", "pipeline.peer_timeout_s=60")
+    settings = ("network.patience_s=3", "pipeline.peer_timeout_s=60", *settings)
     return HostsRun(net, folder, config, *settings, hosts=HOSTS)
 
 
@@ -81,7 +81,7 @@ def test_another_machine_takes_the_place_of_one_that_was_killed(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
     """It need not know its name. Its replica trains as if it had been there from the start."""
-    run = started(net, tmp_path, "train.epochs=6")
+    run = started(net, tmp_path, "train.epochs=6", "network.patience_s=30")
     run.wait_for_step(8)
     killed = kill(run, 2)
     until(lambda: "its machine is gone" in said_by(run, 0))
