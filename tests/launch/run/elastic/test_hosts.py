@@ -88,9 +88,8 @@ def test_another_machine_takes_the_place_of_one_that_was_killed(
     run.start(2, "network.name=other", joins=True)
     until(lambda: "joined: host2, as rank 3" in said_by(run, 0) or run.has_ended())
     assert "other takes the place of host2, which is lost, and its name" in said_by(run, 2)
-    assert "MB of state in" in said_by(run, 0)
-    assert "s, in training" in said_by(run, 0)
     codes = run.done()
+    assert "s, in training" in said_by(run, 0)
     assert (codes[0], codes[1], codes[2]) == (0, 0, 0), run.text()
     assert trained(run) == {str(epoch): SAMPLES for epoch in range(1, 7)}
     assert files.steps(run.checkpoints(2))[-9:] == files.steps(run.checkpoints(0))[-9:]
