@@ -4,6 +4,10 @@ A rank that wants it says so in the run's store. A thread of every rank answers 
 its training will reach next, and training waits there until all have answered: as long as a message
 to the store and back. The greatest of the answers is the step. Threads answer, so no rank waits for
 one whose training waits for it.
+
+When a rank is lost, some of the others may have heard all answers, and some not. So an agreement
+is over for a rank as soon as it learns of a loss (`release`); those who are left compare what they
+have heard as they regroup, and make another.
 """
 
 import contextlib
@@ -19,6 +23,8 @@ from thinpipe.launch.net.ranks.store import await_key
 from thinpipe.pipeline.comm.errors import TransportError
 
 _OVER = "over"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+"""Between two looks for answers: mostly they come at once."""
 
 
 class Ask(IntEnum):
@@ -59,7 +65,10 @@ class Agreement:
         self.last = (0, Ask.NOTHING)
         """The step after which all did something last, and what."""
         self._stops = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._is_over = False
+        self._heir: Agreement | None = None
+        self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
+        self._thread.start()
 
     def ask(self, what: Ask) -> None:
         """Have all ranks do it after a step that is soon; asking again changes nothing.
@@ -68,16 +77,22 @@ class Agreement:
             RuntimeError: the store is gone.
         """
         with self._changed:
-            if what <= max(self._wanted, self._agreed[1]):
-                return
-            self._wanted, number = what, self._round
-        self._store.set(str(number), "")
+            heir, number = self._heir, self._round
+            if heir is None:
+                if what <= max(self._wanted, self._agreed[1]):
+                    return
+                self._wanted = what
+        if heir is None:
+            self._store.set(str(number), "")
+        else:
+            heir.ask(what)
 
     def stop_all(self) -> threading.Event:
         """Ask for a stop; the event is set once all know after which step that is."""
         with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
             self.ask(Ask.STOP)
-        return self._stops
+        with self._changed:
+            return self._stops if self._heir is None else self._heir.stop_all()
 
     def after(self, done: int) -> Ask:
         """The common action after `done` steps; waits if that is being agreed on.
@@ -99,47 +114,62 @@ class Agreement:
             self._changed.notify_all()
             return found
 
-    @property
-    def pending(self) -> Ask:
-        """What was asked for here, or agreed on, and not done yet."""
-        with self._changed:
-            return max(self._wanted, self._agreed[1])
-
-    def close(self) -> None:
-        """Ranks have left, or came: they make another."""
-        with self._changed:
-            self._agreed = (0, Ask.NOTHING)
-            self._changed.notify_all()
-        self._store.set(str(self._round), _OVER)
-
     def release(self) -> None:
-        """Let training go on: a rank that is lost will not answer."""
+        """Let training go on, and agree on nothing more: a rank that is lost will not answer."""
         with self._changed:
-            self._answered = False
+            self._is_over, self._answered = True, False
             self._changed.notify_all()
+
+    def close(self, heir: "Agreement | None" = None) -> None:
+        """Ranks have left, or came, and make another; this one's thread has ended then.
+
+        What was asked for here and not done, and what will be, `heir` is asked for.
+
+        Raises:
+            RuntimeError: the store is gone, or does not answer in time.
+        """
+        self.release()
+        with self._changed:
+            pending, number = max(self._wanted, self._agreed[1]), self._round
+            self._agreed, self._heir = (0, Ask.NOTHING), heir
+        self._store.set(str(number), _OVER)
+        self._thread.join(self._wait_s)
+        if self._thread.is_alive():
+            raise TransportError(
+                f"rank {self._rank}: the machine that holds the run's store did not answer within "
+                f"{self._wait_s:.0f} s (pipeline.peer_timeout_s)"
+            )
+        if heir is not None:
+            heir.ask(pending)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count():
                 await_key(self._own, str(number))
-                if self._own.get(str(number)).decode() == _OVER:
+                if self._own.get(str(number)).decode() == _OVER or not self._agree(number):
                     return
-                self._agree(number)
 
-    def _agree(self, number: int) -> None:
+    def _agree(self, number: int) -> bool:
+        """One round; False if this agreement is over before all have answered."""
         with self._changed:
-            self._changed.wait_for(lambda: self._agreed[1] == Ask.NOTHING)
+            self._changed.wait_for(lambda: self._is_over or self._agreed[1] == Ask.NOTHING)
+            if self._is_over:
+                return False
             self._answered = True
             answer = json.dumps([self._next, self._wanted])
         self._own.set(f"{number}/{self._rank}", answer)
         keys = [f"{number}/{rank}" for rank in range(self._world)]
-        for key in keys:
-            await_key(self._own, key)
+        if not self._have_come(keys):
+            return False
         steps, asked = zip(*map(json.loads, self._own.multi_get(keys)), strict=True)
         if max(asked) == Ask.STOP:
-            self._stops.set()
             self._on_stop(max(steps))
         with self._changed:
+            if self._is_over:  # training may have passed that step already
+                self._wanted = max(self._wanted, Ask(max(asked)))
+                return False
+            if max(asked) == Ask.STOP:
+                self._stops.set()
             self._answered, self._round = False, number + 1
             self._agreed = (max(steps), Ask(max(asked)))
             again = self._wanted > self._agreed[1]  # asked for after the answer
@@ -147,3 +177,14 @@ class Agreement:
             self._changed.notify_all()
         if again:
             self._own.set(str(number + 1), "")
+        return True
+
+    def _have_come(self, keys: list[str]) -> bool:
+        """Wait for these answers: a wait inside the store would not end with this agreement."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._own.check(keys):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_over, pause_s):
+                    return False
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True

@@ -247,6 +247,20 @@ class Checkpoints:
                 problem = str(error)
         self._raise_everywhere(problem)
 
+    def check_earlier(self, step: int, serial: int) -> None:
+        """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
+
+        Raises:
+            CheckpointError: it went on from an earlier one, elsewhere.
+        """
+        saved = max(files.complete(self._root), key=lambda m: (m.serial, m.step), default=None)
+        if saved is not None and (saved.step > step or saved.serial > serial):
+            raise CheckpointError(
+                f"{self._root / step_name(saved.step)}: the run, now at step {step}, has gone on "
+                f"from an earlier checkpoint, without this machine; move {self._root} away, or "
+                "use another run.folder here"
+            )
+
     @property
     def _where(self) -> Place:
         if self._place is None:

@@ -14,6 +14,8 @@ KEY_FILE = "THINPIPE_KEY_FILE"
 """Environment variable that stands for `network.key_file` where that is not set."""
 NAME = "THINPIPE_NAME"
 """Environment variable that stands for `network.name` where that is not set."""
+TAKEN = "THINPIPE_TAKEN_NAME"
+"""Environment variable of a newcomer's ranks: their machine's name in the run."""
 NO_KEY = (
     "network.key_file is not set, and without a key nothing leaves this machine: make one with "
     "`thinpipe key new run.key`, copy it to every machine (scp run.key host1:thinpipe/), and set "
@@ -92,7 +94,8 @@ class NetworkConfig(BaseModel):
         return Path(path).expanduser()
 
     def own_name(self) -> str:
-        return self.name or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
+        own = os.environ.get(TAKEN) or self.name
+        return own or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:
         """Where this machine takes connections; by default at this address and port."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -137,9 +137,7 @@ class RankRun:
                     f"step {step + 1}: its batch was not given to run.step; give it each"
                 )
             if training.stopping:
-                training.save_now(self._done)
-                refuse_restarts(STOPPED)
-                raise TerminatedError(self._stop.number)
+                self._stop_here()
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
                 training.save_if_due(self._epoch, self._done)
 
@@ -183,6 +181,13 @@ class RankRun:
     @property
     def done_before(self) -> bool:
         return self._opened("run.done_before").nothing_left
+
+    def _stop_here(self) -> NoReturn:
+        """All ranks save the last step, and end."""
+        assert self._training is not None, "it says that all stop"
+        self._training.save_now(self._done)
+        refuse_restarts(STOPPED)
+        raise TerminatedError(self._stop.number)
 
     def _end(self) -> None:
         training, self._training = self._training, None
@@ -265,6 +270,7 @@ class RankRun:
             given=self._given,
             resume=self._resume,
         )
+        training.stop_here = self._stop_here
         training.begin(self._stack)
         for notice in notices:
             training.display.note(notice)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -103,6 +103,7 @@ class Training:
         self._save_again = self._ended_before = self._admits = False
         self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
+        self.stop_here: Callable[[], NoReturn]
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,7 @@
 
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from thinpipe.launch.net.overlay.joining import REPEAT_S
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
@@ -27,8 +27,13 @@ class Coordinator:
         self._membership, self._on_change = membership, on_change
         self._joining: dict[str, _Joining] = {}
 
-    def refusal(self, hello: Hello, *, connected: bool) -> Welcome | None:
-        """Why a host cannot join; `connected`: one of its name is in the run and well."""
+    def refusal(
+        self, hello: Hello, *, connected: bool, lost: Collection[str] = ()
+    ) -> Welcome | None:
+        """Why a host cannot join; `connected`: one of its name is in the run and well.
+
+        It may have the name of one that is `lost`.
+        """
         joining = self._joining.get(hello.name)
         other = joining is not None and joining.instance != hello.instance
         if connected or (other and joining is not None and not joining.has_left()):
@@ -38,7 +43,8 @@ class Coordinator:
             )
             return Welcome(refused=text, again=True)  # or its connection broke a moment ago
         text = self._membership.refusal(hello)
-        return Welcome(refused=text) if text else None
+        place = self._membership.place(hello, {*lost} - self._joining.keys())
+        return Welcome(refused=text, place=place) if text else None
 
     def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         """A host joins: see whether it can be reached, then enter it."""

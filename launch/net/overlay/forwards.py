@@ -35,7 +35,7 @@ class Forwards:
 
     def __init__(self, loop: Loop, own: str, store_port: int | None) -> None:
         self.peer_list: PeerList | None = None
-        self._loop, self._own, self._store_port = loop, own, store_port
+        self._loop, self.own, self._store_port = loop, own, store_port
         self._exposed: dict[int, set[int]] = {}
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
         self._swept_s = 0.0
@@ -63,7 +63,7 @@ class Forwards:
             return LOOPBACK, self._store_port
         if port not in self._exposed or self.peer_list is None:
             return None
-        return loopback_address(self.peer_list.run, self.peer_list.index(self._own)), port
+        return loopback_address(self.peer_list.run, self.peer_list.index(self.own)), port
 
     def store_port(self, link: Callable[[str], Link]) -> int:
         """The local port at which this host's processes find the store."""
@@ -85,7 +85,7 @@ class Forwards:
         if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")
         name = peer_list.hosts[index].name
-        if name == self._own:
+        if name == self.own:
             return
         if (index, port) in self._forwarded:
             self._forwarded[index, port].owners.add(owner)

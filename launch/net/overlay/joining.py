@@ -47,11 +47,13 @@ class Joiner:
         coordinator: tuple[str, int],
         hello: Hello,
         *,
-        joined: Callable[[PeerList], None],
+        joined: Callable[[PeerList, str], None],
         report: Report,
     ) -> None:
+        """`joined` is told the name, too: a lost host's, if this one takes its place."""
         self._loop, self._context, self._coordinator = loop, context, coordinator
         self._hello, self._joined, self._report = hello, joined, report
+        self._own_name = hello.name
         self._refused_s: float | None = None
         self._segments = Segments()
 
@@ -67,7 +69,7 @@ class Joiner:
                 self._wait(connection)
                 return
             self._loop.close(connection)
-            self._joined(peer_list)
+            self._joined(peer_list, self._hello.name)
 
         self._spawn(self._next(connection), done=done)
 
@@ -102,6 +104,13 @@ class Joiner:
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, Refused):
+            own, place = self._hello.name == self._own_name, error.welcome.place
+            # another one may have been faster; then there may be another place
+            name = place if own and place is not None else self._own_name
+            self._hello = self._hello.model_copy(update={"name": name})
+            if own and place is not None:
+                self.start()
+                return
             now_s = time.monotonic()
             self._refused_s = self._refused_s or now_s
             if not error.welcome.again or now_s - self._refused_s > _STALE_S:

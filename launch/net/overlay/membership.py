@@ -1,6 +1,7 @@
 """Which hosts a run has: they join at the coordinator, which numbers them by name."""
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
@@ -80,12 +81,12 @@ class Membership:
         """Why a host cannot join; nothing if it can."""
         known = self._hosts.get(hello.name)
         names = ", ".join(host.name for host in self.peer_list.hosts)
-        if not hello.hosts and (known is None or not self.peer_list.is_complete):
+        if not hello.hosts and not self.peer_list.is_complete:
+            return "the run has not begun; start this machine as its others, with --nnodes"
+        if not hello.hosts and known is None:
             return (
-                f"{hello.name} is not one of the run's machines ({names}); to take the place of "
-                "one that is lost, give it that name: network.name"
-                if self.peer_list.is_complete
-                else "the run has not begun; start this machine as its others, with --nnodes"
+                f"none of the run's machines ({names}) is lost, so {hello.name} cannot take the "
+                "place of one; try again when one is: a silent one is after network.patience_s"
             )
         if hello.hosts not in (0, self.needed):
             return (
@@ -100,6 +101,13 @@ class Membership:
                 "network.name"
             )
         return ""
+
+    def place(self, hello: Hello, lost: Collection[str]) -> str | None:
+        """The name of a lost host, which one that is none of the run's and comes later may take."""
+        comes_later = not hello.hosts and self.peer_list.is_complete
+        if not comes_later or hello.name in self._hosts:
+            return None
+        return min(lost, key=natural, default=None)
 
     def join(self, host: Host) -> str | None:
         """Enter a host, in the place of the one that had its name.

@@ -117,6 +117,7 @@ class Overlay:
             for line in lines:
                 event = json.loads(line)
                 if event["event"] == "joined":
+                    self.name = event["name"]
                     self.peer_list = PeerList.model_validate_json(json.dumps(event["peer_list"]))
                 if event["event"] != "link":
                     self._events.put(event)

@@ -135,14 +135,12 @@ class Relay:
             port=self._port,
         )
 
-        Joiner(
-            self._loop,
-            self._context,
-            coordinator,
-            hello,
-            joined=self._take_peer_list,
-            report=_report,
-        ).start()
+        def joined(peer_list: PeerList, name: str) -> None:
+            self._settings = self._settings.model_copy(update={"name": name})
+            self._forwards.own = name
+            self._take_peer_list(peer_list)
+
+        Joiner(self._loop, self._context, coordinator, hello, joined=joined, report=_report).start()
 
     def _take_peer_list(self, peer_list: PeerList) -> None:
         """The hosts are known, or one of them has been started again."""
@@ -159,7 +157,7 @@ class Relay:
             elif before is not None and before.hosts[number].instance != host.instance:
                 self._links[host.name].give_up("was started again")
                 self._links[host.name].attempt = 0
-        _report("joined", peer_list=peer_list.model_dump())
+        _report("joined", peer_list=peer_list.model_dump(), name=self._settings.name)
         if self._coordinator is not None and before is not None:
             for link in self._links.values():
                 link.send_peer_list(peer_list.model_dump_json().encode())
@@ -310,8 +308,11 @@ class Relay:
         if hello.purpose == "probe":
             return None
         if hello.purpose == "join" and self._coordinator is not None:
-            connected = link is not None and link.connected
-            return self._coordinator.refusal(hello, connected=connected)
+            connected, links = link is not None and link.connected, self._links.items()
+            lost = [name for name, known in links if known.is_lost or known.has_left]
+            if proven is not None:  # a machine's own key is for no other name
+                lost = []
+            return self._coordinator.refusal(hello, connected=connected, lost=lost)
         if hello.purpose == "join":
             return Welcome(
                 refused=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"

@@ -106,7 +106,10 @@ def run_node(
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         newcomer = secrets.token_hex(8) if nodes.joins else ""
-        network = replace(network, host=own, placed=nodes.placed, newcomer=newcomer)
+        host = own if network.overlay is None else network.overlay.name
+        if host != own:
+            print_error(f"{own} takes the place of {host}, which is lost, and its name in the run")
+        network = replace(network, host=host, placed=nodes.placed, newcomer=newcomer)
         try:
             return _launch(network, nodes, processes, main, arguments, stop)
         finally:

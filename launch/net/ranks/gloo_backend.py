@@ -9,19 +9,26 @@ import functools
 import os
 import socket
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, get_args
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from thinpipe.pipeline.comm.gloo import Traffic
+from thinpipe.pipeline.comm.gloo_link import naming
 
 BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
 
 PORTS: dict[str, int] = {}
 """At which this process listens, by traffic, once that is known."""
+AHEAD = "checkpoints"
+"""The traffic of `pair`: nobody waits for it."""
 _DEFAULT = "control"
+_DEVICES: dict[str, Any] = {}
 _MOST_DESCRIPTORS = 1024
 """Looked at where the system does not list them; a rank has about 50 when it starts."""
 
@@ -37,8 +44,7 @@ def register(address: str | None) -> dict[str, int]:
             BACKEND, functools.partial(_create, None), extended_api=True, devices=["cpu"]
         )
         return {}
-    devices: dict[str, Any] = {}
-    ports: dict[str, int] = {}
+    devices, ports = _DEVICES, dict[str, int]()
     for traffic in get_args(Traffic):
         before = _listening(address)
         devices[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
@@ -47,6 +53,32 @@ def register(address: str | None) -> dict[str, int]:
     create = functools.partial(_create, devices)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     return ports
+
+
+Pair = tuple[Callable[[Tensor], None], Callable[[Tensor], None]]
+"""What sends a tensor to the other process, and what fills one with what comes from there."""
+
+
+def pair(store: Store, place: int, wait_s: float) -> Pair:
+    """Connect two processes, beside all groups; `place` is 0 in one and 1 in the other.
+
+    Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
+    options._devices, options._timeout = [_DEVICES[AHEAD]], timedelta(seconds=wait_s)
+    edge = "a connection for the state of a replica that joins"
+    with naming(edge):
+        group: Any = dist.ProcessGroupGloo(store, place, 2, options)
+
+    def send(tensor: Tensor) -> None:
+        with naming(edge):
+            group.send([tensor], 1 - place, 0).wait()
+
+    def receive(tensor: Tensor) -> None:
+        with naming(edge):
+            group.recv([tensor], 1 - place, 0).wait()
+
+    return send, receive
 
 
 def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
-from thinpipe.launch.config.network import NetworkConfig, natural
+from thinpipe.launch.config.network import TAKEN, NetworkConfig, natural
 from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.net.ranks.store import connect_store, hold_store
@@ -56,7 +56,7 @@ class HostNetwork:
     def environment(self) -> dict[str, str]:
         found = {LISTENS_AT: self.address}
         if self.newcomer:
-            found[JOINS] = self.newcomer
+            found |= {JOINS: self.newcomer, TAKEN: self.host}
         if self.placed:
             own = [rank for rank, host in enumerate(self.placed) if host == self.host]
             found[PLACED] = ",".join(map(str, own))

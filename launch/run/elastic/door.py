@@ -49,9 +49,12 @@ class Door:
         whole = isinstance(numbers, list) and all(type(number) is int for number in numbers)
         return numbers if whole else []
 
-    def is_there(self, numbers: Sequence[int]) -> bool:
-        """Whether these still wait: the first of them answers within moments."""
-        self._store.set(f"asked/{numbers[0]}", "")
+    def is_there(self, numbers: Sequence[int], at: Sequence[int]) -> bool:
+        """Whether these still wait, and can come to a run that is `at` this point.
+
+        The first of them answers within moments.
+        """
+        self._store.set(f"asked/{numbers[0]}", json.dumps(at))
         limit_s = time.monotonic() + _ANSWER_S
         while not (there := self._store.check([f"there/{numbers[0]}"])):
             if time.monotonic() > limit_s:
@@ -59,10 +62,37 @@ class Door:
             time.sleep(_POLL_S)
         return bool(there)
 
+    def asked(self, numbers: Sequence[int]) -> list[int] | None:
+        """At which point the run is, if it asks whether these are there."""
+        if not self._store.check([f"asked/{numbers[0]}"]):
+            return None
+        at: list[int] = json.loads(self._store.get(f"asked/{numbers[0]}"))
+        return at
+
     def answer(self, numbers: Sequence[int]) -> None:
-        """Say that these are there, if somebody asks."""
-        if self._store.check([f"asked/{numbers[0]}"]):
-            self._store.set(f"there/{numbers[0]}", "")
+        """Say that these are there."""
+        self._store.set(f"there/{numbers[0]}", "")
+
+    def begin(self, number: int, numbers: Sequence[int]) -> None:
+        """Have the ranks of replica 0 send these their state, as number so many, from 1."""
+        self._store.set(f"begun/{number}", json.dumps(numbers))
+
+    def begun(self, number: int) -> list[int]:
+        """Who is to get it; waits for that.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        await_key(self._store, f"begun/{number}")
+        numbers: list[int] = json.loads(self._store.get(f"begun/{number}"))
+        return numbers
+
+    def has_sent(self, number: int, place: int) -> None:
+        """The rank at this place of replica 0 has sent nearly all, or cannot."""
+        self._store.set(f"sent/{number}/{place}", "")
+
+    def have_sent(self, number: int, places: int) -> bool:
+        return bool(self._store.check([f"sent/{number}/{place}" for place in range(places)]))
 
     def invite(self, visit: int, numbers: Sequence[int]) -> None:
         """They are to be let in as visit number so many, from 0."""
@@ -80,16 +110,19 @@ class Door:
         self._store.set(f"in/{numbers[0]}", json.dumps(how))
 
     def enter(
-        self, numbers: Sequence[int], wait_s: float, check: Callable[[], None]
+        self, numbers: Sequence[int], wait_s: float, check: Callable[[], bool]
     ) -> dict[str, Any]:
-        """Wait until these are let in; `check` raises if they will not come.
+        """Wait until these are let in, so long after `check` last said that something came.
+
+        It raises if they will not come.
 
         Raises:
             TimeoutError: they were not in time.
         """
         key, limit_s = f"in/{numbers[0]}", time.monotonic() + wait_s
         while not self._store.check([key]):
-            check()
+            if check():
+                limit_s = time.monotonic() + wait_s
             if time.monotonic() > limit_s:
                 raise TimeoutError
             time.sleep(_POLL_S)

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.net.ranks.gloo_backend import PORTS
+from thinpipe.launch.net.ranks.gloo_backend import AHEAD, PORTS
 
 _LOOK_S = 0.25
 
@@ -29,7 +29,7 @@ class Hosts:
         said = [own, coordinates(), own_number(), PORTS]
         self._store.set(str(member), json.dumps(said))
         self.ports: set[int] = set()
-        """At which members listen, now or before."""
+        """At which members listen, now or before, but for what is sent ahead to newcomers."""
         self._names: dict[int, str] = {}
         self._holder = ""
         self._watch: HostWatch | None = None
@@ -45,13 +45,23 @@ class Hosts:
         for name, holds, number, ports in said.values():
             if name != self.own and number is not None:
                 reach(number, ports)
-            self.ports |= {*ports.values()}
+            self.ports |= {port for traffic, port in ports.items() if traffic != AHEAD}
             self._holder = name if holds else self._holder
         with self._lock:
             if self._watch is not None:
                 self._watch.renew({name for name, *_ in said.values()})
             names = self._names | {member: name for member, (name, *_) in said.items()}
             self._names = {member: names[member] for member in members}
+
+    def reach(self, member: int) -> None:
+        """Have a rank reached from here that is no member yet, or of which this is none.
+
+        Raises:
+            RuntimeError: it did not say where it is in time, or this machine's relay is gone.
+        """
+        name, _, number, ports = json.loads(self._store.get(str(member)))
+        if name != self.own and number is not None:
+            reach(number, ports)
 
     def of(self, member: int) -> str:
         return self._names[member]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from thinpipe.gradcomp.gradient_sync import GradientSync
@@ -27,40 +28,72 @@ _PIECE_NBYTES = 4 << 20
 
 
 def bring_up(
-    built: Built, transport: Transport, ranks: Sequence[int], sync: GradientSync, *, seed: int
+    built: Built,
+    transport: Transport,
+    ranks: Sequence[int],
+    sync: GradientSync,
+    *,
+    seed: int,
+    has_some: bool,
 ) -> int:
     """Give these ranks the state of replica 0; a collective. How many bytes this rank sent.
 
     Optimizer, schedule and weights become equal. What a rank owes the others stays its own: nothing
-    at first. `sync` is that of `built`; `seed` is for the newcomers' dropout.
+    at first. `sync` is that of `built`; `seed` is for the newcomers' dropout. One that `has_some`
+    of the state gets those tensors whose digests differ.
 
     Raises:
         TransportError: a rank is gone, or something came damaged.
     """
     mesh, source = transport.mesh, transport.mesh.same_stage[0]
+    joining = [rank for rank in mesh.same_stage if rank in ranks]
     tree, tensors, links = None, dict[str, Tensor](), list[Link]()
     if mesh.rank == source:
         state = {**collect(built, memories=False), "sync": sync.shared_state()}
         tree, tensors = pack_state(state)
-        links = [_link(transport, source, rank) for rank in mesh.same_stage if rank in ranks]
+        links = [_link(transport, source, rank) for rank in joining]
+    elif has_some:
+        tensors = pack_state(collect(built, memories=False))[1]
+    held = gather_json(transport, _digests(tensors) if has_some else {})
+    if mesh.rank == source:
+        same = [{*held[rank].items()} for rank in joining]
+        own = _digests(tensors) if any(same) else {}
+        known = [name for name, digest in own.items() if all((name, digest) in s for s in same)]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in known}
     listed = gather_json(transport, [tree, [describe(n, t) for n, t in tensors.items()]])
     if mesh.rank in ranks:
         tree, kinds = listed[source]
-        tensors = make_described(source, kinds)
-    pieces = _pieces(tensors)
+        missing = make_described(source, kinds)
+        _exchange(transport, source, links, missing)
+        distribute(built, unpack_state(tree, {**tensors, **missing}.__getitem__), _SENT)
+        torch.manual_seed(seed)
+        return 0
+    _exchange(transport, source, links, tensors if links else {})
+    return len(links) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _exchange(
+    transport: Transport, source: int, links: Sequence[Link], tensors: Mapping[str, Tensor]
+) -> None:
+    """Send tensors over `links`, or fill them, if there are none; a collective."""
+    pieces, rank = _pieces(tensors), transport.mesh.rank
     most = torch.tensor([len(pieces)], dtype=torch.float64)
     for number in range(int(transport.share(most, "world").max())):
         for link in links if number < len(pieces) else ():
             send_tensors(link, pieces[number])
-        if mesh.rank in ranks and number < len(pieces):
+        if not links and number < len(pieces):
             named = {f"{number}.{part}": piece for part, piece in enumerate(pieces[number])}
-            receive_tensors(_link(transport, source, mesh.rank), named)
+            receive_tensors(_link(transport, source, rank), named)
         # with all ranks, as nobody waits for another longer than its timeout
         transport.share(torch.zeros(0, dtype=torch.float64), "world")
-    if mesh.rank in ranks:
-        distribute(built, unpack_state(tree, tensors.__getitem__), _SENT)
-        torch.manual_seed(seed)
-    return len(links) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of kinds, shapes and bytes."""
+    return {
+        name: xxhash.xxh3_128_hexdigest(as_bytes(tensor).numpy().data) + str(describe("", tensor))
+        for name, tensor in tensors.items()
+    }
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:

@@ -4,9 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.gradcomp.gradient_sync import GradientSync
@@ -14,8 +15,10 @@ from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
+from thinpipe.launch.run.elastic.ahead import Giver, Taker
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
@@ -26,6 +29,10 @@ from thinpipe.pipeline.step_stats import StepTotals
 _T = TypeVar("_T")
 _SOONER_S = 0.5
 """Than a machine that is asked to stop would be ended."""
+
+
+class _StoppedError(Exception):
+    """The others stop after the last step, as this rank learns in what follows it."""
 
 
 class ElasticTraining(Training):
@@ -47,7 +54,7 @@ class ElasticTraining(Training):
                 "yet; remove it, and use --max-restarts"
             )
         super().begin(stack)
-        self._leaving = threading.Event()
+        self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         transport = cast(GlooTransport, self._session.transport)
         host, newcomer = self._config.network.own_name(), self._session.newcomer
@@ -60,11 +67,13 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
         self._has_state = newcomer is None
+        self._giver: Giver | None = None
+        self._taker: Taker | None = None
         if newcomer is not None:
             self._checkpoints.check_own()
             self.display.note("waiting for the run to let this replica in")
             self._elastic.join()
-            self.start = self._done
+            self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:
         """As before; losses count no longer."""
@@ -122,15 +131,13 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._go_on(passes)
         before_this, behind = self.agreement, self._has_state and agreed[0] > self._agreed
-        if agreed == (self._done, Ask.ADMIT) and agreed != before_this.last:
-            self._admits = True  # who were lost did not say it to this rank
+        if agreed[0] == self._done and agreed != self.agreed:  # those lost did not say it here
+            self._admits |= agreed[1] == Ask.ADMIT
+            self._stops_here = agreed[1] == Ask.STOP and not behind
         store = PrefixStore(f"generation{change}", self._session.store)
-        known = agreed if behind else (0, Ask.NOTHING)
-        self.agreement = self._agreement(store, known)
-        asked = before_this.pending  # what is asked from now on, the new one is asked
-        before_this.close()
-        if asked > known[1]:
-            self.agreement.ask(asked)
+        self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
+        stops = self.stopping or self._stops_here  # nobody has to be asked for it
+        before_this.close(None if stops else self.agreement)
         if self._has_state:
             self._say(words)
 
@@ -149,21 +156,67 @@ class ElasticTraining(Training):
 
     @property
     def agreed(self) -> tuple[int, int]:
-        """What all ranks do after which step, as far as this one has come to it."""
-        return self.agreement.last
+        """What all ranks do after which step, as far as this one has come to it, or does it now."""
+        if self.stopping or self._stops_here:
+            return self._done, Ask.STOP
+        return (self._done, Ask.ADMIT) if self._admits else self.agreement.last
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The steps that are done, and the number of the last save, for newcomers to compare."""
+        return self._done, self._checkpoints.number[0]
+
+    def check_own(self, at: Sequence[int]) -> None:
+        """Check that this newcomer has saved nothing later than a run that is `at` this point.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        self._checkpoints.check_earlier(*at)
 
     def end_saves(self) -> None:
         """Wait for what other threads send; a collective."""
         self._checkpoints.wait()
 
+    def give(self, send: Callable[[Tensor], None], close: Callable[[], None]) -> None:
+        """Send this rank's state to a newcomer, from the next step on; called by another thread.
+
+        Raises:
+            TransportError: it is gone.
+        """
+        giver, start_s = Giver(self.built), time.perf_counter()
+        self._giver = giver
+        try:
+            nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s)
+        finally:
+            giver.close()
+        if nbytes:
+            took_s = time.perf_counter() - start_s
+            self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s, in training")
+
+    def take(self, connect: Callable[[], Pair]) -> None:
+        """Take what `give` sends, in a thread."""
+        self._taker = Taker(self.built, lambda: connect()[1])
+
+    @property
+    def came(self) -> int:
+        """How much `take` has got."""
+        return 0 if self._taker is None else self._taker.came
+
     def bring_up(self, places: Sequence[int]) -> None:
         """Members at these places of the mesh get the state of replica 0; a collective."""
         transport, start_s = self._session.transport, time.perf_counter()
+        if self._giver is not None:
+            self._giver.end()
+        if self._taker is not None:
+            self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
         done, plan, save, skips = gather_json(transport, own)[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
-        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed)
+        has = self._taker is not None and self._taker.has_state
+        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
+            self._taker = None
             self._done = self._agreed = done
             self._plan.take(plan, transport.mesh)
             self._checkpoints.follow(*save)
@@ -205,6 +258,8 @@ class ElasticTraining(Training):
                 self._elastic.admit()
                 self._elastic.prove()  # if this rank was behind in that
                 self._admits = False  # which a loss meanwhile may have said again
+            if self._giver is not None:
+                self._giver = self._giver.goes_on()
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler = self._sampler
             assert own is not None, "a stream is refused"
@@ -218,7 +273,7 @@ class ElasticTraining(Training):
             self._done = step + 1
             return engine.finish_step(torch.tensor(shared, dtype=torch.float64))
 
-        totals = self._elastic.together(
+        totals = self._unless_stopped(
             train, forget=forget, pack=lambda _: engine.last_shared.tolist(), take=take
         )
         if self._leaving.is_set():
@@ -227,4 +282,19 @@ class ElasticTraining(Training):
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
-        return self._elastic.together(do, forget=self.built.engine.abandon_step)
+        return self._unless_stopped(do, forget=self.built.engine.abandon_step)
+
+    def _unless_stopped(self, do: Callable[[], _T], **how: Any) -> _T:
+        """A section; if the others stop before it, so does this rank."""
+
+        def begin() -> _T:
+            if self._stops_here:
+                raise _StoppedError
+            return do()
+
+        try:
+            result: _T = self._elastic.together(begin, **how)
+        except _StoppedError:
+            self.stopping, self._stops_here = True, False
+            self.stop_here()
+        return result

@@ -6,8 +6,10 @@ section as they end others. Newcomers that cannot be let in never end the run.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.generations import Generations
+from thinpipe.launch.run.elastic.joining import JoiningStore
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_S = 5.0
 """An agreement may be lost with a rank."""
+_POLL_S = 0.05
+_CONNECT_S = 15.0
+"""For a newcomer that has said that it is there; without it all is sent when it is let in."""
 
 
 class Elastic(Generations):
@@ -53,6 +60,8 @@ class Elastic(Generations):
             self._door.open(mesh.world_size)
             door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
             threading.Thread(target=self._greet, args=(door,), daemon=True).start()
+        if newcomer is None and mesh.replica == 0:
+            threading.Thread(target=self._give, args=(store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
 
     def admit(self) -> None:
         """Let in who was invited, if anybody; all members call it after the same step.
@@ -70,6 +79,7 @@ class Elastic(Generations):
 
         Raises:
             ConfigError: they do not.
+            CheckpointError: this machine has saved what the run does not go on from.
             TransportError: another of these ranks is lost.
         """
         own, newcomer = self._members, self._newcomer
@@ -87,17 +97,23 @@ class Elastic(Generations):
 
     def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
         """Wait to be let in."""
-        first = self._transport.mesh.rank == 0
+        place = self._transport.mesh.rank
+        first, came = place == 0, 0
 
-        def check() -> None:
+        def check() -> bool:
+            nonlocal came
             newcomer.check()
             if self._is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            if first:
+            if first and (at := self._door.asked(own)) is not None:
+                self._run.check_own(at)
                 self._door.answer(own)
+            before, came = came, self._run.came
+            return came > before
 
+        self._run.take(partial(self._connect, place, self._me))
         try:
             if first:
                 self._door.knock(own)
@@ -159,18 +175,62 @@ class Elastic(Generations):
 
     def _greet(self, door: Door) -> None:
         """Invite who knocks, one replica after another, if one of the run's is missing."""
+        sent = 0
         with suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count(1):
                 numbers = door.knocked(number)
                 if len(numbers) != self._transport.mesh.pipeline_ranks:
                     continue
-                if self._has_room(numbers) and door.is_there(numbers):
+                if self._has_room(numbers) and door.is_there(numbers, self._run.at):
+                    sent += 1
+                    if not self._is_sent(door, sent, numbers):
+                        continue
                     visit = self._visits
                     door.invite(visit, numbers)
                     self._run.welcome()
                     while not self._is_over(visit):
                         if self._tried <= visit:
                             self._run.welcome()
+
+    def _is_sent(self, door: Door, number: int, newcomers: Sequence[int]) -> bool:
+        """Have replica 0 send its state, and wait until it has; False if these are lost before."""
+        door.begin(number, newcomers)
+        while not door.have_sent(number, self._transport.mesh.pipeline_ranks):
+            if self._lost.keys() & {*newcomers}:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _give(self, store: Store) -> None:
+        """Send this rank's state to those that come, behind what training sends; a thread."""
+        door, place = Door(PrefixStore("elastic", store)), self._me
+        with suppress(RuntimeError):  # the store is gone, which ends the process
+            for number in count(1):
+                newcomer = door.begun(number)[place]
+                sent = partial(door.has_sent, number, place)
+                with suppress(TransportError):  # it gets all when it is let in, or is lost
+                    self._run.give(self._connect(newcomer, newcomer)[0], sent)
+                sent()
+
+    def _connect(self, other: int, newcomer: int) -> Pair:
+        """A connection with the other end, of which one is that newcomer.
+
+        Raises:
+            TransportError: it does not come.
+        """
+        try:
+            self._hosts.reach(other)
+        except RuntimeError as error:
+            raise TransportError(str(error)) from error
+        store = PrefixStore(f"ahead/{newcomer}", self._root.clone())  # type: ignore[attr-defined]
+        own = self._newcomer
+        waits = JoiningStore(
+            store,
+            # nor does the other end come if a newcomer is let in before that
+            lambda: newcomer in self._lost or (own is not None and own.has_entered),
+            _CONNECT_S if own is None else self._wait_s,
+        )
+        return pair(waits, int(self._me == newcomer), self._wait_s)
 
     def _is_over(self, visit: int) -> bool:
         with self._changed:

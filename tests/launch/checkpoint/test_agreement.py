@@ -1,5 +1,6 @@
 """All ranks save, or stop, after the same step, whether or not their method ever waits for all."""
 
+import time
 from collections import deque
 from itertools import count
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -116,3 +118,64 @@ def ask_where_one_is_silent(_rank: int) -> None:
 
 def test_training_does_not_wait_forever_for_a_silent_rank(ranks: Ranks) -> None:
     ranks(1, ask_where_one_is_silent)
+
+
+def two_of(world: int) -> tuple[TCPStore, Agreement, Agreement]:
+    """Ranks 0 and 1, in this process; the test plays the others."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (Agreement(store, rank, world, done=0, wait_s=PATIENCE_S) for rank in (0, 1))
+    return store, first, second
+
+
+def common(agreement: Agreement, begun: int) -> tuple[int, Ask]:
+    """The first thing that is done, and after which step, if this rank makes step after step."""
+    for step in count(begun):
+        if asked := agreement.after(step):
+            return step, asked
+        time.sleep(0.001)
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_closed_agreement_leaves_no_thread(asked: bool) -> None:
+    """Whether it waits for a request, or for the answers of ranks that are gone."""
+    store, first, second = two_of(3)
+    if asked:
+        first.ask(Ask.SAVE)
+        until(lambda: store.check(["agreement/0/0", "agreement/0/1"]))
+    first.close()
+    second.close()
+    assert not first._thread.is_alive()
+    assert not second._thread.is_alive()
+
+
+def test_what_was_asked_and_not_done_the_next_agreement_is_asked() -> None:
+    """Also what is asked of the old one later, by a thread that still knows that."""
+    store, first, second = two_of(3)
+    heirs = [Agreement(PrefixStore("next", store), rank, 2, done=4, wait_s=9) for rank in (0, 1)]
+    first.ask(Ask.SAVE)
+    first.close(heirs[0])
+    second.close(heirs[1])
+    one, other = (common(heir, 5) for heir in heirs)
+    assert one == other
+    assert one[1] == Ask.SAVE
+    assert second.stop_all().wait(PATIENCE_S)
+    one, other = (common(heir, one[0] + 1) for heir in heirs)
+    assert one == other
+    assert one[1] == Ask.STOP
+    for heir in heirs:
+        heir.close()
+
+
+def test_after_a_loss_nobody_waits_for_an_answer_nor_hears_the_last_one() -> None:
+    """A request that comes after it is for those who are left, in the agreement that follows."""
+    store, first, second = two_of(3)
+    second.release()
+    first.ask(Ask.STOP)
+    until(lambda: store.check(["agreement/0/0"]))
+    assert second.after(1) == Ask.NOTHING
+    store.multi_set(["agreement/0/1", "agreement/0/2"], ["[1, 0]", "[1, 0]"])  # before it was lost
+    assert first.after(1) == Ask.STOP
+    assert second.after(2) == Ask.NOTHING
+    first.close()
+    second.close()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -41,9 +42,16 @@ class Run:
         self.hosts = [self._host("h0", None, (address, self.port))]
         wait_until(self._listens, PATIENCE_S)
 
-    def host(self, name: str, coordinator: tuple[str, int] | None = None) -> Overlay:
-        where = coordinator or (self._address, self.port)
-        self.hosts.append(self._host(name, where, (self._address, 0)))
+    def host(
+        self,
+        name: str,
+        coordinator: tuple[str, int] | None = None,
+        *,
+        key: Path | None = None,
+        comes_later: bool = False,
+    ) -> Overlay:
+        where, needed = coordinator or (self._address, self.port), 0 if comes_later else None
+        self.hosts.append(self._host(name, where, (self._address, 0), key=key, needed=needed))
         return self.hosts[-1]
 
     def close(self) -> None:
@@ -55,13 +63,19 @@ class Run:
             return sock.connect_ex((self._address, self.port)) == 0
 
     def _host(
-        self, name: str, coordinator: tuple[str, int] | None, listen: tuple[str, int]
+        self,
+        name: str,
+        coordinator: tuple[str, int] | None,
+        listen: tuple[str, int],
+        *,
+        key: Path | None = None,
+        needed: int | None = None,
     ) -> Overlay:
         return Overlay(
             Settings(
                 name=name,
-                key_file=self.key,
-                needed=self._needed,
+                key_file=key or self.key,
+                needed=self._needed if needed is None else needed,
                 listen=listen,
                 coordinator=coordinator,
                 patience_s=PATIENCE_S,
@@ -146,7 +160,7 @@ def test_a_name_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         ssl.create_default_context(),
         ("127.0.0.1", 1),
         Hello(purpose="join", name="h1"),
-        joined=lambda _: None,
+        joined=lambda *_: None,
         report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
     )
     for _ in range(3):
@@ -161,6 +175,56 @@ def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(met: Run) -> N
     itself = Hello(purpose="join", name="h0", hosts=2, instance="another")
     assert "another machine is named 'h0'" in say(met, itself).refused
     assert is_undisturbed(met)
+
+
+def test_a_newcomer_takes_the_place_of_a_lost_host_and_its_name(tmp_path: Path) -> None:
+    """It need not know it; a machine with a key of its own has no other name."""
+    run = Run(tmp_path, 3)
+    for name in ("h1", "h2"):
+        run.host(name)
+    for host in run.hosts:
+        host.join(PATIENCE_S, ignore)
+    client = run.hosts[0].client()
+
+    def link(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = client.ask("status")["links"][name]
+        return found
+
+    wait_until(lambda: link("h1")["connected"] and link("h2")["connected"], PATIENCE_S)
+    with pytest.raises(OverlayError, match=r"\(h0, h1, h2\) is lost, so new cannot take the place"):
+        run.host("new", comes_later=True).join(PATIENCE_S, ignore)
+    run.hosts[2].close()
+    wait_until(lambda: link("h2")["left"], PATIENCE_S)
+    own = tmp_path / "own.key"
+    keys.add(run.key, "own", own)
+    with pytest.raises(OverlayError, match="so own cannot take the place of one"):
+        run.host("own", key=own, comes_later=True).join(PATIENCE_S, ignore)
+    newcomer = run.host("new", comes_later=True)
+    newcomer.join(PATIENCE_S, ignore)
+    assert newcomer.name == "h2"
+    wait_until(lambda: link("h2")["connected"] and not link("h2")["left"], PATIENCE_S)
+    with pytest.raises(OverlayError, match="so other cannot take the place of one"):
+        run.host("other", comes_later=True).join(PATIENCE_S, ignore)
+    run.close()
+
+
+def test_of_two_that_want_one_place_the_slower_asks_for_another() -> None:
+    asked, reports = list[str](), list[str]()
+    joiner = Joiner(
+        Loop(),
+        ssl.create_default_context(),
+        ("127.0.0.1", 1),
+        Hello(purpose="join", name="new"),
+        joined=lambda *_: None,
+        report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
+    )
+    joiner.start = lambda: asked.append(joiner._hello.name)  # type: ignore[method-assign]
+    joiner._failed(Refused(Welcome(refused="none", place="h1")))
+    joiner._failed(Refused(Welcome(refused=TWICE, again=True)))
+    assert (asked, joiner._hello.name) == (["h1"], "new")
+    joiner._failed(Refused(Welcome(refused="none", place="h2")))
+    assert asked == ["h1", "h2"]
+    assert not reports
 
 
 def test_a_port_that_is_taken_is_named_with_its_host(tmp_path: Path) -> None:

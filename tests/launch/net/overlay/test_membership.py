@@ -67,6 +67,20 @@ def test_refusals_have_reasons() -> None:
     assert "has its 2 machines already (a, b)" in refusal("c")
     assert "another machine is named 'a'" in refusal("a")
     assert refusal("b") == ""  # it was started again
+    assert refusal("b", 0) == ""
+    assert "none of the run's machines (a, b) is lost, so c cannot" in refusal("c", 0)
+    early = Membership("a", 2)
+    early.join(host("a"))
+    assert "has not begun" in early.refusal(Hello(purpose="join", name="b", hosts=0))
+
+
+def test_only_one_that_comes_later_may_have_the_place_of_a_lost_host() -> None:
+    full = members("a", host("a"), host("b10"), host("b9"))
+    newcomer, early = (Hello(purpose="join", name="c", hosts=hosts) for hosts in (0, 3))
+    assert full.place(newcomer, ["b10", "b9"]) == "b9"
+    assert full.place(newcomer, []) is None
+    assert full.place(early, ["b9"]) is None
+    assert full.place(Hello(purpose="join", name="b9", hosts=0), ["b10"]) is None
 
 
 def test_addresses_of_hosts_differ_also_between_runs() -> None:

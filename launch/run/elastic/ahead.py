@@ -1,0 +1,270 @@
+"""A replica's state goes to one that joins before that is let in, while training goes on.
+
+Each rank of replica 0 copies its weights and optimizer in RAM, between two steps. A thread sends
+the copy, behind all other traffic, and then the gradients of every step since: sums over the
+replicas, the same on all, without their zeros. With them the newcomer makes the same optimizer
+steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
+which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
+
+A message is the length of a header, the header, which is JSON, and tensors that it describes.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinpipe.launch.checkpoint.base import base_of, saved_state
+from thinpipe.launch.checkpoint.contents import snapshot
+from thinpipe.launch.checkpoint.reshard import module_of
+from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
+from thinpipe.launch.components import Built
+from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.run.weights import as_bytes, describe, make_described
+from thinpipe.pipeline.comm.errors import TransportError
+
+_PIECE_NBYTES = 1 << 20
+"""Sent at a time; a loss is noticed between two."""
+_BEAT_S = 2.0
+"""A message at least this often: the other end waits no longer than for a rank in training."""
+_SPARE = 1.25
+"""RAM that must be free for the copy, in its size: replica 0 must not run out of it."""
+_MOST_AT_THE_END = 1 / 8
+"""Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
+_LITTLE_NBYTES = 4 << 20
+"""So much may be queued, however small the state: at 100 Mbit/s a third of a second."""
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Giver:
+    """The end of a rank of replica 0, whose training calls `goes_on` and `end`, a thread `give`."""
+
+    def __init__(self, built: Built) -> None:
+        self._built, self._changed = built, threading.Condition()
+        self._state: Any = None
+        self._steps: deque[tuple[Any, list[Tensor]]] = deque()
+        self._nbytes = self._queued_nbytes = 0
+        self._begun = self._ended = False
+        self._hook: Any = None
+
+    def goes_on(self) -> "Giver | None":
+        """Called between two steps: itself, as long as it has something to do."""
+        if self._ended:
+            if self._hook is not None:
+                self._hook.remove()
+            return None
+        if not self._begun:
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
+        """Copy the state, if there is room."""
+        state = _state_of(self._built)
+        self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
+        if free_memory() < _SPARE * self._nbytes:
+            self.end()
+            return
+        self._state = snapshot(state)
+        self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
+        with self._changed:
+            self._begun = True
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """What is queued is the last, and nothing if it is much; called when all wait."""
+        with self._changed:
+            if self._queued_nbytes > max(_LITTLE_NBYTES, _MOST_AT_THE_END * self._nbytes):
+                self._steps.clear()
+            self._ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The newcomer has all, or is gone."""
+        with self._changed:
+            self._steps.clear()
+            self._state, self._ended = None, True
+
+    def give(self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float) -> int:
+        """Send all, until `end`; `close` is called when nothing is queued. The bytes sent.
+
+        Raises:
+            TransportError: the newcomer is gone.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._begun or self._ended, wait_s):
+                self._ended = True
+            if not self._begun:
+                return 0
+        tree, tensors = pack_state(self._state)
+        self._state, named = None, list(tensors)
+        listed = [describe(name, tensor) for name, tensor in tensors.items()]
+        sent = _send(send, {"tree": tree, "tensors": listed}, (tensors.pop(n) for n in named))
+        while (step := self._next()) is not None:
+            settings, parts = step
+            listed = [describe(str(number), part) for number, part in enumerate(parts)]
+            sent += _send(send, {"groups": settings, "tensors": listed}, parts)
+            if not self._steps:
+                close()
+        _send(send, {"end": True}, ())
+        return sent
+
+    def _next(self) -> tuple[Any, list[Tensor]] | None:
+        """The next step, or a sign of life; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._steps or self._ended, _BEAT_S)
+            if self._steps:
+                step = self._steps.popleft()
+                self._queued_nbytes -= _nbytes_of(step[1])
+                return step
+            return None if self._ended else ([], [])
+
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Queue the gradients of this step; give up if more are queued than a state has bytes."""
+        if self._ended:
+            return
+        settings, parts = list[Any](), list[Tensor]()
+        for group in optimizer.param_groups:
+            thin = [_without_zeros(parameter.grad) for parameter in group["params"]]
+            plain = {key: v for key, v in group.items() if type(v) in (bool, int, float)}
+            settings.append([plain, [len(some) for some in thin]])
+            parts += [part for some in thin for part in some]
+        with self._changed:
+            self._steps.append((settings, parts))
+            self._queued_nbytes += _nbytes_of(parts)
+            if self._queued_nbytes > max(_LITTLE_NBYTES, self._nbytes):
+                self._steps.clear()
+                self._ended = True
+            self._changed.notify_all()
+
+
+class Taker:
+    """The newcomer's end: a thread that takes a state, and makes steps."""
+
+    def __init__(self, built: Built, connect: Callable[[], Callable[[Tensor], None]]) -> None:
+        """`connect` waits for the other end, and returns what fills a tensor with what comes."""
+        self._built, self._connect = built, connect
+        self.came = 0
+        """Tensors so far: who waits sees that it goes on."""
+        self.steps = 0
+        self.has_state = self._is_late = False
+        self._changes = threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self, wait_s: float) -> None:
+        """Wait for the last step; what has not begun to come counts no more.
+
+        Raises:
+            TransportError: it did not come in time.
+        """
+        with self._changes:
+            self._is_late = self.came == 0
+        if self._is_late:
+            return
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            raise TransportError(
+                f"the last steps from replica 0 did not come within {wait_s:.0f} s "
+                "(pipeline.peer_timeout_s)"
+            )
+
+    def _run(self) -> None:
+        with suppress(TransportError):  # what is missing is sent when all wait
+            receive = self._connect()
+            while self._take(receive):
+                pass
+
+    def _take(self, receive: Callable[[Tensor], None]) -> bool:
+        length = torch.zeros(1, dtype=torch.int64)
+        receive(as_bytes(length))
+        text = torch.empty(int(length), dtype=torch.uint8)
+        receive(text)
+        header = json.loads(text.numpy().tobytes())
+        with self._changes:
+            self.came += 1
+            if "end" in header or self._is_late:
+                return False
+        tensors = make_described(0, header["tensors"])
+        for piece in _pieces(tensors.values()):
+            receive(piece)
+            self.came += 1
+        if "tree" in header:
+            _load(self._built, unpack_state(header["tree"], tensors.__getitem__))
+            self.has_state = True
+        elif header["groups"]:
+            self._step(header["groups"], list(tensors.values()))
+        return True
+
+    def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
+        """As the others made it."""
+        optimizer, left = self._built.optimizer, iter(parts)
+        for group, (plain, counts) in zip(optimizer.param_groups, settings, strict=True):
+            group.update(plain)
+            for parameter, count in zip(group["params"], counts, strict=True):
+                own = [next(left) for _ in range(count)]
+                parameter.grad = _with_zeros(own, parameter) if own else None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+
+
+def _state_of(built: Built) -> dict[str, Any]:
+    """What is too much to be sent while all wait."""
+    model = {str(stage.stage_index): saved_state(module_of(stage)) for stage in built.stages}
+    return {"model": model, "optimizer": built.optimizer.state_dict()}
+
+
+def _load(built: Built, state: Mapping[str, Any]) -> None:
+    for stage in built.stages:
+        module = module_of(stage)
+        found = state["model"][str(stage.stage_index)]
+        module.load_state_dict(found, strict=not base_of(module))
+    built.optimizer.load_state_dict(state["optimizer"])
+
+
+def _send(send: Callable[[Tensor], None], header: Any, tensors: Any) -> int:
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    send(as_bytes(torch.tensor([text.numel()])))
+    send(text)
+    sent = text.numel()
+    for piece in _pieces(tensors):
+        send(piece)
+        sent += piece.numel()
+    return sent
+
+
+def _pieces(tensors: Any) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from (piece for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES) if len(piece))
+
+
+def _nbytes_of(parts: Sequence[Tensor]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _without_zeros(gradient: Tensor | None) -> list[Tensor]:
+    """Which values are not zero, a bit each, and these; all, if most are; nothing for none."""
+    if gradient is None:
+        return []
+    flat = gradient.detach().cpu().contiguous().flatten()
+    there = flat.view(_WHOLE[flat.element_size()]) != 0  # -0.0 is a value
+    values = flat[there]
+    if 2 * values.numel() > flat.numel():
+        return [flat.clone()]
+    return [torch.from_numpy(np.packbits(there.numpy())), values]
+
+
+def _with_zeros(parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].view_as(parameter).to(parameter.device)
+    bits, values = parts
+    there = torch.from_numpy(np.unpackbits(bits.numpy(), count=parameter.numel())).bool()
+    flat = torch.zeros(parameter.numel(), dtype=values.dtype)
+    flat[there] = values
+    return flat.view_as(parameter).to(parameter.device)

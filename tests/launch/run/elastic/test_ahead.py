@@ -1,0 +1,86 @@
+"""What is sent ahead to a newcomer: copies of gradients, and when that is given up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinpipe.launch.run.elastic import ahead
+from thinpipe.launch.run.elastic.ahead import Giver
+
+VALUES = [0.0, -0.0, 1.5, float("nan"), float("-inf"), 1e-45, 0.0]
+
+
+class Built:
+    """A model of one layer, with what `Giver` uses of a run's parts."""
+
+    def __init__(self) -> None:
+        self.stages: list[Any] = []
+        self.layer = nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.1)
+        self.step()
+
+    def step(self) -> None:
+        self.layer(torch.ones(2, 64)).square().sum().backward()
+        self.optimizer.step()
+
+
+def gone_on(giver: Giver) -> bool:
+    return giver.goes_on() is not None
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("zeros", [0, 40])
+def test_gradients_come_back_bit_for_bit(kind: torch.dtype, zeros: int) -> None:
+    """All of them, or those that are not zero if these are few."""
+    flat = torch.cat([torch.tensor(VALUES), torch.zeros(zeros)]).to(kind)
+    gradient = nn.Parameter(flat.view(1, -1))
+    parts = ahead._without_zeros(gradient)
+    back = ahead._with_zeros(parts, gradient)
+    assert back.shape == gradient.shape
+    assert back.view(torch.uint8).equal(gradient.detach().view(torch.uint8))
+    assert (len(parts) == 2) == (zeros > 0)
+    assert ahead._without_zeros(None) == []
+
+
+def test_without_room_for_a_copy_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replica 0 must not run out of memory: the run ends with it."""
+    monkeypatch.setattr(ahead, "free_memory", lambda: 1000)
+    giver, sent = Giver(Built()), list[Tensor]()  # type: ignore[arg-type]
+    giver.goes_on()
+    assert not gone_on(giver)
+    assert giver.give(sent.append, lambda: None, 1.0) == 0
+    assert not sent
+
+
+def giving() -> tuple[Built, Giver]:
+    built = Built()
+    giver = Giver(built)  # type: ignore[arg-type]
+    assert gone_on(giver)
+    return built, giver
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_steps_that_come_faster_than_they_are_sent_are_not_kept(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One dense step is a third of a state; nobody waits for that at the end either."""
+    monkeypatch.setattr(ahead, "_LITTLE_NBYTES", 0)
+    built, giver = giving()
+    for _ in range(steps):
+        built.step()
+    assert gone_on(giver) == (steps == 1)
+    giver.end()
+    assert not giver._steps
+
+
+def test_the_optimizer_tells_nothing_after_the_end() -> None:
+    built, giver = giving()
+    giver.end()
+    built.step()
+    assert not giver._steps
+    assert not gone_on(giver)
+    hooks: dict[int, Callable[..., None]] = built.optimizer._optimizer_step_pre_hooks
+    assert not hooks

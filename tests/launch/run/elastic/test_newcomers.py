@@ -1,0 +1,159 @@
+"""Replicas that come to a run that trains, and those that it may not have."""
+
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.manifest import CheckpointError, step_name
+from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run.elastic import ahead
+from thinpipe.launch.run.elastic import training as elastic_training
+from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.pipeline.comm.errors import TransportError
+
+LONG = ("train.epochs=400", "checkpoint.every_steps=4", "checkpoint.keep=99")
+
+
+def saved_later(folder: str, step: int) -> str:
+    """A run folder of this run, in which a step has been saved that the run has not come to."""
+    own, root = Path(folder) / "elsewhere", Path(folder) / "run/checkpoints"
+    saved = max(files.complete(root), key=lambda manifest: manifest.serial)
+    target = own / "checkpoints" / step_name(step)
+    shutil.copytree(root / step_name(saved.step), target)
+    files.write_manifest(target, replace(saved, step=step, serial=saved.serial + 1))
+    return str(own)
+
+
+def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
+    """Rank 2 leaves after step 9; rank 3 comes with a checkpoint of step 1,000."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+
+    def each(training: ElasticTraining, step: int) -> None:
+        if rank == 2 and step == 9:
+            training._elastic.leave("rank 2 is gone")
+            raise SystemExit
+        if step == 12:
+            store.set("comes", "")
+        stop_asked(training, store, "refused")
+
+    changes = [*LONG]
+    if rank == 3:
+        store.wait(["comes"], timedelta(seconds=PATIENCE_S))
+        changes.append(f"run.folder={saved_later(folder, 1000)}")
+    try:
+        with as_rank(rank, port, folder, *changes, comes=rank == 3) as run:
+            train(run, each)
+    except (CheckpointError, TerminatedError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if rank == 3:
+            store.set("refused", "")
+    return "trained to the end"
+
+
+@pytest.mark.dist
+def test_a_newcomer_with_later_checkpoints_of_the_run_is_refused_by_name(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _, third = ranks(4, has_gone_on_elsewhere, store.port, str(tmp_path))
+    assert first.startswith("TerminatedError"), first
+    assert second.startswith("TerminatedError"), second
+    assert f"CheckpointError: {tmp_path / 'elsewhere/checkpoints/step-1000'}: the run, now at" in (
+        third
+    )
+    assert "has gone on from an earlier checkpoint, without this machine; move" in third
+
+
+MEANWHILE = 5
+
+
+def joins_while_others_train(rank: int, port: int, folder: str, breaks: bool) -> dict[str, Any]:
+    """Rank 2 leaves after step 9, and rank 3 comes; all stop when it has made some steps.
+
+    Its state is held back until the others have made some; the connection may break then.
+    """
+    store, seen = TCPStore("127.0.0.1", port, is_master=False), dict[str, Any](steps=[])
+    give, bring_up = ahead.Giver.give, elastic_training.bring_up
+
+    def held_back(giver: Any, send: Any, *rest: Any) -> int:
+        first = len(seen["steps"])
+
+        def slowly(tensor: Tensor) -> None:
+            until(lambda: len(seen["steps"]) > first + MEANWHILE)
+            if breaks and tensor.numel() > 1000:
+                raise TransportError("broken")
+            send(tensor)
+
+        seen["ahead"] = give(giver, slowly, *rest)
+        return int(seen["ahead"])
+
+    def counted(*args: Any, **options: Any) -> int:
+        seen["as all waited"] = bring_up(*args, **options)
+        return int(seen["as all waited"])
+
+    def finished(taker: ahead.Taker, wait_s: float) -> None:
+        finish(taker, wait_s)
+        seen["taken"] = taker.steps
+
+    ahead.Giver.give, elastic_training.bring_up = held_back, counted  # type: ignore[method-assign]
+    finish, ahead.Taker.finish = ahead.Taker.finish, finished  # type: ignore[method-assign]
+    own = [*LONG, "train.verify_every=1"]
+    if rank == 3:
+        store.wait(["comes"], timedelta(seconds=PATIENCE_S))
+        own.append(f"run.folder={folder}/elsewhere")
+    with (
+        suppress(TerminatedError, SystemExit),
+        as_rank(rank, port, folder, *own, comes=rank == 3) as run,
+    ):
+        train(run, lambda training, step: _after(rank, store, training, step, seen))
+    return seen
+
+
+def _after(
+    rank: int, store: TCPStore, training: ElasticTraining, step: int, seen: dict[str, Any]
+) -> None:
+    seen["steps"].append(step)
+    if rank == 2 and step == 9:
+        training._elastic.leave("rank 2 is gone")
+        raise SystemExit
+    if step == 12:
+        store.set("comes", "")
+    if rank == 3 and len(seen["steps"]) == 3:
+        store.set("joined", "")
+    stop_asked(training, store, "joined")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_newcomer_gets_its_state_while_the_others_train(
+    ranks: Ranks, tmp_path: Path, breaks: bool
+) -> None:
+    """What is left to send while all wait is next to nothing; after a failure it is all.
+
+    Digests are compared after each step.
+    """
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _, third = ranks(4, joins_while_others_train, store.port, str(tmp_path), breaks)
+    assert first["steps"][-1] == second["steps"][-1] == third["steps"][-1]
+    assert len(third["steps"]) >= 3
+    assert second["as all waited"] == third["as all waited"] == 0
+    if breaks:
+        assert third["taken"] == 0
+        assert first["as all waited"] > 100_000
+    else:
+        assert third["taken"] >= MEANWHILE
+        assert first["as all waited"] < 0.1 * first["ahead"]

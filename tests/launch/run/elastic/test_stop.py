@@ -1,0 +1,91 @@
+"""All ranks that are left stop after the same step, whatever they knew of it when one was lost."""
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.launch.run.elastic.trained import as_rank, train, write_run
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.agreement import Agreement
+from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run import training as plain
+from thinpipe.launch.run.elastic.training import ElasticTraining as Elastic
+from thinpipe.pipeline.batch import Batch
+
+EPOCH = 20
+
+
+def heard_by_one(rank: int, port: int, folder: str, last: int) -> dict[str, Any]:
+    """All are to stop after step `last`, which rank 0 knows, and rank 1 not before rank 2 is lost.
+
+    Rank 0 asks in that step, which no rank can end without it.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    save_now, train_step = Elastic.save_now, Elastic._train
+    done = list[int]()
+
+    def stop(training: Elastic, steps: int) -> None:
+        if rank == 0:
+            store.set("rank 0 stops", "")
+        if rank == 2:
+            store.wait(["rank 0 stops"], timedelta(seconds=PATIENCE_S))
+            training._elastic.leave("rank 2 is gone")
+            raise SystemExit
+        save_now(training, steps)
+
+    def ask(training: Elastic, batch: Batch, step: int) -> Any:
+        if step == last - 1:
+            store.set(f"{rank} is there", "")
+            if rank == 0:
+                store.wait(["1 is there", "2 is there"], timedelta(seconds=PATIENCE_S))
+                assert training.stop(whole=True).wait(PATIENCE_S)
+        return train_step(training, batch, step)
+
+    Elastic.save_now, Elastic._train = stop, ask  # type: ignore[method-assign]
+    told = heard_after_a_release() if rank == 1 else list[int]()
+    try:
+        with as_rank(rank, port, folder) as run:
+            train(run, lambda _, step: done.append(step))
+    except (TerminatedError, SystemExit) as error:
+        return {"end": type(error), "done": done[-1], "told": told}
+    return {"end": "trained to the end", "done": done[-1], "told": told}
+
+
+def heard_after_a_release() -> list[int]:
+    """This rank's agreements hear of a stop when they are released; after which steps."""
+    released, told, release = threading.Event(), list[int](), Agreement.release
+
+    def hear(step: int) -> None:
+        told.append(step)
+        assert released.wait(PATIENCE_S)
+
+    def let_go(agreement: Agreement) -> None:
+        release(agreement)
+        released.set()
+
+    plain.tell_stop = hear
+    Agreement.release = let_go  # type: ignore[method-assign]
+    return told
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "last", [4, *(pytest.param(EPOCH * epochs, marks=pytest.mark.slow) for epochs in (1, 2))]
+)
+def test_a_stop_that_only_some_ranks_saw_is_for_all(
+    ranks: Ranks, tmp_path: Path, last: int
+) -> None:
+    """Whether the others go on with a step, an evaluation, or the end of the run."""
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, lost = ranks(3, heard_by_one, store.port, str(tmp_path), last)
+    assert lost["end"] is SystemExit
+    assert first == {"end": TerminatedError, "done": last, "told": []}
+    assert second == {"end": TerminatedError, "done": last, "told": [last]}
+    assert files.newest(tmp_path / "run/checkpoints") == last

@@ -1,0 +1,98 @@
+"""Ranks of a small elastic run that trains, each in a process that a test has forked."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from thinpipe.launch.checkpoint.resume import Resume
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.corpus import check_data
+from thinpipe.launch.net.ranks.network import JOINS
+from thinpipe.launch.net.ranks.session import SHOW
+from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.launch.run.run import RankRun
+
+RUN = """
+[run]
+name = "elastic"
+folder = "{folder}/run"
+[model]
+layers = {layers}
+width = 32
+heads = 2
+context = 32
+[data]
+path = "{folder}/text.txt"
+sequence_length = 32
+train_sequences = 120
+eval_sequences = 6
+[pipeline]
+device = "cpu"
+replicas = 3
+peer_timeout_s = 20
+[train]
+epochs = 2
+batch_size = 6
+warmup_steps = 2
+[checkpoint]
+keep = 99
+[gradcomp]
+method = "ef_gradients"
+ef_gradients = {{ bucket_mb = 0.02, fraction = 0.1 }}
+[elastic]
+min_replicas = 1
+"""
+
+
+def write_run(folder: Path, *, layers: int = 2) -> None:
+    """Its text and run file."""
+    text = "".join(f"{n} squared is {n * n}.\n" for n in range(2000))
+    (folder / "text.txt").write_text(text)
+    (folder / "run.toml").write_text(RUN.format(folder=folder, layers=layers))
+
+
+@contextmanager
+def as_rank(
+    rank: int, port: int, folder: str, *changes: str, world: int = 3, comes: bool = False
+) -> Iterator[RankRun]:
+    """This process is that rank, or one that `comes` later; the test holds the store at `port`."""
+    dist.destroy_process_group()
+    if comes:
+        os.environ[JOINS] = f"newcomer{rank}"
+        rank, world = 0, 1
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": "3",  # as many threads in all: they round alike
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "THINPIPE_ADDRESS": "127.0.0.1",
+        SHOW: "-1",
+    }
+    config = load_config(Path(folder) / "run.toml", changes)
+    with RankRun(config, Resume(False), show=-1) as run:
+        yield run
+
+
+def train(run: RankRun, each: Callable[[ElasticTraining, int], Any] = lambda *_: None) -> None:
+    """All its steps; `each` is called after every one, with how many are done."""
+    corpus = check_data(run.config)
+    for _ in run.epochs(run.config.train.epochs):
+        for batch in run.batches_of(corpus.train, run.config.train.batch_size):
+            record, training = run.step(batch), run._training
+            assert isinstance(training, ElasticTraining)
+            each(training, record.step)
+        run.evaluate_on(corpus.evaluation)
+
+
+def stop_asked(training: ElasticTraining, store: Store, key: str) -> None:
+    """Stop all, once, when a key is in the store."""
+    if not training.stopping and store.check([key]):
+        training.stop(whole=True)
