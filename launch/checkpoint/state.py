@@ -250,10 +250,13 @@ class Checkpoints:
     def check_earlier(self, step: int, serial: int) -> None:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
 
+        What these processes save themselves may be here too, where the folder is shared.
+
         Raises:
             CheckpointError: it went on from an earlier one, elsewhere.
         """
-        saved = max(files.complete(self._root), key=lambda m: (m.serial, m.step), default=None)
+        others = [m for m in files.complete(self._root) if m.run != self._session.run_id]
+        saved = max(others, key=lambda m: (m.serial, m.step), default=None)
         if saved is not None and (saved.step > step or saved.serial > serial):
             raise CheckpointError(
                 f"{self._root / step_name(saved.step)}: the run, now at step {step}, has gone on "

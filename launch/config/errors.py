@@ -251,7 +251,8 @@ def _as_table(place: _Place) -> str:
     for model in place.here.values():
         settings = {name: field.default for name, field in model.model_fields.items()}
         break
-    name = "kind" if "kind" in settings else next(iter(settings))
+    valued = [name for name, value in settings.items() if value is not None] or [*settings]
+    name = "kind" if "kind" in settings else valued[0]
     setting = f"{name} = {json.dumps(settings[name])}"
     if not place.above:
         return f"a section [{place.name}], as in {setting}"

@@ -310,8 +310,12 @@ class Relay:
         if hello.purpose == "join" and self._coordinator is not None:
             connected, links = link is not None and link.connected, self._links.items()
             lost = [name for name, known in links if known.is_lost or known.has_left]
-            if proven is not None:  # a machine's own key is for no other name
-                lost = []
+            if proven is not None and lost and link is None and not hello.hosts:
+                return Welcome(
+                    refused=f"the key of this machine is for the name {proven} alone, which is "
+                    f"none of the run's; use the run's key, or one for {lost[0]}, which is lost "
+                    "(`thinpipe key add`, network.name)"
+                )
             return self._coordinator.refusal(hello, connected=connected, lost=lost)
         if hello.purpose == "join":
             return Welcome(

@@ -10,10 +10,11 @@ A message is the length of a header, the header, which is JSON, and tensors that
 """
 
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,14 @@ from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.run.weights import as_bytes, describe, make_described
 from thinpipe.pipeline.comm.errors import TransportError
 
+_log = logging.getLogger(__name__)
+
 _PIECE_NBYTES = 1 << 20
 """Sent at a time; a loss is noticed between two."""
 _BEAT_S = 2.0
 """A message at least this often: the other end waits no longer than for a rank in training."""
-_SPARE = 1.25
-"""RAM that must be free for the copy, in its size: replica 0 must not run out of it."""
+_SPARE = 2.5
+"""RAM that must be free, in sizes of the copy: it, and as much that may be queued, and a step."""
 _MOST_AT_THE_END = 1 / 8
 """Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
 _LITTLE_NBYTES = 4 << 20
@@ -45,12 +48,13 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Giver:
     """The end of a rank of replica 0, whose training calls `goes_on` and `end`, a thread `give`."""
 
-    def __init__(self, built: Built) -> None:
-        self._built, self._changed = built, threading.Condition()
+    def __init__(self, built: Built, givers: int = 1) -> None:
+        """`givers` is how many ranks of this machine may do the same at once."""
+        self._built, self._givers, self._changed = built, givers, threading.Condition()
         self._state: Any = None
         self._steps: deque[tuple[Any, list[Tensor]]] = deque()
         self._nbytes = self._queued_nbytes = 0
-        self._begun = self._ended = False
+        self._begun = self._ended = self._has_given_up = False
         self._hook: Any = None
 
     def goes_on(self) -> "Giver | None":
@@ -60,14 +64,30 @@ class Giver:
                 self._hook.remove()
             return None
         if not self._begun:
-            self._begin()
+            with self._gives_up():
+                self._begin()
         return self
+
+    @contextmanager
+    def _gives_up(self) -> Iterator[None]:
+        """What fails ends the sending, never training: all wait for the state then."""
+        try:
+            yield
+        except Exception as error:
+            _log.warning("note: state is not sent ahead: %s: %s", type(error).__name__, error)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._steps.clear()
+            self._has_given_up = self._ended = True
+            self._changed.notify_all()
 
     def _begin(self) -> None:
         """Copy the state, if there is room."""
         state = _state_of(self._built)
         self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
-        if free_memory() < _SPARE * self._nbytes:
+        if free_memory() < _SPARE * self._nbytes * self._givers:
             self.end()
             return
         self._state = snapshot(state)
@@ -94,8 +114,14 @@ class Giver:
         """Send all, until `end`; `close` is called when nothing is queued. The bytes sent.
 
         Raises:
-            TransportError: the newcomer is gone.
+            TransportError: the newcomer is gone, or this end has given up.
         """
+
+        def go_on(tensor: Tensor) -> None:
+            if self._has_given_up:  # what is left would be out of date
+                raise TransportError("steps come faster than they are sent")
+            send(tensor)
+
         with self._changed:
             if not self._changed.wait_for(lambda: self._begun or self._ended, wait_s):
                 self._ended = True
@@ -104,14 +130,14 @@ class Giver:
         tree, tensors = pack_state(self._state)
         self._state, named = None, list(tensors)
         listed = [describe(name, tensor) for name, tensor in tensors.items()]
-        sent = _send(send, {"tree": tree, "tensors": listed}, (tensors.pop(n) for n in named))
+        sent = _send(go_on, {"tree": tree, "tensors": listed}, (tensors.pop(n) for n in named))
         while (step := self._next()) is not None:
             settings, parts = step
             listed = [describe(str(number), part) for number, part in enumerate(parts)]
-            sent += _send(send, {"groups": settings, "tensors": listed}, parts)
+            sent += _send(go_on, {"groups": settings, "tensors": listed}, parts)
             if not self._steps:
                 close()
-        _send(send, {"end": True}, ())
+        _send(go_on, {"end": True}, ())
         return sent
 
     def _next(self) -> tuple[Any, list[Tensor]] | None:
@@ -125,21 +151,27 @@ class Giver:
             return None if self._ended else ([], [])
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Queue the gradients of this step; give up if more are queued than a state has bytes."""
-        if self._ended:
-            return
+        """Queue the gradients of this step, but no more than a state has bytes: else give up."""
+        if not self._ended:
+            with self._gives_up():
+                self._queue(*self._step_of(optimizer))
+
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Tensor]]:
         settings, parts = list[Any](), list[Tensor]()
         for group in optimizer.param_groups:
             thin = [_without_zeros(parameter.grad) for parameter in group["params"]]
             plain = {key: v for key, v in group.items() if type(v) in (bool, int, float)}
             settings.append([plain, [len(some) for some in thin]])
             parts += [part for some in thin for part in some]
+        return settings, parts
+
+    def _queue(self, settings: Any, parts: list[Tensor]) -> None:
+        if self._queued_nbytes + _nbytes_of(parts) > max(_LITTLE_NBYTES, self._nbytes):
+            self._give_up()
+            return
         with self._changed:
             self._steps.append((settings, parts))
             self._queued_nbytes += _nbytes_of(parts)
-            if self._queued_nbytes > max(_LITTLE_NBYTES, self._nbytes):
-                self._steps.clear()
-                self._ended = True
             self._changed.notify_all()
 
 
@@ -175,10 +207,14 @@ class Taker:
             )
 
     def _run(self) -> None:
-        with suppress(TransportError):  # what is missing is sent when all wait
+        try:
             receive = self._connect()
             while self._take(receive):
                 pass
+        except TransportError:  # what is missing is sent when all wait
+            pass
+        except Exception as error:
+            _log.warning("note: a state was not taken ahead: %s: %s", type(error).__name__, error)
 
     def _take(self, receive: Callable[[Tensor], None]) -> bool:
         length = torch.zeros(1, dtype=torch.int64)

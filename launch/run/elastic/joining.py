@@ -44,7 +44,7 @@ class JoiningStore(Store):
         Raises:
             TransportError: a rank is lost, or did not come in time.
         """
-        wait_s = self._wait_s if timeout is None else timeout.total_seconds()
+        wait_s = self._wait_s if timeout is None else min(self._wait_s, timeout.total_seconds())
         limit_s = time.monotonic() + wait_s
         while True:
             if self._is_incomplete():

@@ -67,7 +67,7 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.loss)
         self._checkpoints.locate()
         self._has_state = newcomer is None
-        self._giver: Giver | None = None
+        self._givers: list[Giver] = []
         self._taker: Taker | None = None
         if newcomer is not None:
             self._checkpoints.check_own()
@@ -184,8 +184,11 @@ class ElasticTraining(Training):
         Raises:
             TransportError: it is gone.
         """
-        giver, start_s = Giver(self.built), time.perf_counter()
-        self._giver = giver
+        if self._config.pipeline.offload:  # its optimizer makes a step in parts
+            return
+        ranks = self._session.transport.mesh.pipeline_ranks
+        giver, start_s = Giver(self.built, ranks), time.perf_counter()
+        self._givers.append(giver)
         try:
             nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s)
         finally:
@@ -206,8 +209,8 @@ class ElasticTraining(Training):
     def bring_up(self, places: Sequence[int]) -> None:
         """Members at these places of the mesh get the state of replica 0; a collective."""
         transport, start_s = self._session.transport, time.perf_counter()
-        if self._giver is not None:
-            self._giver.end()
+        for giver in self._givers:
+            giver.end()
         if self._taker is not None:
             self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
@@ -258,8 +261,9 @@ class ElasticTraining(Training):
                 self._elastic.admit()
                 self._elastic.prove()  # if this rank was behind in that
                 self._admits = False  # which a loss meanwhile may have said again
-            if self._giver is not None:
-                self._giver = self._giver.goes_on()
+            for giver in [*self._givers]:  # another thread adds some
+                if giver.goes_on() is None:
+                    self._givers.remove(giver)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler = self._sampler
             assert own is not None, "a stream is refused"

@@ -98,24 +98,25 @@ class Elastic(Generations):
     def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
         """Wait to be let in."""
         place = self._transport.mesh.rank
-        first, came = place == 0, 0
+        asks, came = place == 0, 0
 
         def check() -> bool:
-            nonlocal came
+            nonlocal asks, came
             newcomer.check()
             if self._is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            if first and (at := self._door.asked(own)) is not None:
+            if asks and (at := self._door.asked(own)) is not None:
                 self._run.check_own(at)
                 self._door.answer(own)
+                asks = False
             before, came = came, self._run.came
             return came > before
 
         self._run.take(partial(self._connect, place, self._me))
         try:
-            if first:
+            if asks:
                 self._door.knock(own)
             how = self._door.enter(own, self._wait_s, check)
         except TimeoutError:
@@ -208,8 +209,12 @@ class Elastic(Generations):
             for number in count(1):
                 newcomer = door.begun(number)[place]
                 sent = partial(door.has_sent, number, place)
-                with suppress(TransportError):  # it gets all when it is let in, or is lost
+                try:
                     self._run.give(self._connect(newcomer, newcomer)[0], sent)
+                except TransportError:  # it gets all when it is let in, or is lost
+                    pass
+                except Exception as error:  # which must hold up no other newcomer
+                    self._run.display.note(f"a state is sent while all wait: {error}")
                 sent()
 
     def _connect(self, other: int, newcomer: int) -> Pair:

@@ -5,6 +5,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -162,6 +163,12 @@ def _values(piece: Any) -> Tensor:
 _AGAIN = "copy or download the file again"
 
 
+def _begins_with(path: Path, text: bytes) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(text)) == text
+    return False
+
+
 def _open(path: Path, wanted: str) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -170,11 +177,10 @@ def _open(path: Path, wanted: str) -> Any:
             f"{path}: missing, though {INDEX} places {wanted} there; {_AGAIN}"
         ) from None
     except (SafetensorError, OSError) as error:
-        with path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                raise ShardError(
-                    f"{path}: Git LFS has not downloaded it yet; run `git lfs pull` in its folder"
-                ) from None
+        if _begins_with(path, _LFS):
+            raise ShardError(
+                f"{path}: Git LFS has not downloaded it yet; run `git lfs pull` in its folder"
+            ) from None
         raise ShardError(
             f"{path}: truncated or damaged ({error}), and {wanted} should be there; {_AGAIN}"
         ) from error

@@ -128,7 +128,8 @@ def peer_name(connection: ssl.SSLSocket) -> str | None:
 
 def send(connection: ssl.SSLSocket, message: BaseModel) -> Steps[None]:
     """Send a message."""
-    text = message.model_dump_json().encode()
+    # without what is unknown: a peer of an older version rejects names that it does not know
+    text = message.model_dump_json(exclude_none=True).encode()
     data = memoryview(_LENGTH.pack(len(text)) + text)
     while data:
         try:

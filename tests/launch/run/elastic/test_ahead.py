@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinpipe.launch.run.elastic import ahead
 from thinpipe.launch.run.elastic.ahead import Giver
+from thinpipe.pipeline.comm.errors import TransportError
 
 VALUES = [0.0, -0.0, 1.5, float("nan"), float("-inf"), 1e-45, 0.0]
 
@@ -74,6 +75,28 @@ def test_steps_that_come_faster_than_they_are_sent_are_not_kept(
     assert gone_on(giver) == (steps == 1)
     giver.end()
     assert not giver._steps
+
+
+def test_who_has_given_up_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LITTLE_NBYTES", 0)
+    built, giver = giving()
+    sent = list[Tensor]()
+
+    def send(tensor: Tensor) -> None:
+        sent.append(tensor)
+        for _ in range(9):
+            built.step()
+
+    with pytest.raises(TransportError, match="steps come faster than they are sent"):
+        giver.give(send, lambda: None, 1.0)
+    assert len(sent) == 1
+
+
+def test_what_cannot_be_sent_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, giver = giving()
+    monkeypatch.setattr(ahead, "_without_zeros", lambda gradient: gradient["none"])
+    built.step()
+    assert not gone_on(giver)
 
 
 def test_the_optimizer_tells_nothing_after_the_end() -> None:

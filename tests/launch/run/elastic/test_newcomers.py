@@ -31,7 +31,9 @@ def saved_later(folder: str, step: int) -> str:
     saved = max(files.complete(root), key=lambda manifest: manifest.serial)
     target = own / "checkpoints" / step_name(step)
     shutil.copytree(root / step_name(saved.step), target)
-    files.write_manifest(target, replace(saved, step=step, serial=saved.serial + 1))
+    files.write_manifest(
+        target, replace(saved, step=step, serial=saved.serial + 1, run=saved.run ^ 1)
+    )
     return str(own)
 
 
