@@ -21,7 +21,8 @@ from thinpipe.launch.lab.ranks import ENDING, STOPPING, ProcessMonitor
 from thinpipe.launch.net.overlay import keys
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-_INTERRUPT_GRACE_S = 3.0
+_INTERRUPT_GRACE_S = 60.0
+"""For a command that saves its work: SIGTERM would be a second signal, which ends a run at once."""
 _KEPT_LINES = 20
 _LONGEST_LINE = 65536
 
