@@ -251,7 +251,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
         (
             [],
             "2 machines cannot share 3 ranks (stages x replicas) evenly; "
-            "with 3 ranks a hosts file lists 1, 3 machines",
+            "with 3 ranks a hosts file lists 1 or 3 machines, or gives each its `ranks`",
         ),
         (["--set", "pipeline.cuts=[2]", "--show", "c"], "'c': no such machine; use one of a, b"),
         (["--set", "pipeline.cuts=[2]"], ""),

@@ -19,6 +19,7 @@ from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.training import TOKENS, batch, config, train_steps, weights
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts import profile
 from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.optimizer import check_optimizer, make_optimizer
@@ -200,7 +201,11 @@ def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         check_optimizer(run)
 
 
-def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(tmp_path: Path) -> None:
+def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "_LEAST_S", 0.0)
+    monkeypatch.setattr(profile, "_MOST_S", 0.0)
     saved_model("llama", tmp_path / "source")
     used = set()
     counted = register_optimizer_step_post_hook(lambda optimizer, *_: used.add(type(optimizer)))

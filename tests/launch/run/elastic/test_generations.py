@@ -228,7 +228,7 @@ def test_below_the_least_it_ends_as_before(folder: Path) -> None:
                 "pipeline": {"cuts": [2], "replicas": 2},
                 "boundary": [{"forward": {"kind": "aqsgd"}, "backward": {"kind": "raw"}}],
             },
-            'boundary.forward.kind = "aqsgd" at cut 2',
+            r'boundary.forward.kind = "aqsgd" \(use "raw" or "direct"\) at cut 2',
         ),
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],
