@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +35,10 @@ def kill(run: HostsRun, host: int) -> list[psutil.Process]:
     """All processes of a host at once, as if its power had gone."""
     launcher = psutil.Process(run.pids[host])
     own = [run.relay(host), launcher, *launcher.children(recursive=True)]
-    for process in own:
-        process.send_signal(signal.SIGSTOP)
-    for process in own:
-        process.kill()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in own:
+            with suppress(psutil.NoSuchProcess):  # one that looked at something, and ended
+                process.send_signal(signum)
     return own
 
 

@@ -246,7 +246,7 @@ class Launchers:
 @pytest.mark.parametrize("cuts", ["[]", "[1]"])
 def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     """A first try is ended while it waits, and holds nobody up."""
-    run = Launchers(tmp_path, f"pipeline.cuts={cuts}", "train.epochs=8", "train.verify_every=1")
+    run = Launchers(tmp_path, f"pipeline.cuts={cuts}", "train.epochs=16", "train.verify_every=1")
     until(lambda: run.steps > 5 or run.launchers[0].poll() is not None)
     assert run.launchers[0].poll() is None, run.said(0)
     early = run.join(3)
@@ -262,4 +262,4 @@ def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     assert any(f"as {numbers}; from step" in run.said(number) for number in range(3))
     assert "samples go to 3 replicas in place of 2" in run.said(4)
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 9)}
+    assert summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 17)}
