@@ -247,10 +247,11 @@ def _as_table(place: _Place) -> str:
     """How the table begins that belongs at a place."""
     if place.key.isdigit():
         return f"a table [[{place.above}]]"
-    settings = dict(place.default or {"NAME": "..."}) if not place.here else {}
-    for model in place.here.values():
+    model = next(iter(place.here.values()), None)
+    if model is None:
+        settings = dict(place.default or {"NAME": "..."})
+    else:
         settings = {name: field.default for name, field in model.model_fields.items()}
-        break
     valued = [name for name, value in settings.items() if value is not None] or [*settings]
     name = "kind" if "kind" in settings else valued[0]
     setting = f"{name} = {json.dumps(settings[name])}"
