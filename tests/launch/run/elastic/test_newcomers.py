@@ -26,14 +26,17 @@ LONG = ("train.epochs=400", "checkpoint.every_steps=4", "checkpoint.keep=99")
 
 
 def saved_later(folder: str, step: int) -> str:
-    """A run folder of this run, in which a step has been saved that the run has not come to."""
+    """A run folder of this run, in which a step has been saved that the run has not come to.
+
+    What these processes have saved, as in a shared folder, is later still, and does not count.
+    """
     own, root = Path(folder) / "elsewhere", Path(folder) / "run/checkpoints"
     saved = max(files.complete(root), key=lambda manifest: manifest.serial)
-    target = own / "checkpoints" / step_name(step)
-    shutil.copytree(root / step_name(saved.step), target)
-    files.write_manifest(
-        target, replace(saved, step=step, serial=saved.serial + 1, run=saved.run ^ 1)
-    )
+    for more, run in ((1, saved.run ^ 1), (2, saved.run)):
+        target = own / "checkpoints" / step_name(more * step)
+        shutil.copytree(root / step_name(saved.step), target)
+        later = replace(saved, step=more * step, serial=saved.serial + more, run=run)
+        files.write_manifest(target, later)
     return str(own)
 
 
