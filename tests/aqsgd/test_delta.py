@@ -218,11 +218,9 @@ def memory_digests(built: Built) -> dict[int, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("schedule", "memory"),
-    [("Deep1F1B", 8), pytest.param("GPipe", "bf16", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("schedule", "memory"), [("Deep1F1B", 8), ("GPipe", "bf16")])
 def test_pipeline_memories_stay_equal_under_random_delays(
     ranks: Ranks, schedule: str, memory: Any, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_file_at_its_limit_loses_what_does_not_fit(tmp_path: Path) -> None:
     assert run_ranks(1, limited, str(tmp_path)) == [[False, False, True]]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_noticed_before_the_first_step(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from thinpipe.aqsgd.disk import RowFile\n"

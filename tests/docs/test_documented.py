@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 
 from tests.launch.test_train import RUN
+from tests.often import mostly_slow
 from thinpipe.launch.cli import all_commands, app
 from thinpipe.launch.config.cli_options import run_app
 from thinpipe.launch.lab.cli import set_app
@@ -126,7 +127,7 @@ def parse(line: list[str]) -> None:
         assert importlib.util.find_spec(arguments[1]) is not None
 
 
-@pytest.mark.parametrize("line", RUN_HERE)
+@pytest.mark.parametrize("line", mostly_slow(RUN_HERE, lambda line: "net.json" not in line))
 def test_quick_commands_succeed_as_they_stand(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

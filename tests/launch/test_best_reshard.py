@@ -45,7 +45,8 @@ keep = 1
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lr", [1.0, pytest.param(0.01, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lr", [1.0, 0.01])
 def test_the_best_step_survives_resharding(tmp_path: Path, lr: float) -> None:
     """By a low rate the last step is the best one, by a high rate one of before."""
     (tmp_path / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(400)))

@@ -60,6 +60,7 @@ def samples(run_file: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_epoch_is_shared_anew(run_file: Path) -> None:
     _, undisturbed = train(run_file, 1)
     assert len(undisturbed) == 22

@@ -58,6 +58,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
     assert "205 kB free; free disk space, or name a folder on a larger disk" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mount: Mount) -> None:
     place = mount("size=1300k")
     done = train(run_file, place / "run", "--set", "train.decay=none")

@@ -123,6 +123,7 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
     assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @TORCH_2_13
 def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
@@ -187,6 +188,7 @@ def _check_that_a_frozen_tie_is_not_exchanged(runs: list[RunConfig], results: An
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_a_classifier_learns_through_compressed_cuts(tmp_path: Path) -> None:
     saved_model("bert", tmp_path)
     base = run_config(section("bert", tmp_path)).model_dump(mode="json", exclude_none=True)

@@ -156,6 +156,7 @@ QUICK = ["decentralized", "demo", "diloco", "powersgd"]
 """Of each way to exchange one; every method resumes in `tests/launch/checkpoint` too."""
 
 
+@pytest.mark.slow
 def test_methods_train_and_resume_beside_compressed_cuts(ranks: Ranks) -> None:
     check_beside_compressed_cuts(ranks, QUICK)
 

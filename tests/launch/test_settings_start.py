@@ -89,6 +89,7 @@ def small(**sections: Any) -> RunConfig:
     return config(model={"layers": 2}, pipeline=pipeline, train={"batch_size": 4}, **sections)
 
 
+@pytest.mark.slow
 def test_every_choice_of_every_method_starts(ranks: Ranks) -> None:
     runs = []
     for method in method_names():

@@ -76,19 +76,14 @@ def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
         {"model": {"tie_embeddings": "exact"}},
         {"model": {"activation_checkpointing": True}, "pipeline": {"precision": "bf16"}},
-        pytest.param(
-            {"pipeline": {"cuts": [], "precision": "bf16"}, "model": {"tie_embeddings": "exact"}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"pipeline": {"cuts": [1, 2, 3], "schedule": "Interleaved1F1B"}},
-            marks=pytest.mark.slow,
-        ),
+        {"pipeline": {"cuts": [], "precision": "bf16"}, "model": {"tie_embeddings": "exact"}},
+        {"pipeline": {"cuts": [1, 2, 3], "schedule": "Interleaved1F1B"}},
     ],
     ids=["tied", "checkpointed", "one-stage", "interleaved"],
 )
@@ -101,6 +96,7 @@ def test_other_features_work_on_shards(ranks: Ranks, sections: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gathering_for_every_microbatch_changes_the_order_of_sums_alone(ranks: Ranks) -> None:
     """Uneven parts too: 257 rows, and 3 heads' worth of 15 columns."""
     odd = {"model": {"vocab": 257, "width": 15, "heads": 3}, "pipeline": {"cuts": []}}

@@ -28,6 +28,7 @@ def run_config(folder: Path, cuts: list[int], **train: Any) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_it_learns_as_adamw_does_with_a_third_of_its_state(tmp_path: Path) -> None:
     found: dict[str, tuple[list[float], int]] = {}
     for name in ("adamw", "adamw8bit"):
@@ -85,6 +86,7 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
     return [train_steps(rank, run, samples)[:2] for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_exchanges_work_with_it(ranks: Ranks, tmp_path: Path) -> None:
     methods = ("allreduce", "cocktail")

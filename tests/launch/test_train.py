@@ -169,6 +169,7 @@ def test_a_run_leaves_everything_in_its_folder(trained: tuple[Path, str]) -> Non
         pytest.param(
             ["--set", "memory.tier=disk", "--set", "memory.budget=20kB"],
             id="disk, not all samples",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--set", "pipeline.device=cuda"],
@@ -202,11 +203,12 @@ def test_resume_is_bit_exact_in_the_middle_of_an_epoch(
     assert [(r.step, r.loss, r.wire) for r in second] == [(r.step, r.loss, r.wire) for r in first]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "now", "first_visits"),
     [
         (1, 2, 0),  # the first replica's part knows all samples
-        pytest.param(2, 1, 12, marks=pytest.mark.slow),
+        (2, 1, 12),
     ],
 )
 def test_at_another_number_of_replicas_only_moved_samples_are_new(

@@ -58,6 +58,7 @@ def losses_of(run: RunConfig, steps: int) -> list[float]:
         return [step(built, number % 3) for number in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", mostly_slow(["llama", "llama-tied", "gpt2", "mixtral"], "llama-tied".__eq__)
 )
@@ -201,6 +202,7 @@ def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         check_optimizer(run)
 
 
+@pytest.mark.slow
 def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

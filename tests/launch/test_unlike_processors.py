@@ -152,6 +152,7 @@ def trained(request: pytest.FixtureRequest) -> Any:
     return one[1:], other[1:]
 
 
+@pytest.mark.slow
 def test_both_ends_of_a_cut_hold_the_same_bits(trained: Any) -> None:
     ((upper, embedding), *_), ((lower, head), *_) = trained
     for name, (losses, wrong, memories) in upper.items():

@@ -163,6 +163,7 @@ def results() -> dict[str, int | str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WAITS_PER_STEP)
 def test_a_step_is_the_cpus_and_waits_no_oftener_than_counted(
     kind: str, results: dict[str, int | str]

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[list[int]], Batch], dict[str, Any]]] = {
 }
 SCHEDULES = [
     pytest.param(4, ["GPipe", "Deep1F1B"], id="one stage per rank"),
-    pytest.param(2, ["Interleaved1F1B"], id="two stages per rank"),
+    pytest.param(2, ["Interleaved1F1B"], id="two stages per rank", marks=pytest.mark.slow),
     pytest.param(2, ["ZBVZeroBubble"], id="split backward", marks=TORCH_2_13),
 ]
 

@@ -21,8 +21,18 @@ def pipeline(schedule: str, cuts: list[int], **more: Any) -> RunConfig:
     return config(pipeline=settings, train={"clip_norm": 0})
 
 
-def check_equal(ranks: Ranks, run: RunConfig, batches: list[Any]) -> None:
-    results = ranks(run.world_size, train_steps, run, batches)
+def train_all(rank: int, runs: list[RunConfig], batches: list[Any]) -> list[Any]:
+    return [train_steps(rank, run, batches) for run in runs]
+
+
+def check_equal(ranks: Ranks, runs: list[RunConfig], batches: list[Any]) -> None:
+    """Each as one process; all run in one group, one after the other."""
+    of_ranks = ranks(runs[0].world_size, train_all, runs, batches)
+    for run, results in zip(runs, zip(*of_ranks, strict=True), strict=True):
+        check_alone(run, results, batches)
+
+
+def check_alone(run: RunConfig, results: Any, batches: list[Any]) -> None:
     losses, expected = single_process(run, batches)
     for rank_losses, found, _ in results:
         assert rank_losses == losses
@@ -31,12 +41,9 @@ def check_equal(ranks: Ranks, run: RunConfig, batches: list[Any]) -> None:
     assert set().union(*(found for _, found, _ in results)) == set(expected)
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Deep1F1B"])
 @pytest.mark.parametrize("cuts", [[2], [1, 2, 3]])
-def test_weights_equal_single_process_bit_for_bit(
-    ranks: Ranks, schedule: str, cuts: list[int]
-) -> None:
-    check_equal(ranks, pipeline(schedule, cuts), SHORT)
+def test_weights_equal_single_process_bit_for_bit(ranks: Ranks, cuts: list[int]) -> None:
+    check_equal(ranks, [pipeline(name, cuts) for name in ("GPipe", "1F1B", "Deep1F1B")], SHORT)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +55,7 @@ def test_weights_equal_single_process_bit_for_bit(
     ],
 )
 def test_several_stages_per_rank_equal_single_process(ranks: Ranks, schedule: str) -> None:
-    check_equal(ranks, pipeline(schedule, [1, 2, 3]), [*BATCHES, batch([6, 7, 8]), BATCHES[1]])
+    check_equal(ranks, [pipeline(schedule, [1, 2, 3])], [*BATCHES, batch([6, 7, 8]), BATCHES[1]])
 
 
 def test_interleaved_on_four_ranks_equals_single_process(ranks: Ranks) -> None:
@@ -58,7 +65,7 @@ def test_interleaved_on_four_ranks_equals_single_process(ranks: Ranks) -> None:
         train={"clip_norm": 0},
     )
     assert run.pipeline.pipeline_ranks == 4
-    check_equal(ranks, run, BATCHES)
+    check_equal(ranks, [run], BATCHES)
 
 
 def test_looped_bfs_differs_only_by_the_order_of_sums(ranks: Ranks) -> None:
@@ -83,7 +90,7 @@ def test_looped_bfs_differs_only_by_the_order_of_sums(ranks: Ranks) -> None:
 )
 def test_features_keep_bit_equality(ranks: Ranks, change: dict[str, Any]) -> None:
     run = config(**{"train": {"clip_norm": 0}, **change})
-    check_equal(ranks, run, BATCHES[:2])
+    check_equal(ranks, [run], BATCHES[:2])
 
 
 def test_clipping_uses_the_norm_over_all_stages(ranks: Ranks) -> None:
@@ -136,7 +143,7 @@ def test_a_v_schedule_ties_by_sharing(ranks: Ranks) -> None:
 
 def test_shorter_sequences_are_carried_too(ranks: Ranks) -> None:
     run = pipeline("1F1B", [2])
-    check_equal(ranks, run, [batch(list(range(8))), batch([1, 2, 3, 4], tokens=6), BATCHES[1]])
+    check_equal(ranks, [run], [batch(list(range(8))), batch([1, 2, 3, 4], tokens=6), BATCHES[1]])
 
 
 def test_raw_bf16_is_what_the_boundary_says(ranks: Ranks) -> None:

@@ -56,6 +56,7 @@ def _losses(rank: int, methods: Sequence[str], cuts: Sequence[int]) -> Losses:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None:
     """Of all replicas where they meet, otherwise of the rank's own, as one process has it."""

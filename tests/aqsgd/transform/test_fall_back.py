@@ -19,6 +19,7 @@ from tests.aqsgd.transform.ends import (
     send,
     train,
 )
+from tests.often import mostly_slow
 from thinpipe.aqsgd.transform import basis_search
 from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.pipeline.comm.error_stats import error_stats
@@ -78,7 +79,7 @@ def test_where_a_basis_gains_little_channels_are_sent_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("small_costs")
-@pytest.mark.parametrize("stop", [1, 17])
+@pytest.mark.parametrize("stop", mostly_slow([1, 17], lambda stop: stop == 17))
 def test_changing_over_survives_a_restart(stop: int) -> None:
     whole, again = ends(), ends()
     before = follow(*whole, range(stop), until=6)
@@ -137,6 +138,7 @@ def test_a_slow_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(*ends(), range(12)) == quick
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_during_a_search_ends_well() -> None:
     """An interpreter that goes while a thread is inside torch aborts."""
     program = """

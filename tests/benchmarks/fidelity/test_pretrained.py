@@ -41,6 +41,7 @@ def rows(folder: Path, *methods: str, more: tuple[str, ...] = ()) -> list[dict[s
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_rows_have_gaps_and_are_measured_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def subwords(texts: tuple[Path, ...]) -> tuple[Corpus, Weights]:
     return corpus, pretrain(corpus, TINY, seed=0)
 
 
+@pytest.mark.slow
 def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     texts: tuple[Path, ...], subwords: tuple[Corpus, Weights], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def _stop(rank: int, method: str, root: Path) -> Any:
     return done, saved, resumed, same
 
 
+@pytest.mark.slow
 def test_every_method_saves_soon_after_it_is_asked_and_resumes_bit_for_bit(
     ranks: Ranks, tmp_path: Path
 ) -> None:

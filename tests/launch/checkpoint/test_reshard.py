@@ -172,6 +172,7 @@ def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
         assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_training_goes_on_bit_for_bit_in_a_learned_transform(ranks: Ranks, tmp_path: Path) -> None:
     boundary = [{way: {"kind": "transform"} for way in ("forward", "backward")}]

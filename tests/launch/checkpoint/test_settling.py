@@ -60,7 +60,14 @@ checkpoint.settle(Path(sys.argv[1]), 50, keep=9)
 """
 
 
-@pytest.mark.parametrize(("moves", "prepared"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("moves", "prepared"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        (1, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_crash_while_finishing_leaves_the_older_step_and_the_next_save_works(
     tmp_path: Path, moves: int, prepared: bool
 ) -> None:

@@ -56,6 +56,7 @@ keep = 9
 """
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_reports_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     file, whole, again = tmp_path / "run.toml", tmp_path / "run", tmp_path / "again"
@@ -125,6 +126,7 @@ def joined(results: list[Any], shards: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_and_optimizer_survive_another_number_of_shards(
     ranks: Ranks, tmp_path: Path
 ) -> None:

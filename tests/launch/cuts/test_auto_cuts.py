@@ -140,6 +140,7 @@ def _decide(rank: int) -> tuple[int, ...]:
     return decide_cuts(run, session, 64, saved=None, log=False).pipeline.cuts
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_ranks_that_share_a_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
     (cuts,) = set(ranks(3, _decide))
@@ -174,14 +175,14 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("thinpipe.launch.cuts.profile.interference_warning", lambda *_, **__: None)
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
-    links = ["--rate", "1mbit", "--delay", "20ms"]
+    links = ["--rate", "20kbit", "--delay", "20ms"]
     done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--speeds", "1,9", "--apply"])
     assert done.exit_code == 0, done.output
     for word in ("stage", "backward", "memory", "direct", "predicted step", "recommended"):
         assert word in done.output
     config = load_config(run_file)
     assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
-    assert config.boundary_at(1).forward.kind == "aqsgd"  # 1 Mbit/s carries no more
+    assert config.boundary_at(1).forward.kind == "aqsgd"  # 20 kbit/s carry no more, however slow this machine is
     assert "[train]" in run_file.read_text(encoding="utf-8")
     assert f"written to {run_file}: cuts [1] and bits" in done.output
     again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
@@ -189,6 +190,7 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     assert "the highest latency between two ranks is 20 ms" in " ".join(again.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "message"),
     [

@@ -45,6 +45,7 @@ def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path
     assert f"written: {saved}" in output
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_neither_gradients_nor_adam(tmp_path: Path) -> None:
     saved_model("llama", tmp_path / "model")
     model = section("llama", tmp_path / "model") | {"lora": {"rank": 2}}

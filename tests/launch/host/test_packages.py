@@ -88,6 +88,7 @@ def test_a_module_of_the_user_in_place_of_a_package_is_named(
     )
 
 
+@pytest.mark.slow
 def test_what_all_commands_need(run_file: Path) -> None:
     done = without("zstandard", run_file.parent, *command("plan", run_file))
     message = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"

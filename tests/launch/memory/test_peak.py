@@ -40,7 +40,12 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("precision", "microbatches", "checkpointing"),
-    [("fp32", 1, False), ("fp32", 4, True), ("bf16", 4, False), ("bf16", 4, 2)],
+    [
+        pytest.param("fp32", 1, False, marks=pytest.mark.slow),
+        pytest.param("fp32", 4, True, marks=pytest.mark.slow),
+        pytest.param("bf16", 4, False, marks=pytest.mark.slow),
+        ("bf16", 4, 2),
+    ],
 )
 def test_a_step_takes_what_is_counted(
     precision: str, microbatches: int, checkpointing: bool | int

@@ -45,11 +45,12 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
     assert "predicted step" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param("LoopedBFS", marks=pytest.mark.slow),
+        "LoopedBFS",
         pytest.param("ZBVZeroBubble", marks=TORCH_2_13),
     ],
 )

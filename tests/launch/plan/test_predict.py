@@ -142,7 +142,7 @@ def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
         assert nbytes == sorted(set(nbytes))
 
 
-@pytest.mark.parametrize(("epochs", "levels"), [(1, 2), (2, 5)])
+@pytest.mark.parametrize(("epochs", "levels"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 5)])
 def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, levels: int) -> None:
     run = config(
         model={"width": 128, "context": 64},
@@ -162,7 +162,9 @@ def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, leve
         assert learned[-1].message.nbytes < min(as_good)
 
 
-@pytest.mark.parametrize(("from_run", "expected"), [("run", True), (None, False)])
+@pytest.mark.parametrize(
+    ("from_run", "expected"), [("run", True), pytest.param(None, False, marks=pytest.mark.slow)]
+)
 def test_learned_transforms_are_recommended_to_models_that_were_trained(
     from_run: str | None, expected: bool
 ) -> None:

@@ -33,6 +33,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(replicas, "method_names", lambda: names)
 
 
+@pytest.mark.slow
 def test_a_step_is_compute_and_what_the_exchange_adds() -> None:
     """Four microbatches among three machines are two each; 1 M trained parameters, 1 Mbit/s."""
     found = replica_steps(RUN, BLOCKS, SLOW, MEMORY)
@@ -54,6 +55,7 @@ def test_a_step_is_compute_and_what_the_exchange_adds() -> None:
     assert len(steps) == len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuned", [False, True])
 def test_who_ends_as_well_as_all_reduce_comes_first(
     tuned: bool, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +76,7 @@ def test_who_ends_as_well_as_all_reduce_comes_first(
     assert [step.step_s for step in others] == sorted(step.step_s for step in others)
 
 
+@pytest.mark.slow
 def test_the_runs_own_options_are_counted() -> None:
     run = RUN.updated(gradcomp={"method": "topk", "topk": {"fraction": 0.5}})
     (own,) = (

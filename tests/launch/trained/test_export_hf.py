@@ -232,6 +232,7 @@ def test_an_exact_tie_stays_one_weight(tmp_path: Path, monkeypatch: pytest.Monke
     assert left.config.tie_word_embeddings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["gpt2", "llama"], "gpt2".__eq__))
 def test_lora_is_merged(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"

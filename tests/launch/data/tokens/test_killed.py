@@ -89,7 +89,7 @@ def _moments(config: DataConfig, owner: Any, name: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "text".__eq__))
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", mostly_slow(MOMENTS, "replace".__eq__))
 def test_the_next_start_after_a_kill_has_the_same_tokens(
     tmp_path: Path, moment: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,9 +44,8 @@ def stopped(run_file: Path, port: int, number: signal.Signals) -> list[str]:
     return lines[1:]
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_says_so_in_a_line(run_file: Path, number: signal.Signals) -> None:
     assert stopped(run_file, free_port(), number) == ["asked to stop before the run began"]
 

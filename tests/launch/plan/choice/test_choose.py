@@ -76,6 +76,7 @@ def test_far_machines_stay_idle_behind_a_link_that_would_cost_more() -> None:
     assert used in ({"Ohio-0", "Ohio-1"}, {"Tokyo-0", "Tokyo-1"})
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_no_machine_is_cut() -> None:
     """A block takes 16 MB, 12 in a checkpoint's copy, and 20 % between tensors."""
     for choice in chosen(cluster(memory_gb=0.25)):
@@ -93,6 +94,7 @@ def slow(config: dict[str, object], gbps: float) -> PlannedRun:
     return choose(found, [BLOCK] * 4, there, memory=memory)[0]
 
 
+@pytest.mark.slow
 def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
     """Two replicas of 4 M parameters; they compute for about a second."""
     quick, middling, slowest = (slow({}, gbps) for gbps in (10.0, 0.02, 0.0015))

@@ -115,6 +115,7 @@ class Started:
         return self._process.returncode, " ".join(said.split())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path) -> None:
     run = Started(folder, "ef_gradients")
     run.kill_rank(2, after=8)
@@ -458,6 +459,7 @@ def nobody_was_lost(rank: int, port: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_failure_without_a_loss_is_raised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.checkpoint import files
@@ -67,6 +68,7 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
     return "trained to the end"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_newcomer_with_later_checkpoints_of_the_run_is_refused_by_name(
     ranks: Ranks, tmp_path: Path
@@ -142,7 +144,7 @@ def _after(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("breaks", mostly_slow([False, True], bool))
 def test_a_newcomer_gets_its_state_while_the_others_train(
     ranks: Ranks, tmp_path: Path, breaks: bool
 ) -> None:
