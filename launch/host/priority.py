@@ -10,9 +10,10 @@ _LEAST = 19
 def give_way() -> None:
     """Let this process have only the CPU time that others leave.
 
-    It must lead a session of its own. Linux shares CPUs among sessions first (`sched_autogroup`),
-    and `nice` counts only within one.
+    Linux shares CPUs among sessions first (`sched_autogroup`), and `nice` counts only within one.
+    So a process that leads a session makes all of that give way; others would slow their user's.
     """
     os.nice(_LEAST)
-    with contextlib.suppress(OSError):  # no such kernel
-        Path("/proc/self/autogroup").write_text(str(_LEAST), encoding="ascii")
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):  # no such kernel
+            Path("/proc/self/autogroup").write_text(str(_LEAST), encoding="ascii")

@@ -182,7 +182,7 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
         assert word in done.output
     config = load_config(run_file)
     assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
-    assert config.boundary_at(1).forward.kind == "aqsgd"  # 20 kbit/s carry no more, however slow this machine is
+    assert config.boundary_at(1).forward.kind == "aqsgd"  # 20 kbit/s carry no more
     assert "[train]" in run_file.read_text(encoding="utf-8")
     assert f"written to {run_file}: cuts [1] and bits" in done.output
     again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])

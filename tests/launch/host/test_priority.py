@@ -16,10 +16,11 @@ while True:
     pass
 """
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not Path("/proc/self/autogroup").exists(), reason="this kernel does not share by session"
 )
+
+
 def test_one_that_gives_way_leaves_the_cpu_to_another_session() -> None:
     core = str(min(os.sched_getaffinity(0)))
     pipe = subprocess.PIPE
@@ -47,6 +48,21 @@ def test_one_that_gives_way_leaves_the_cpu_to_another_session() -> None:
                 if end is not None:
                     end.close()
     assert least < 33  # without autogroup's own number, as much as the other
+
+
+def test_one_that_leads_no_session_leaves_that_of_its_user_alone() -> None:
+    own = Path("/proc/self/autogroup")
+    before = own.read_text(encoding="ascii")
+    words = [sys.executable, "-c", _BUSY, "1"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert own.read_text(encoding="ascii") == before
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def _ticks(pid: int) -> int:
