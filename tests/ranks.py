@@ -78,11 +78,11 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120)
-    )
     try:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120)
+        )
         outcome = (True, function(rank, *args))
     except BaseException:
         outcome = (False, f"rank {rank}:\n{traceback.format_exc()}")

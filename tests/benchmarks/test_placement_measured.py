@@ -29,6 +29,7 @@ def test_the_emulated_links_are_those_of_the_cluster(name: str) -> None:
             assert spec.delay_s[source, target] == cluster.latency_HH[source, target]
 
 
+@pytest.mark.slow
 def test_layouts_are_predicted_beside_each_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

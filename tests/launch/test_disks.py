@@ -73,6 +73,7 @@ def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mo
     assert last.endswith("with --resume")
 
 
+@pytest.mark.slow
 def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, mount: Mount) -> None:
     place = mount("size=410k")
     done = train(
@@ -111,6 +112,7 @@ def test_a_file_size_limit_below_a_part_is_refused(run_file: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_any_name_of_a_folder_will_do(
     run_file: Path, tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:

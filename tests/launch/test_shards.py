@@ -13,6 +13,7 @@ import torch
 from psutil import Process
 from pydantic import ValidationError
 
+from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.training import TORCH_2_13, batch, config, share, start, train_steps, weights
 from thinpipe.gradcomp.sharded.stage import StageShards
@@ -62,9 +63,7 @@ def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool =
             torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", "Deep1F1B", pytest.param("GPipe", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("schedule", mostly_slow(["1F1B", "Deep1F1B", "GPipe"], "Deep1F1B".__eq__))
 def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
     # with seeds 8 and 9 the factor that clips depended on who held which part, when its norm was
     # computed in fp32; with others it did not, here
@@ -124,6 +123,7 @@ def _both_evaluated(rank: int, *runs: RunConfig) -> Any:
     return [_evaluated(rank, run) for run in runs]
 
 
+@pytest.mark.slow
 def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
     """With quantized weights it is not that of what training computes with."""
     qsdp = {"method": "qsdp", "weight_bits": 2, "keep_below": 0, "gradient_bits": 32}
@@ -166,6 +166,7 @@ def _train_beside_exact(rank: int, run: RunConfig, plain: RunConfig) -> Any:
     return *_train(rank, run), _step(start(plain), 0)
 
 
+@pytest.mark.slow
 def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
     """AQ-SGD across cuts, QSDP between shards, Cocktail between replicas."""
     plain = config(pipeline={"cuts": [2], "shards": 2, "replicas": 2})
@@ -214,7 +215,8 @@ def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("gather", ["step", pytest.param("microbatch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
 def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
     ranks: Ranks, gather: str
 ) -> None:

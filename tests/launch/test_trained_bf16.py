@@ -149,6 +149,7 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
     return [train_steps(rank, run, samples)[:2] for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path) -> None:
     saved_model("llama", tmp_path / "source")

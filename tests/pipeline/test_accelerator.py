@@ -24,10 +24,13 @@ from tests.gradcomp.test_contract import train as train_replicas
 from tests.training import batch, config, weights
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch knows no devices in Python",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch knows no devices in Python",
+    ),
+    pytest.mark.slow,  # it compiles
+]
 ROOT = Path(__file__).parents[2]
 WAITS_PER_STEP = {"raw": 8, "direct": 8, "stateless": 18, "aqsgd": 80, "transform": 22}
 """Most of a step of two microbatches of four over one cut, with both of its ends."""

@@ -41,6 +41,7 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
         assert all(row.steps_s[0] > 0.01 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_methods_run_between_two_pipelines(ranks: Ranks) -> None:
     for rows in ranks(4, measure, JOINT):

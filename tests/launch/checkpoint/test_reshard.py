@@ -205,6 +205,7 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
     assert "all replicas start from the same weights" in resumed[0]["log"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_second_replica_starts_from_the_state_of_the_first(ranks: Ranks, tmp_path: Path) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
@@ -225,6 +226,7 @@ def test_a_second_replica_starts_from_the_state_of_the_first(ranks: Ranks, tmp_p
     assert "sent as first visits" not in resumed[0]["log"]  # the first had all samples
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_differing_replicas_start_from_the_common_model_when_cuts_move(
     ranks: Ranks, tmp_path: Path

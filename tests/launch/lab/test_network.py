@@ -269,6 +269,7 @@ def test_a_process_that_gets_sigterm_while_it_is_forked_ends(
     assert time.monotonic() - begin < LONG_S / 10
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_stopped(net: ShapedNetwork) -> None:
     with pytest.raises(TimeoutError, match=r"hosts \[0, 2\] still run after 3 s"):
         net.run(lambda host: time.sleep(0 if host == 1 else LONG_S), timeout_s=3)

@@ -22,6 +22,7 @@ def test_a_missing_feature_is_named_with_its_remedy_and_other_errors_are_not() -
         raise NetlinkError(errno.EBUSY)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_a_change_that_the_kernel_refuses_is_refused_again_and_undone() -> None:
     def unplug(_: int) -> None:

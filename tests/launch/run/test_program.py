@@ -257,6 +257,7 @@ def test_replicas_of_ones_own_model(folder: Path) -> None:
     assert set(load_file("mine.safetensors")) == set(own_module()["model"]().state_dict())
 
 
+@pytest.mark.slow
 def test_muon_trains_and_resumes_bit_for_bit(folder: Path) -> None:
     chosen = ("--set", "train.optimizer=muon", "--set", "checkpoint.keep=9")
     run("train", "run.toml", *chosen)
@@ -338,6 +339,7 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
     assert "launch/run" not in said
 
 
+@pytest.mark.slow
 def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))

@@ -96,6 +96,7 @@ def test_there_is_a_test_of_every_one() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_batches_of_any_length_a_stream_and_a_scheduler(folder: Path) -> None:
     tour(folder, *FAST)
     lengths = [record.tokens for record in records("dict_batch")]

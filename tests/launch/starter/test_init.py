@@ -109,6 +109,7 @@ def test_it_finds_conversations_and_writes_how_they_are_learnt(folder: Path) -> 
     assert alpaca.chat_template == "plain"
 
 
+@pytest.mark.slow
 def test_the_template_of_a_models_tokenizer_is_used(folder: Path) -> None:
     place = folder / "gpt2"
     saved_model("gpt2", place, vocab_size=512, n_positions=128)

@@ -117,6 +117,7 @@ def test_a_method_with_an_optimizer_of_its_own_is_kept() -> None:
     assert slow({"gradcomp": {"method": "demo"}}, 10.0).gradcomp["method"] == "demo"
 
 
+@pytest.mark.slow
 def test_bits_are_raised_where_links_allow_it() -> None:
     """A model of 4 blocks that a machine has no memory for."""
     wide = {"model": {"layers": 4, "width": 512, "heads": 4}}

@@ -33,13 +33,9 @@ def plan(path: Path, *options: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param('"1F1B"', marks=pytest.mark.slow),
-        '"LoopedBFS"\nranks = 1',
-        pytest.param('"Deep1F1B"\nranks = 2\ndepth = 4', marks=pytest.mark.slow),
-    ],
+    "schedule", ['"1F1B"', '"LoopedBFS"\nranks = 1', '"Deep1F1B"\nranks = 2\ndepth = 4']
 )
 def test_what_is_applied_is_a_valid_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
