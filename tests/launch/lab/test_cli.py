@@ -115,9 +115,11 @@ def _networks() -> set[str]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_gives_commands_time_to_exit(tmp_path: Path) -> None:
+def test_ctrl_c_gives_commands_time_to_save(tmp_path: Path) -> None:
+    """A second signal before they have would end them at once."""
     note, output = tmp_path / "note", tmp_path / "output"
-    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; echo ready; sleep 600 & wait"
+    saves = f"sleep 5; echo {{rank}} >> {note}; exit 0"
+    script = f"trap '{saves}' INT; trap 'exit 1' TERM; echo ready; sleep 600 & wait"
     with (
         output.open("wb") as out,
         started("--hosts", "2", "--", "sh", "-c", script, output=out) as process,
