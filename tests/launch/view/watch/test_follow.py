@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -195,8 +196,8 @@ def test_where_nobody_can_say_it_only_the_silence_is_told(
     made_old(folder, 31)
     run = Followed(folder)
     assert (state(run), run.is_over) == ("Step 20 of 40.", False)
-    assert run.silence == "No step for 31 s; one usually takes 250 ms."
-    made_old(folder, 29)
+    assert re.fullmatch(r"No step for 3\d s; one usually takes 250 ms\.", run.silence)
+    made_old(folder, 0)
     assert run.silence == ""
 
 
