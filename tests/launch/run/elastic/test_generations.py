@@ -218,10 +218,14 @@ def test_below_the_least_it_ends_as_before(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"gradcomp": {"method": "diloco"}}, 'gradcomp.method = "diloco": its replicas cannot'),
+        ({"gradcomp": {"method": "cocktail"}}, 'gradcomp.method = "cocktail": its replicas cannot'),
+        (
+            {"gradcomp": {"method": "async_average"}},
+            "powersgd, sparse_loco, topk, with delayed = false and overlap = 0, or remove",
+        ),
         (
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
-            "ef_gradients, powersgd, topk, not delayed, or remove",
+            "allreduce, bytegrad, diloco, ef_gradients, powersgd",
         ),
         (
             {
