@@ -138,6 +138,8 @@ class ElasticTraining(Training):
         self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
         stops = self.stopping or self._stops_here  # nobody has to be asked for it
         before_this.close(None if stops else self.agreement)
+        if self._elastic.loss:  # which `interrupt` may have told the one before
+            self.agreement.release()
         if self._has_state:
             self._say(words)
 

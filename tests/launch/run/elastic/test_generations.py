@@ -318,7 +318,7 @@ def joined(
 ) -> tuple[Store, GlooTransport, Recorder, Any]:
     """As a rank of a run, whose connections can be broken."""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    gloo_backend.register("127.0.0.1")
+    gloo_backend.register("127.0.0.1", joining=True)
     dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend.BACKEND,
