@@ -1,6 +1,6 @@
 """Bases of methods: defaults of the ReplicaSync contract, and state kept from step to step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.replica_sync import LossScope
+from thinpipe.pipeline.replica_sync import LossScope, ReplicaSync
 
 
 class Kept(Protocol):
@@ -19,6 +19,44 @@ class Kept(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+Hold = Callable[[Callable[[], None]], None]
+"""Makes an exchange count for all replicas or for none: it may call it again, after `abandon`."""
+
+
+class GoesOn(ReplicaSync, Protocol):
+    """A `ReplicaSync` whose replicas go on when one is lost, and let others in (GOES_ON).
+
+    | state                       | a replica leaves               | a replica joins       |
+    |:----------------------------|:-------------------------------|:----------------------|
+    | parameters, optimizer       | stay, of local steps unmet too | those of replica 0    |
+    | global copy, outer momentum | stay, equal on all             | those of all          |
+    | residuals, owed moves       | its own are lost               | it begins with none   |
+    | residuals of its shards     | its own are lost, others' sent | it begins with none   |
+    | local steps since they met  | its own are lost               | it comes as they meet |
+    """
+
+    def meet(self, step: int, hold: Hold) -> None:
+        """Hold the meeting before a step, if there is one that is not part of a step."""
+
+    def lets_in(self, step: int) -> bool:
+        """Whether a replica can join before this step."""
+
+    def finish_by(self, hold: Hold) -> None:
+        """As `finish`."""
+
+    def settle(self) -> None:
+        """Wait for exchanges under way, which have failed or are about to."""
+
+    def abandon(self) -> None:
+        """Forget the step or meeting under way, whose exchanges have failed."""
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Replicas left or came between two steps; this one was `rank` of `size`."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a replica that joins loads: as `state_dict`, but it owes nothing."""
 
 
 class BaseSync:
@@ -44,6 +82,9 @@ class BaseSync:
     def after_step(self) -> None: ...
 
     def finish(self) -> None: ...
+
+    def alike(self) -> list[Tensor]:
+        return []
 
     def global_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()

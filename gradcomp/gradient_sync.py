@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base import BaseSync, Kept, Stateless
+from thinpipe.gradcomp.base import BaseSync, Hold, Kept, Stateless
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.overlap import Overlap
@@ -74,25 +74,30 @@ class GradientSync(BaseSync):
         self._begun = self._step
         self._readiness.begin_step(passes)
 
+    def meet(self, step: int, hold: Hold) -> None:
+        """All is exchanged within steps."""
+
+    def lets_in(self, step: int) -> bool:
+        return True
+
+    def finish_by(self, hold: Hold) -> None:
+        self.finish()
+
     def settle(self) -> None:
-        """Wait for exchanges under way, which have failed or are about to."""
         self._overlap.settle()
 
     def abandon(self) -> None:
-        """Forget the step under way, whose exchanges have failed."""
         self.settle()
         self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
         self._step = self._begun
         self._reducer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
-        """Replicas left or came between two steps; this one was `rank` of `size`."""
         self._reducer.regroup(rank, size)
         if self._peers.size > 1 and not self._buckets:  # it was alone
             self._use(self._make())
 
     def shared_state(self) -> dict[str, Any]:
-        """What a replica that joins loads: as `state_dict`, but it owes nothing."""
         return {"step": self._step, "reducer": self._reducer.shared_state()}
 
     def before_step(self) -> None:

@@ -13,12 +13,13 @@ DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), Spar
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
 agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
 nothing waits for another replica, but for the digests of `train.verify_every`. 3. is done by the
-training thread once everything has arrived: a failed exchange changes nothing.
+training thread once everything has arrived: a failed exchange changes nothing, and can be made
+again by those who are left.
 
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -27,8 +28,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base import BaseSync, Kept
-from thinpipe.gradcomp.buckets import device_of, make_buckets
+from thinpipe.gradcomp.base import BaseSync, Hold, Kept
+from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket, replaced
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -81,6 +82,12 @@ class OuterStep(Kept, Protocol):
         a fragment have arrived.
         """
 
+    def drop(self) -> None:
+        """Forget what an exchange has changed that failed."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all replicas."""
+
 
 class LocalSteps(BaseSync):
     """A `ReplicaSync` around an outer step."""
@@ -102,41 +109,77 @@ class LocalSteps(BaseSync):
         """
         self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
         self.overlaps = config.overlap > 0
-        self._fragments = [
-            [SharedBucket(bucket) for bucket in part]
-            for part in _fragments(parameters, peers, config)
-        ]
-        self._overlap = Overlap(device_of(parameters))
+        self._make = partial(_fragments, parameters, config)
+        self._fragments: list[list[SharedBucket]] = [[] for _ in range(config.fragments)]
+        if peers.size > 1:
+            self._fragments = self._make()
+        self._device = device_of(parameters)
+        self._overlap = Overlap(self._device)
         self._captured = False
-        self._exchanges = 0
+        self._exchanges = self._met = 0
 
     def due(self, step: int) -> bool:
         turn, place = self._config.turn, step % self._config.turn
         return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
 
     def begin_step(self, step: int, passes: int) -> None:
-        """The first step finds replicas equal: what they hold becomes the global model."""
-        if not self._captured:
-            self._captured = True
-            for bucket in self._all():
-                bucket.capture()
-        turn = self._config.turn
-        if step and step % turn == 0:
-            fragment = (step // turn - 1) % self._config.fragments
-            self._launch(fragment)
-        if step % turn == self._config.overlap:
+        self._capture()
+        if not self.overlaps:
+            self.meet(step, _by_itself)
+        elif self._is_turn(step):
+            self._launch(self._fragment(step))
+        if step % self._config.turn == self._config.overlap:
             self._join()
 
+    def meet(self, step: int, hold: Hold) -> None:
+        """Exchange a fragment, if it is its turn."""
+        self._capture()
+        if self._is_turn(step) and step > self._met:
+            self._exchange(self._fragment(step), hold)
+            self._met = step
+
+    def lets_in(self, step: int) -> bool:
+        return self._met == step
+
     def finish(self) -> None:
+        self.finish_by(_by_itself)
+
+    def finish_by(self, hold: Hold) -> None:
         """Exchange all fragments once more: replicas are equal to the global model then."""
         if self._captured:
             self._join()
             for number in range(len(self._fragments)):
-                self._launch(number)
-                self._join()
+                self._exchange(number, hold)
             for bucket in self._all():
                 bucket.local_N.copy_(bucket.global_N)
             self._captured = False  # nothing is left to exchange
+
+    def settle(self) -> None:
+        self._overlap.settle()
+
+    def abandon(self) -> None:
+        self.settle()
+        self._overlap = Overlap(self._device)
+        self._outer.drop()
+
+    def regroup(self, rank: int, size: int) -> None:
+        if self._peers.size > 1 and not self._all():  # it was alone
+            self._fragments = self._make()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Parameters are the global ones, which are not sent twice where those are fp32."""
+        return {
+            **self._overlap.save(),
+            "exchanges": self._exchanges,
+            "captured": self._captured,
+            "met": self._met,
+            "global": [None if b.left_N is None else b.global_N for b in self._all()],
+            "outer": self._outer.shared_state(),
+        }
+
+    def alike(self) -> list[Tensor]:
+        state = self._outer.shared_state()
+        return [*(b.global_N for b in self._all()), *(state[name] for name in sorted(state))]
 
     def global_parameters(self) -> AbstractContextManager[None]:
         self._overlap.wait()
@@ -144,8 +187,10 @@ class LocalSteps(BaseSync):
         return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
+        under_way = self._overlap.save()
+        self._outer.keep()  # of what is under way, which a run that is restored only applies
         return {
-            **self._overlap.save(),
+            **under_way,
             "exchanges": self._exchanges,
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._all()],
@@ -156,11 +201,33 @@ class LocalSteps(BaseSync):
         self._overlap.restore(state)
         self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
+        self._met = state.get("met", 0)
         for bucket, global_N in zip(self._all(), state["global"], strict=True):
-            bucket.global_N.copy_(global_N)
+            bucket.global_N.copy_(bucket.local_N if global_N is None else global_N)
 
     def _all(self) -> list[SharedBucket]:
         return [bucket for fragment in self._fragments for bucket in fragment]
+
+    def _capture(self) -> None:
+        """The first step finds replicas equal: what they hold becomes the global model."""
+        if not self._captured:
+            self._captured = True
+            for bucket in self._all():
+                bucket.capture()
+
+    def _is_turn(self, step: int) -> bool:
+        return step > 0 and step % self._config.turn == 0
+
+    def _fragment(self, step: int) -> int:
+        return (step // self._config.turn - 1) % self._config.fragments
+
+    def _exchange(self, fragment: int, hold: Hold) -> None:
+        def exchange() -> None:
+            self._launch(fragment)
+            self._overlap.wait()
+
+        hold(exchange)
+        self._join()
 
     def _launch(self, fragment: int) -> None:
         buckets = self._fragments[fragment]
@@ -178,6 +245,7 @@ class LocalSteps(BaseSync):
     def _join(self) -> None:
         """Wait for the exchange under way and apply it."""
         for fragment, distances, updates in self._overlap.join():
+            self._outer.keep()
             self._exchanges += 1
             with torch.no_grad():
                 for bucket, distance_N, update_N in zip(
@@ -194,6 +262,10 @@ class LocalSteps(BaseSync):
         bucket.local_N.mul_(self._mix).add_(global_N, alpha=1 - self._mix)
 
 
+def _by_itself(exchange: Callable[[], None]) -> None:
+    exchange()
+
+
 def _exchange(
     outer: OuterStep, fragment: int, keys: Sequence[ExchangeKey], distances: list[Tensor]
 ) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -202,16 +274,13 @@ def _exchange(
         outer.update(key.bucket, distance_N, key)
         for key, distance_N in zip(keys, distances, strict=True)
     ]
-    outer.keep()
     return fragment, distances, updates
 
 
-def _fragments(
-    parameters: Sequence[nn.Parameter], peers: Peers, config: TurnsConfig
-) -> list[list[Any]]:
+def _fragments(parameters: Sequence[nn.Parameter], config: TurnsConfig) -> list[list[SharedBucket]]:
     """Buckets, dealt into as many groups of about equal size."""
-    buckets = make_buckets(parameters, config.bucket_nbytes) if peers.size > 1 else ()
-    groups: list[list[Any]] = [[] for _ in range(config.fragments)]
+    groups: list[list[Bucket]] = [[] for _ in range(config.fragments)]
+    buckets = make_buckets(parameters, config.bucket_nbytes)
     for bucket in sorted(buckets, key=lambda bucket: -bucket.numel):
         min(groups, key=lambda group: sum(b.numel for b in group)).append(bucket)
-    return groups
+    return [[SharedBucket(bucket) for bucket in group] for group in groups]

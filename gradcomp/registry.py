@@ -35,8 +35,12 @@ class Method(Protocol):
 
 
 def goes_on(name: str, options: BaseModel) -> bool:
-    """Whether a method's replicas can go on when one is lost: GOES_ON in its file."""
-    return getattr(load_method(name), "GOES_ON", False) and not getattr(options, "delayed", False)
+    """Whether a method's replicas can go on when one is lost: GOES_ON in its file.
+
+    Not if an exchange has the time of steps, as they would have to agree on what became of it.
+    """
+    late = getattr(options, "delayed", False) or getattr(options, "overlap", 0)
+    return getattr(load_method(name), "GOES_ON", False) and not late
 
 
 def method_names() -> list[str]:

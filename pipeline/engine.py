@@ -28,6 +28,7 @@ from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.loss import NextToken, Objective, loss_head
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -57,7 +58,8 @@ class EngineOptions:
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
     over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
     what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`). With
-    `share_casts` microbatches share weights cast to bf16.
+    `share_casts` microbatches share weights cast to bf16. With `all_share` all ranks share the
+    numbers of every step, though replicas need not wait for each other.
     """
 
     schedule: ScheduleName
@@ -73,6 +75,7 @@ class EngineOptions:
     precision: Precision = "fp32"
     share_casts: bool = True
     offload: bool = False
+    all_share: bool = False
     objective: Objective = field(default_factory=NextToken)
     guarded: Mapping[CutDirection, str] = field(default_factory=dict)
 
@@ -203,7 +206,8 @@ class PipelineEngine:
             sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
         )
-        scope: Scope = "world" if self._sync.due(step) else "replica"
+        waits = self._options.all_share or self._sync.due(step)
+        scope: Scope = "world" if waits else "replica"
         return self._finished(self._stats.share(own, scope))
 
     @property
@@ -211,9 +215,12 @@ class PipelineEngine:
         """[W, N]: what all ranks shared at the end of the last step that was finished here."""
         return self._stats.shared_WN
 
-    def finish_step(self, shared_WN: Tensor) -> StepTotals:
-        """Finish a step in which only the last exchange failed; `shared_WN` is of who had it."""
-        return self._finished(self._stats.taken_over(shared_WN))
+    def finish_step(self, shared_WN: Tensor, mesh: Mesh) -> StepTotals:
+        """Finish a step in which only the last exchange failed; `shared_WN` is of who had it.
+
+        `mesh` is that of the step, before a replica was lost.
+        """
+        return self._finished(self._stats.taken_over(shared_WN, mesh))
 
     @property
     def passes(self) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 LossScope = Literal["global", "replica"]
 """Whose tokens a loss is divided by: those of all replicas, or of this one."""
 
@@ -52,6 +54,9 @@ class ReplicaSync(Protocol):
         Every replica calls it when the last step is done, before the last evaluation and
         checkpoint. Not before others: an exchange applied early would change training.
         """
+
+    def alike(self) -> list[Tensor]:
+        """What is equal on all replicas between steps, though their parameters differ."""
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Inside, parameters are those of the one model that all replicas stand for.

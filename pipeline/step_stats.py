@@ -11,6 +11,7 @@ from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repair
 from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
 from thinpipe.pipeline.comm.error_stats import SUMS, error_stats
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.replica_sync import LossScope
 from thinpipe.pipeline.wire.told import DIRECTIONS, ComputeEvent, WireTotal
 
@@ -121,23 +122,24 @@ class StepStats:
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         self.shared_WN = all_WN = self._transport.share(mine, scope)
         held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
-        return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
+        repair = self.consistency.repair(held_WN, self._coming_B, scope)
+        return self._totals(all_WN, repair, scope, self._transport.mesh)
 
-    def taken_over(self, shared_WN: torch.Tensor) -> StepTotals:
+    def taken_over(self, shared_WN: torch.Tensor, mesh: Mesh) -> StepTotals:
         """What `share` would have returned, of a step in which this rank lost the others.
 
-        `shared_WN` is that of a rank which did not.
+        `shared_WN` is that of a rank which did not, `mesh` that of the step.
         """
         self.shared_WN = shared_WN
-        return self._totals(shared_WN, Repair(), "world")
+        return self._totals(shared_WN, Repair(), "world", mesh)
 
-    def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
+    def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope, mesh: Mesh) -> StepTotals:
         of_ranks = _Scalars(*all_WN[:, :_SCALARS].unbind(1))
         total = _Scalars(*all_WN[:, :_SCALARS].sum(0).tolist())
-        loss, mesh = total.loss, self._transport.mesh
+        loss = total.loss
         alike = mesh.replicas if scope == "replica" else 1
         if self._loss_scope == "replica" and scope == "world":
-            loss = self._mean_loss(of_ranks)
+            loss = _mean_loss(of_ranks, mesh.replicas)
         ranks = mesh.pipeline_ranks * mesh.shards
         replica_norms = of_ranks.square_norm.reshape(-1, ranks).sum(1).sqrt()
         seconds = float(of_ranks.seconds.max())
@@ -159,12 +161,6 @@ class StepStats:
             repaired=repair.repaired,
         )
 
-    def _mean_loss(self, of_ranks: _Scalars) -> float:
-        """Over the tokens of all replicas, of losses that are each replica's own mean."""
-        columns = torch.stack([of_ranks.loss, of_ranks.tokens], 1)
-        losses_R, tokens_R = columns.view(self._transport.mesh.replicas, -1, 2).sum(1).unbind(1)
-        return float((losses_R * tokens_R).sum() / tokens_R.sum().clamp(min=1))
-
     def _traffic(self) -> list[float]:
         sent: dict[tuple[int, int], list[float]] = {}
         for channel in self._outgoing:
@@ -181,6 +177,13 @@ class StepStats:
             _wire_total(*place, rows * alike)
             for place, rows in zip(self.consistency.places, rows_PWN, strict=True)
         )
+
+
+def _mean_loss(of_ranks: _Scalars, replicas: int) -> float:
+    """Over the tokens of all replicas, of losses that are each replica's own mean."""
+    columns = torch.stack([of_ranks.loss, of_ranks.tokens], 1)
+    losses_R, tokens_R = columns.view(replicas, -1, 2).sum(1).unbind(1)
+    return float((losses_R * tokens_R).sum() / tokens_R.sum().clamp(min=1))
 
 
 def _wire_total(cut: int, direction: int, senders: Sequence[Sequence[float]]) -> WireTotal:

@@ -83,6 +83,8 @@ def _work(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120)
         )
+        store.set(f"connected/{rank}", "")  # nobody leaves while another still connects
+        store.wait([f"connected/{other}" for other in range(count)])
         outcome = (True, function(rank, *args))
     except BaseException:
         outcome = (False, f"rank {rank}:\n{traceback.format_exc()}")

@@ -73,7 +73,7 @@ def default_group(timeout_s: float, key: Path | None = None) -> Iterator[None]:
     config = NetworkConfig(key_file=str(key) if key else None, trusted=key is None)
     lobby = Lobby(world, timeout_s, print_error)
     store, network = meet(config, rank, world, lobby, wait_s=timeout_s)
-    open_group(store, rank, world, wait_s=timeout_s)
+    open_group(store, rank, world, wait_s=timeout_s, joining=False)
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = False
+GOES_ON = True
 _EXACT = Cast("fp32")
 
 

@@ -12,6 +12,7 @@ Axes: N values of a bucket.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -26,6 +27,7 @@ from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = False
+GOES_ON = True
 
 
 class Config(LocalStepsConfig):
@@ -64,6 +66,10 @@ class DiLoCo(Staged):
         new_N = mean_N.clone() if old_N is None else mean_N + momentum * old_N
         self.set(str(index), new_N)
         return self._config.outer_lr * torch.add(mean_N, new_N, alpha=momentum)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Momenta."""
+        return self.state_dict()
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:

@@ -14,6 +14,7 @@ Axes: N values of a bucket.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -26,6 +27,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.tile_topk import TileTopK
 
 REPLICAS_EQUAL = False
+GOES_ON = True
 
 
 class Config(LocalStepsConfig):
@@ -61,6 +63,10 @@ class SparseLoCo(Staged):
             self._codec.add_to(payload, sum_N, count_N)
         self.set(str(index), target_N - seen_N)
         return self._config.outer_lr * sum_N.div_(self._peers.size)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing: what is owed is each replica's own."""
+        return {}
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:

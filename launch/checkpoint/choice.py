@@ -5,7 +5,7 @@ is damaged or missing on one machine is fetched from another that holds it; wher
 step before is tried, and the reason is kept for the user.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,9 +85,11 @@ class CheckpointChoice:
         self._repaired: tuple[str, ...] = ()
 
     def newest(
-        self, step: int | None, needed: Callable[[Manifest], Sequence[str]]
+        self, step: int | None, needed: Callable[[Manifest, Collection[str]], Sequence[str]]
     ) -> ChosenCheckpoint:
-        """The newest whole step, or `step`; `needed` are the parts that this rank will read.
+        """The newest whole step, or `step`.
+
+        `needed` are the parts that this rank will read, of a step of which some are anywhere.
 
         Raises:
             CheckpointError: on every rank, if there is none.
@@ -131,7 +133,9 @@ class CheckpointChoice:
         return (*found, *lost[:1])
 
     def _complete(
-        self, candidate: Candidate, needed: Callable[[Manifest], Sequence[str]]
+        self,
+        candidate: Candidate,
+        needed: Callable[[Manifest, Collection[str]], Sequence[str]],
     ) -> Manifest | str:
         """Have this step whole on all hosts and published; its manifest, or what is wrong."""
         root, mine = self._place.root, None
@@ -140,8 +144,9 @@ class CheckpointChoice:
                 mine = offer
         folder = _unnamed(root, candidate.step) if mine is None else mine.folder(root)
         manifest = self._manifest(candidate, folder)
-        lacking = self._lacking(manifest, folder, needed(manifest))
         present = [p.name for p in manifest.parts if size_error(p, folder) is None]
+        anywhere = {name for own in self._gather(present) for name in own}
+        lacking = self._lacking(manifest, folder, needed(manifest, anywhere))
         answers = self._gather([lacking, present])
         found = self._plan(manifest, answers)
         if isinstance(found, str):

@@ -7,7 +7,7 @@ exchange's state, random numbers of dropout) is reset, and that is logged.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
-from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
@@ -79,8 +79,19 @@ def parts_of(folder: Path, *, replica: int) -> list[str]:
     Raises:
         CheckpointError: the manifest is missing or damaged.
     """
-    listed = checkpoint.read_manifest(folder).parts
-    return [part.name for part in listed if part.name.startswith(f"replica-{replica}.")]
+    names = names_of(checkpoint.read_manifest(folder))
+    return [name for name in names if name.startswith(f"replica-{replica}.")]
+
+
+def names_of(manifest: Manifest) -> list[str]:
+    """Names of all parts."""
+    return [part.name for part in manifest.parts]
+
+
+def whole_replicas(names: Sequence[str], there: Collection[str]) -> list[str]:
+    """The parts of those replicas of which all parts are there."""
+    lacking = {name.partition(".")[0] for name in names if name not in there}
+    return [name for name in names if name.partition(".")[0] not in lacking]
 
 
 def channel_name(channel: Channel) -> str:
@@ -110,14 +121,18 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
         CheckpointError: a part is missing or damaged, a parameter is in none of them, or the two
             copies of a tied weight differ and would become one again.
     """
-    source = mesh.replica if before.replicas == now.replicas else 0
+    listed = checkpoint.read_manifest(folder)
+    there = [part.name for part in listed.parts if part.path(folder).exists()]
+    whole = whole_replicas(names_of(listed), there)
+    first = whole[0].partition(".")[0].removeprefix("replica-") if whole else 0
+    source = mesh.replica if before.replicas == now.replicas else int(first)
     saved = read_replica(folder, parts_of(folder, replica=source))
 
     own_rows = rows_of(mesh)
     for stage in built.stages:
         load_module(module_of(stage), saved.model, folder, own_rows, base=saved.base)
     stateless = _load_optimizer(built, saved, own_rows)
-    boundaries = _boundaries(folder, before, dp_rank=mesh.dp_rank % before.dp_size)
+    boundaries = _boundaries(folder, before, whole, dp_rank=mesh.dp_rank % before.dp_size)
     _load_boundaries(built, boundaries)
     built.lr_schedule.load_state_dict(saved.first_part["lr_schedule"])
     built.best.load_state_dict(saved.first_part.get("best", {}))
@@ -264,10 +279,12 @@ def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> lis
     return stateless
 
 
-def _boundaries(folder: Path, before: Layout, *, dp_rank: int) -> dict[str, Any]:
+def _boundaries(
+    folder: Path, before: Layout, whole: Collection[str], *, dp_rank: int
+) -> dict[str, Any]:
     replica, shard = divmod(dp_rank, before.shards)
     found: dict[str, Any] = {}
-    for part in parts_of(folder, replica=replica):
+    for part in (name for name in parts_of(folder, replica=replica) if name in whole):
         state = checkpoint.read_part(folder, part, mapped=ROWS)
         if int(state.get("shard", 0)) == shard:
             found.update(state["boundaries"])

@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import CheckpointChoice, ChosenCheckpoint
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
-from thinpipe.launch.checkpoint.reshard import Layout, part_name
+from thinpipe.launch.checkpoint.reshard import Layout, names_of, part_name, whole_replicas
 from thinpipe.launch.checkpoint.transaction import Place
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.network import ROUND
@@ -95,10 +95,14 @@ def choose(
     """
     place = place_of(session, root)
 
-    def needed(manifest: Manifest) -> Sequence[str]:
-        """Under another layout, all parts."""
-        saved = Layout.of(manifest.meta["config"]["pipeline"])
-        return [place.part] if layout in (saved, None) else [part.name for part in manifest.parts]
+    def needed(manifest: Manifest, anywhere: Collection[str]) -> Sequence[str]:
+        """Under another layout, all parts; with other replicas, of those that are whole."""
+        saved, names = Layout.of(manifest.meta["config"]["pipeline"]), names_of(manifest)
+        if layout is None or layout == saved:
+            return [place.part]
+        if layout.replicas != saved.replicas:
+            return whole_replicas(names, anywhere) or names
+        return names
 
     choice = CheckpointChoice(
         place,

@@ -87,10 +87,9 @@ def check_elastic(config: "RunConfig") -> None:
         return
     if not goes_on(method, config.method_options):
         able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
-        delayed = ", not delayed" if method in able else ""
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
-            f"use {', '.join(able)}{delayed}, or remove [elastic]"
+            f"use {', '.join(able)}, with delayed = false and overlap = 0, or remove [elastic]"
         )
     block, shards = config.data.stream_block, pipeline.shards
     others = [f"data.stream_block = {block}"] if block is not None else []

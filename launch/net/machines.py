@@ -1,6 +1,8 @@
 """Joining the machines of a run: over the overlay, or openly where its network is trusted."""
 
 import os
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
@@ -19,11 +21,14 @@ from thinpipe.launch.host.interfaces import (
     serve,
 )
 from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
 from thinpipe.launch.net.ranks.network import LOOPBACK, HostNetwork, limit_lookups, openly
 
+_ANSWERS_S, _AGAIN_S = 10.0, 0.5
+"""For how long one that joins looks whether there is a run."""
 _LINK_STATES = {
     "silent": "connection to {} lost ({}); connecting again",
     "back": "connection to {} is back",
@@ -56,6 +61,8 @@ def several_machines(
     limit_lookups()
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
+    if joins:
+        _find(address, port, endpoint)
     if ip_address(address).is_loopback:
         return openly(endpoint, LOOPBACK, (address, port), config.own_name(), holds=not joins)
     if config.trusted:
@@ -96,6 +103,22 @@ def several_machines(
         raise
     own, order = overlay.address(overlay.name), [overlay.peer_list.index(overlay.name)]
     return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+
+
+def _find(address: str, port: int, endpoint: str) -> None:
+    """Raises OverlayError: there is no run."""
+    limit_s = time.monotonic() + _ANSWERS_S
+    while True:
+        try:
+            socket.create_connection((address, port), _ANSWERS_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit_s:
+                raise OverlayError(
+                    f"--join: no run answers at {endpoint} ({error.strerror or error}): it has "
+                    "ended, or has not begun"
+                ) from None
+        time.sleep(_AGAIN_S)
 
 
 def _check(config: NetworkConfig, limit_s: float) -> None:

@@ -57,7 +57,11 @@ class Proof:
         if shards is not None and shards.remembered:
             place = f"position {mesh.position} of replica {mesh.replica}"
             found[f"cached shard weights at {place}"] = digest(shards.remembered)
-        if not self._built.sync.replicas_equal or mesh.replicas == 1:
+        if mesh.replicas == 1:
+            return found
+        if alike := self._built.sync.alike():
+            found[f"global model at position {mesh.position}{self._shard}"] = digest(alike)
+        if not self._built.sync.replicas_equal:
             return found
         for stage in self._built.stages:
             parameters = list(module_of(stage).parameters())

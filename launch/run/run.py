@@ -207,8 +207,15 @@ class RankRun:
             mesh = Mesh(pipeline.pipeline_ranks, 1, rank)
         facts = {"config": self.config.shared(), **self._facts}
         wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
-        network = self.config.network
-        joined = join(network, mesh, facts, self._problem, wait_s=wait_s, ended=ended)
+        joined = join(
+            self.config.network,
+            mesh,
+            facts,
+            self._problem,
+            wait_s=wait_s,
+            ended=ended,
+            joining=self.config.elastic.goes_on(pipeline.replicas),
+        )
         session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"

@@ -240,10 +240,11 @@ class Training:
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
         self.stopping = asked == Ask.STOP
-        self._save_again, self._admits = asked == Ask.SAVE, asked == Ask.ADMIT
+        self._save_again = asked == Ask.SAVE
+        self._admits |= asked == Ask.ADMIT
         self.built.lr_schedule.step()
         if step + 1 == self.steps:
-            self.built.sync.finish()
+            self._finish_sync()
         elapsed = time.perf_counter() - start
         numbers = {name: value for name, value in vars(totals).items() if name != "seconds"}
         numbers["repaired"] = dict(totals.repaired)
@@ -275,6 +276,10 @@ class Training:
     def _all_do(self, do: Callable[[], _T]) -> _T:
         """What all ranks do together, with messages of each to each."""
         return do()
+
+    def _finish_sync(self) -> None:
+        """Exchange what is left, after the last step."""
+        self.built.sync.finish()
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
         """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
@@ -338,7 +343,7 @@ class Training:
         if self.built.best.wanted:
             self.display.note(self.built.best.words())
         if done < self.steps:  # ended early, and saved as it was
-            self.built.sync.finish()
+            self._finish_sync()
         self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
         hosts = self._connections.own()

@@ -102,7 +102,7 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
 
 
 def make_described(
-    rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
+    rank: int, listed: Sequence[tuple[str, str, Sequence[int]]], device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Empty tensors by name, as a rank describes those that it is going to send.
 
@@ -114,7 +114,7 @@ def make_described(
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
-        found[name] = torch.empty(tuple(shape), dtype=kind)
+        found[name] = torch.empty(tuple(shape), dtype=kind, device=device)
     return found
 
 

@@ -20,7 +20,7 @@ from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
 from thinpipe.pipeline.wire.header import DesyncError
 
-Traffic = Literal["control", "pipeline", "exchange", "checkpoints"]
+Traffic = Literal["control", "pipeline", "exchange"]
 """What a group carries, for a backend that tells them apart (`launch/net/ranks/gloo_backend.py`);
 torch's own takes no notice."""
 

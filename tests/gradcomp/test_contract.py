@@ -121,7 +121,7 @@ def test_steps_that_are_not_due_send_nothing(form: str) -> None:
 @every_form
 def test_a_single_replica_sends_nothing(form: str) -> None:
     replicas = start(form, 1)
-    train(replicas, 2)
+    train(replicas)
     replicas.finish()
     assert replicas.syncs[0].bytes_sent == 0
 
@@ -200,18 +200,49 @@ def moved(state: Any, rank: int, size: int) -> Any:
     return {**state, "reducer": sent}
 
 
-def able() -> list[str]:
-    return [name for name in method_names() if goes_on(name, parse_options(name, {}))]
+OPTIONS = {"bucket_mb": 1e-4, "interval": 3, "overlap": 0}
 
 
-@pytest.mark.parametrize("name", able())
+def able(*, equal: bool) -> list[str]:
+    """Methods that can go on without a replica, and whether replicas are equal after each step."""
+    names = [name for name in method_names() if equal == load_method(name).REPLICAS_EQUAL]
+    return [name for name in names if goes_on(name, parse_options(name, _options(name)))]
+
+
+def _options(name: str) -> dict[str, Any]:
+    fields = load_method(name).Config.model_fields
+    return {key: value for key, value in OPTIONS.items() if key in fields}
+
+
+def four(name: str) -> tuple[Replicas, list[Moving]]:
+    """After three steps."""
+    moving = [Moving(peers) for peers in local_peers(4)]
+    replicas = Replicas(4, name, _options(name), peers=moving)
+    train(replicas, 3)
+    return replicas, moving
+
+
+def leave(replicas: Replicas, moving: list[Moving], survivors: list[int]) -> None:
+    """All but these are lost; the others have new groups."""
+    left = local_peers(len(survivors))
+    for peers, inner in zip((moving[rank] for rank in survivors), left, strict=True):
+        peers.inner, peers.broken = inner, False
+    owners = (replicas.nets, replicas.syncs, replicas.optimizers)
+    replicas.nets, replicas.syncs, replicas.optimizers = (
+        [each[rank] for rank in survivors] for each in owners
+    )
+
+
+def test_replicas_that_can_go_on() -> None:
+    assert able(equal=True) == ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk"]
+    assert able(equal=False) == ["async_average", "diloco", "sparse_loco"]
+    assert not goes_on("diloco", parse_options("diloco", {"overlap": 1}))
+
+
+@pytest.mark.parametrize("name", able(equal=True))
 def test_replicas_that_are_left_go_on(name: str) -> None:
     """The step under way is forgotten and done again; what survivors owe stays owed."""
-    moving = [Moving(peers) for peers in local_peers(4)]
-    fields = load_method(name).Config.model_fields
-    options = {key: value for key, value in {"bucket_mb": 1e-4}.items() if key in fields}
-    replicas = Replicas(4, name, options, peers=moving)
-    train(replicas, 3)
+    replicas, moving = four(name)
     before = replicas.parameters()
     saved = [sync.state_dict() for sync in replicas.syncs]
     for peers in moving:
@@ -227,12 +258,7 @@ def test_replicas_that_are_left_go_on(name: str) -> None:
     for sync, state in zip(replicas.syncs, saved, strict=True):
         assert_same(sync.state_dict(), state)
     survivors = [0, 1, 3]
-    for peers, inner in zip((moving[rank] for rank in survivors), local_peers(3), strict=True):
-        peers.inner, peers.broken = inner, False
-    owners = (replicas.nets, replicas.syncs, replicas.optimizers)
-    replicas.nets, replicas.syncs, replicas.optimizers = (
-        [each[rank] for rank in survivors] for each in owners
-    )
+    leave(replicas, moving, survivors)
     for rank, sync in zip(survivors, replicas.syncs, strict=True):
         expected = moved(copy.deepcopy(sync.state_dict()), rank, 4)
         sync.regroup(rank, 4)
@@ -241,6 +267,55 @@ def test_replicas_that_are_left_go_on(name: str) -> None:
     assert all(torch.equal(first, other) for other in others)
     assert torch.isfinite(first).all()
     assert not torch.equal(first, before[0])
+
+
+@pytest.mark.parametrize("name", able(equal=False))
+@pytest.mark.parametrize("survivors", [[0, 1, 3], [2]])
+def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: list[int]) -> None:
+    """A meeting that fails leaves no trace: they go on as those whose peers left before it."""
+    broken, smooth = four(name), four(name)
+    for peers in broken[1]:
+        peers.broken = True
+    for sync in broken[0].syncs:
+        with pytest.raises(TransportError):
+            sync.meet(3, lambda exchange: exchange())
+        sync.abandon()
+    for replicas, moving in (broken, smooth):
+        leave(replicas, moving, survivors)
+        for rank, sync in zip(survivors, replicas.syncs, strict=True):
+            sync.regroup(rank, 4)
+        train(replicas, 4)  # they meet before the first and the last
+    assert_equal(broken[0].parameters(), smooth[0].parameters())
+    found = [sync.alike() for sync in broken[0].syncs]
+    assert all(bool(tensor.isfinite().all()) for tensor in found[0])
+    for other in found:
+        assert_same(other, found[0])
+
+
+@pytest.mark.parametrize("name", able(equal=False))
+def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
+    """As they have met, from the global parameters; and it owes nothing."""
+    replicas, moving = four(name)
+    all_of(replicas.syncs, lambda sync: sync.meet(3, lambda exchange: exchange()))
+    assert all(sync.lets_in(3) and not sync.lets_in(4) for sync in replicas.syncs)
+    alone = [Moving(peers) for peers in local_peers(1)]
+    newcomer = Replicas(1, name, _options(name), peers=alone)
+    for peers, inner in zip([*moving, *alone], local_peers(5), strict=True):
+        peers.inner = inner
+    (sync,), (net,) = newcomer.syncs, newcomer.nets
+    sync.regroup(0, 1)
+    with replicas.syncs[0].global_parameters():
+        net.load_state_dict(replicas.nets[0].state_dict())
+    sync.load_state_dict(copy.deepcopy(replicas.syncs[0].shared_state()))
+    assert_same(sync.alike(), replicas.syncs[0].alike())
+    for owners, own in (
+        (replicas.nets, newcomer.nets),
+        (replicas.syncs, newcomer.syncs),
+        (replicas.optimizers, newcomer.optimizers),
+    ):
+        owners += own
+    train(replicas, 4)
+    assert_same([sync.alike() for sync in replicas.syncs], 5 * [replicas.syncs[0].alike()])
 
 
 def assert_same(found: Any, expected: Any) -> None:

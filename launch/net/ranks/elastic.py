@@ -185,7 +185,10 @@ def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> 
         )
     failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
     if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
-        failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
+        failed = (
+            f"{nodes.endpoint} cannot be reached, or the machine there ended the run, which "
+            "--resume continues, also with another --rdzv"
+        )
     reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
     return f"{failed}: {reason}; run `thinpipe doctor` on each"
 

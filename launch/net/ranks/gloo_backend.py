@@ -25,7 +25,7 @@ BACKEND = "thinpipe"
 
 PORTS: dict[str, int] = {}
 """At which this process listens, by traffic, once that is known."""
-AHEAD = "checkpoints"
+JOINING = "joining"
 """The traffic of `pair`: nobody waits for it."""
 _DEFAULT = "control"
 _DEVICES: dict[str, Any] = {}
@@ -33,8 +33,8 @@ _MOST_DESCRIPTORS = 1024
 """Looked at where the system does not list them; a rank has about 50 when it starts."""
 
 
-def register(address: str | None) -> dict[str, int]:
-    """Register it; return the port of each kind of traffic.
+def register(address: str | None, *, joining: bool) -> dict[str, int]:
+    """Register it; return the port of each kind of traffic, that of `pair` only if `joining`.
 
     Without an address it listens where torch's own does, which GLOO_SOCKET_IFNAME decides, at a
     port for every group.
@@ -45,7 +45,7 @@ def register(address: str | None) -> dict[str, int]:
         )
         return {}
     devices, ports = _DEVICES, dict[str, int]()
-    for traffic in get_args(Traffic):
+    for traffic in (*get_args(Traffic), *[JOINING] * joining):
         before = _listening(address)
         devices[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
         (ports[traffic],) = _listening(address) - before
@@ -65,7 +65,7 @@ def pair(store: Store, place: int, wait_s: float) -> Pair:
     Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
-    options._devices, options._timeout = [_DEVICES[AHEAD]], timedelta(seconds=wait_s)
+    options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
     edge = "a connection for the state of a replica that joins"
     with naming(edge):
         group: Any = dist.ProcessGroupGloo(store, place, 2, options)

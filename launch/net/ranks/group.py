@@ -48,13 +48,15 @@ def meet(
         return open_store(rank, wait_s=wait_s, server=server), network
 
 
-def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:
+def open_group(store: Store, rank: int, world: int, *, wait_s: float, joining: bool) -> None:
     """Make torch's default group, through this host's relay if there is one.
+
+    `joining`: replicas may come later.
 
     Raises:
         TransportError: a rank did not come, or a local port is taken.
     """
-    ports = gloo_backend.register(os.environ.get(LISTENS_AT))
+    ports = gloo_backend.register(os.environ.get(LISTENS_AT), joining=joining)
     relay = os.environ.get(ADDRESS)
     try:
         if relay is not None:
@@ -79,18 +81,21 @@ def name_run(met: Store, name: str) -> None:
     met.set(_NAME, name)
 
 
-def find_run(met: Store, wait_s: float) -> str:
+def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
     """The part of the store that is the run's, once newcomers may come.
 
     Raises:
         HandshakeError: there is none.
     """
-    limit_s = time.monotonic() + wait_s
+    limit_s, waits = time.monotonic() + wait_s, False
     while time.monotonic() < limit_s:
         if met.check([_NAME]):
             name = met.get(_NAME).decode()
             if PrefixStore(name, met).check([_OPEN]):
                 return name
+        if not waits:
+            waits = True
+            say(f"the run there has not begun; waiting for it, at most {wait_s:.0f} s")
         time.sleep(_POLL_S)
     raise HandshakeError(
         f"--join: nobody may join the run there yet, after {wait_s:.0f} s: it has not begun, or "

@@ -187,11 +187,12 @@ def join(
     *,
     wait_s: float,
     ended: Callable[[], bool],
+    joining: bool = False,
 ) -> Iterator[Session]:
     """Meet the other ranks (environment as set by torchrun) and leave them again.
 
     `facts` must be equal on all; `problem` is what keeps this rank from starting; every rank raises
-    it. `ended` says whether this process was asked to stop.
+    it. `ended` says whether this process was asked to stop, `joining` that replicas may come later.
 
     Raises:
         HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
@@ -204,7 +205,7 @@ def join(
     lobby = Lobby(world, wait_s, tell, problem)
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
     token, place = os.environ.get(JOINS), store_address()
-    run = find_run(met, wait_s) if token else ""
+    run = find_run(met, wait_s, tell) if token else ""
     prefix = f"{run}/{token}/" if token else ""
     name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)
@@ -224,7 +225,7 @@ def join(
     elif rank == 0:
         name_run(met, name)
     try:
-        open_group(store, rank, world, wait_s=wait_s)
+        open_group(store, rank, world, wait_s=wait_s, joining=joining)
         transport = GlooTransport(
             mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
         )

@@ -42,6 +42,8 @@ _MOST_AT_THE_END = 1 / 8
 """Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
 _LITTLE_NBYTES = 4 << 20
 """So much may be queued, however small the state: at 100 Mbit/s a third of a second."""
+_MOST_PER_VALUE, _MOST_BESIDES = 24, 1 << 20
+"""Bytes of an optimizer per trained value, and of names: a newcomer makes room for no more."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -181,6 +183,9 @@ class Taker:
     def __init__(self, built: Built, connect: Callable[[], Callable[[Tensor], None]]) -> None:
         """`connect` waits for the other end, and returns what fills a tensor with what comes."""
         self._built, self._connect = built, connect
+        values = sum(p.numel() for group in built.optimizer.param_groups for p in group["params"])
+        held = sum(tensor.nbytes for tensor in pack_state(_state_of(built))[1].values())
+        self._most = _MOST_PER_VALUE * values + held + _MOST_BESIDES
         self.came = 0
         """Tensors so far: who waits sees that it goes on."""
         self.steps = 0
@@ -219,6 +224,7 @@ class Taker:
     def _take(self, receive: Callable[[Tensor], None]) -> bool:
         length = torch.zeros(1, dtype=torch.int64)
         receive(as_bytes(length))
+        self._check(int(length))
         text = torch.empty(int(length), dtype=torch.uint8)
         receive(text)
         header = json.loads(text.numpy().tobytes())
@@ -226,6 +232,8 @@ class Taker:
             self.came += 1
             if "end" in header or self._is_late:
                 return False
+        offered = make_described(0, header["tensors"], "meta").values()
+        self._check(sum(tensor.nbytes for tensor in offered))
         tensors = make_described(0, header["tensors"])
         for piece in _pieces(tensors.values()):
             receive(piece)
@@ -236,6 +244,11 @@ class Taker:
         elif header["groups"]:
             self._step(header["groups"], list(tensors.values()))
         return True
+
+    def _check(self, nbytes: int) -> None:
+        """Before memory is taken for it."""
+        if not 0 <= nbytes <= self._most:
+            raise ValueError(f"replica 0 offers {nbytes:,} bytes; this model needs {self._most:,}")
 
     def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
         """As the others made it."""

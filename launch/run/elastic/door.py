@@ -94,6 +94,14 @@ class Door:
     def have_sent(self, number: int, places: int) -> bool:
         return bool(self._store.check([f"sent/{number}/{place}" for place in range(places)]))
 
+    def serve(self) -> None:
+        """Somebody is being served: who waits meanwhile waits on."""
+        self._store.add("served", 1)
+
+    def served(self) -> int:
+        """Changes as long as anybody is."""
+        return self._store.add("served", 0)
+
     def invite(self, visit: int, numbers: Sequence[int]) -> None:
         """They are to be let in as visit number so many, from 0."""
         self._store.set(f"invited/{visit}", json.dumps(numbers))

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.net.ranks.gloo_backend import AHEAD, PORTS
+from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
 
 _LOOK_S = 0.25
 
@@ -45,7 +45,7 @@ class Hosts:
         for name, holds, number, ports in said.values():
             if name != self.own and number is not None:
                 reach(number, ports)
-            self.ports |= {port for traffic, port in ports.items() if traffic != AHEAD}
+            self.ports |= {port for traffic, port in ports.items() if traffic != JOINING}
             self._holder = name if holds else self._holder
         with self._lock:
             if self._watch is not None:

@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
@@ -31,7 +31,7 @@ def bring_up(
     built: Built,
     transport: Transport,
     ranks: Sequence[int],
-    sync: GradientSync,
+    sync: GoesOn,
     *,
     seed: int,
     has_some: bool,
@@ -49,8 +49,8 @@ def bring_up(
     joining = [rank for rank in mesh.same_stage if rank in ranks]
     tree, tensors, links = None, dict[str, Tensor](), list[Link]()
     if mesh.rank == source:
-        state = {**collect(built, memories=False), "sync": sync.shared_state()}
-        tree, tensors = pack_state(state)
+        state = {**collect(built, memories=False), "global_model": None}
+        tree, tensors = pack_state({**state, "sync": sync.shared_state()})
         links = [_link(transport, source, rank) for rank in joining]
     elif has_some:
         tensors = pack_state(collect(built, memories=False))[1]

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
@@ -138,6 +138,8 @@ class ElasticTraining(Training):
         self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
         stops = self.stopping or self._stops_here  # nobody has to be asked for it
         before_this.close(None if stops else self.agreement)
+        if self._elastic.loss:  # which `interrupt` may have told the one before
+            self.agreement.release()
         if self._has_state:
             self._say(words)
 
@@ -186,6 +188,8 @@ class ElasticTraining(Training):
         """
         if self._config.pipeline.offload:  # its optimizer makes a step in parts
             return
+        if not self._sync.replicas_equal:  # nobody else can make its steps
+            return
         ranks = self._session.transport.mesh.pipeline_ranks
         giver, start_s = Giver(self.built, ranks), time.perf_counter()
         self._givers.append(giver)
@@ -217,7 +221,9 @@ class ElasticTraining(Training):
         done, plan, save, skips = gather_json(transport, own)[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
         has = self._taker is not None and self._taker.has_state
-        nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
+        gives = transport.mesh.replica == 0
+        with self._sync.global_parameters() if gives else nullcontext():
+            nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
             self._taker = None
             self._done = self._agreed = done
@@ -249,15 +255,28 @@ class ElasticTraining(Training):
         self._checkpoints.locate()
 
     @property
-    def _sync(self) -> GradientSync:
-        return cast(GradientSync, self.built.sync)  # the config allows no other
+    def _sync(self) -> GoesOn:
+        return cast(GoesOn, self.built.sync)  # the config allows no other
+
+    def _finish_sync(self) -> None:
+        self._sync.finish_by(self._hold)
+
+    def _hold(self, exchange: Callable[[], None]) -> None:
+        """A meeting of the replicas: who has heard of all knows that all have what they need."""
+
+        def meet() -> None:
+            exchange()
+            self._session.transport.share(torch.zeros(0, dtype=torch.float64), "world")
+
+        self._unless_stopped(meet, forget=self._sync.abandon)
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
-        engine, sampler = self.built.engine, self._sampler
+        engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
+        self._sync.meet(step, self._hold)
 
         def train() -> StepTotals:
-            nonlocal sampler
-            if self._admits:
+            nonlocal sampler, mesh
+            if self._admits and self._sync.lets_in(step):
                 self._elastic.admit()
                 self._elastic.prove()  # if this rank was behind in that
                 self._admits = False  # which a loss meanwhile may have said again
@@ -265,7 +284,7 @@ class ElasticTraining(Training):
                 if giver.goes_on() is None:
                     self._givers.remove(giver)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
-            sampler = self._sampler
+            sampler, mesh = self._sampler, self._session.mesh
             assert own is not None, "a stream is refused"
             return engine.train_step(own, step, self._ids(step + 1))
 
@@ -275,7 +294,7 @@ class ElasticTraining(Training):
 
         def take(shared: list[list[float]]) -> StepTotals:
             self._done = step + 1
-            return engine.finish_step(torch.tensor(shared, dtype=torch.float64))
+            return engine.finish_step(torch.tensor(shared, dtype=torch.float64), mesh)
 
         totals = self._unless_stopped(
             train, forget=forget, pack=lambda _: engine.last_shared.tolist(), take=take

@@ -98,10 +98,10 @@ class Elastic(Generations):
     def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
         """Wait to be let in."""
         place = self._transport.mesh.rank
-        asks, came = place == 0, 0
+        asks, before = place == 0, (0, 0)
 
         def check() -> bool:
-            nonlocal asks, came
+            nonlocal asks, before
             newcomer.check()
             if self._is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
@@ -111,8 +111,8 @@ class Elastic(Generations):
                 self._run.check_own(at)
                 self._door.answer(own)
                 asks = False
-            before, came = came, self._run.came
-            return came > before
+            last, before = before, (self._run.came, self._door.served())
+            return last != before
 
         self._run.take(partial(self._connect, place, self._me))
         try:
@@ -190,6 +190,7 @@ class Elastic(Generations):
                     door.invite(visit, numbers)
                     self._run.welcome()
                     while not self._is_over(visit):
+                        door.serve()
                         if self._tried <= visit:
                             self._run.welcome()
 
@@ -199,6 +200,7 @@ class Elastic(Generations):
         while not door.have_sent(number, self._transport.mesh.pipeline_ranks):
             if self._lost.keys() & {*newcomers}:
                 return False
+            door.serve()
             time.sleep(_POLL_S)
         return True
 

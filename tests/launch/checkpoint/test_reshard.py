@@ -194,10 +194,14 @@ def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("lost", ["", "replica-0.rank-1"], ids=["", "a part is lost"])
 def test_weights_and_optimizer_survive_another_number_of_replicas(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, lost: str
 ) -> None:
+    """Those of the first replica, or with a part that is lost, of the first that is whole."""
     saved = ranks(4, _save, run_config([2], pipeline={"replicas": 2}), str(tmp_path))
+    for part in tmp_path.rglob(f"{lost}.safetensors"):
+        part.unlink()
     resumed = ranks(2, _resume, run_config([2], pipeline={"replicas": 1}), str(tmp_path))
     restored = [result["restored"] for result in resumed]
     assert_equal(joined(restored, "weights"), joined(saved[:2], "weights"))

@@ -30,7 +30,7 @@ class Traffic(IntEnum):
     CONTROL = 0
     PIPELINE = 1
     EXCHANGE = 2
-    CHECKPOINTS = 3
+    JOINING = 3
 
 
 class Header(NamedTuple):

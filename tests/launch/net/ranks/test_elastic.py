@@ -28,7 +28,8 @@ from thinpipe.launch.net.ranks.restarts import last_failure
         (RendezvousClosedError(), "another machine ended the run"),
         (
             RendezvousConnectionError("reset"),
-            "or the machine there ended the run: reset",
+            "or the machine there ended the run, which --resume continues, also with another "
+            "--rdzv: reset",
         ),
         (RendezvousTimeoutError(), "RendezvousTimeoutError; run `thinpipe doctor` on each"),
     ],

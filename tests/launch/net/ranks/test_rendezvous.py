@@ -17,7 +17,9 @@ from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.net import machines
 from thinpipe.launch.net.machines import several_machines
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.rendezvous import Rendezvous
 from thinpipe.launch.net.ranks.stopping import Stop
@@ -122,6 +124,14 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     open_network = NetworkConfig(trusted=True)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = eth77: .* it has lo"):
         several_machines(open_network, "192.0.2.1:29500", 2, limit_s=60, log=str)
+
+
+def test_who_joins_where_no_run_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not after the time that ranks wait for each other."""
+    monkeypatch.setattr(machines, "_ANSWERS_S", 0.2)
+    place = f"127.0.0.1:{free_port()}"
+    with pytest.raises(OverlayError, match=rf"no run answers at {place} \(Connection refused\)"):
+        several_machines(NetworkConfig(), place, 1, limit_s=300, log=str, joins=True)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

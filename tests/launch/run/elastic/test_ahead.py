@@ -1,6 +1,8 @@
 """What is sent ahead to a newcomer: copies of gradients, and when that is given up."""
 
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.launch.run.elastic import ahead
-from thinpipe.launch.run.elastic.ahead import Giver
+from thinpipe.launch.run.elastic.ahead import Giver, Taker
+from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.launch.run.weights import as_bytes
 from thinpipe.pipeline.comm.errors import TransportError
 
 VALUES = [0.0, -0.0, 1.5, float("nan"), float("-inf"), 1e-45, 0.0]
@@ -107,3 +111,46 @@ def test_the_optimizer_tells_nothing_after_the_end() -> None:
     assert not gone_on(giver)
     hooks: dict[int, Callable[..., None]] = built.optimizer._optimizer_step_pre_hooks
     assert not hooks
+
+
+@pytest.mark.parametrize(
+    "length",
+    [-1, 1 << 40, {"tree": [], "tensors": [["weight", "float32", [1 << 20, 1 << 20]]]}],
+    ids=["below nothing", "header", "tensor"],
+)
+def test_a_newcomer_makes_no_room_for_more_than_its_model_needs(
+    length: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A header of 1 TB, or one that announces a tensor of 4 TB."""
+    text = json.dumps(length).encode() if isinstance(length, dict) else b""
+    coming = [torch.tensor([len(text) if text else length])]
+    coming += [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
+
+    def receive(tensor: Tensor) -> None:
+        tensor.copy_(as_bytes(coming.pop(0)))
+
+    taker = Taker(Built(), lambda: receive)  # type: ignore[arg-type]
+    taker._thread.join(20)
+    assert not taker.has_state
+    assert "a state was not taken ahead: ValueError: replica 0 offers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("offload", "equal", "sent"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_who_makes_steps_that_a_newcomer_cannot_make_sends_nothing_ahead(
+    offload: bool, equal: bool, sent: bool
+) -> None:
+    """With offload the optimizer makes them in parts; with local steps each replica its own."""
+    notes = list[str]()
+    mesh = SimpleNamespace(pipeline_ranks=1)
+    run: Any = SimpleNamespace(
+        _config=SimpleNamespace(pipeline=SimpleNamespace(offload=offload, peer_timeout_s=0)),
+        _sync=SimpleNamespace(replicas_equal=equal),
+        _session=SimpleNamespace(transport=SimpleNamespace(mesh=mesh)),
+        built=Built(),
+        _givers=[],
+        display=SimpleNamespace(note=notes.append),
+    )
+    ElasticTraining.give(run, lambda _: None, lambda: None)
+    assert bool(run._givers) == sent

@@ -219,10 +219,14 @@ def test_below_the_least_it_ends_as_before(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"gradcomp": {"method": "diloco"}}, 'gradcomp.method = "diloco": its replicas cannot'),
+        ({"gradcomp": {"method": "cocktail"}}, 'gradcomp.method = "cocktail": its replicas cannot'),
+        (
+            {"gradcomp": {"method": "async_average"}},
+            "powersgd, sparse_loco, topk, with delayed = false and overlap = 0, or remove",
+        ),
         (
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
-            "ef_gradients, powersgd, topk, not delayed, or remove",
+            "allreduce, bytegrad, diloco, ef_gradients, powersgd",
         ),
         (
             {
@@ -315,7 +319,7 @@ def joined(
 ) -> tuple[Store, GlooTransport, Recorder, Any]:
     """As a rank of a run, whose connections can be broken."""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    gloo_backend.register("127.0.0.1")
+    gloo_backend.register("127.0.0.1", joining=True)
     dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend.BACKEND,

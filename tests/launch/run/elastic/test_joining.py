@@ -4,7 +4,9 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 WORLD = 3
+KNOCKS = "door/knock"
 _RAW = """
 [[boundary]]
 forward = { kind = "raw" }
@@ -66,7 +69,7 @@ def connected(
 ) -> tuple[Store, Run, Elastic]:
     """As a rank of three, or as one that comes later."""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    gloo_backend.register("127.0.0.1")
+    gloo_backend.register("127.0.0.1", joining=True)
     dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend.BACKEND,
@@ -167,6 +170,42 @@ def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks) -> N
     assert fourth["results"] == [10]
     assert first["hosts"] == fourth["hosts"]
     assert [*first["hosts"].values()] == ["host0", "host1", "host4"]
+
+
+WAITS_S = 2.0
+
+
+def waits_for_its_turn(rank: int, port: int) -> list[float]:
+    """Ranks 1 and 2 are lost; rank 4 knocks, and rank 3 is served for longer than it waits."""
+    store, run, elastic = connected(rank, port, comes=rank >= WORLD)
+
+    def give(send: Any, close: Any) -> None:
+        if store.add("given", 1) == 1:
+            store.wait([f"elastic/{KNOCKS}/2"], timedelta(seconds=60))
+            time.sleep(1.5 * WAITS_S)
+
+    run.give = give  # type: ignore[method-assign]
+    enter = elastic._door.enter
+    elastic._door.enter = lambda own, _, check: enter(own, WAITS_S, check)  # type: ignore[method-assign]
+    if rank < WORLD:
+        with suppress(SystemExit):
+            for lost in (2, 1):
+                elastic.together(run.step if rank != lost else lambda: lose(store, rank))
+            store.set("may come", "")
+            _admit(rank, store, run, elastic, "first")
+    else:
+        store.wait(["may come" if rank == 3 else f"elastic/{KNOCKS}/1"], timedelta(seconds=60))
+        elastic.join()
+    if rank in (0, 3):
+        _admit(rank, store, run, elastic, "second")
+    return [elastic.together(run.step)] if rank in (0, 3, 4) else []
+
+
+@pytest.mark.dist
+def test_a_newcomer_waits_until_another_is_served(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, _, _, third, fourth = ranks(5, waits_for_its_turn, store.port)
+    assert first == third == fourth == [6]  # the steps of 2, 1 and 3 replicas
 
 
 @pytest.mark.parametrize("said", ["", "{", "7", '["3"]', "[true]", "[3.5]"])

@@ -1,6 +1,7 @@
 """All ranks that are left stop after the same step, whatever they knew of it when one was lost."""
 
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from torch.distributed import TCPStore
 
 from tests.launch.run.elastic.trained import as_rank, train, write_run
 from tests.ranks import Ranks
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.agreement import Agreement
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run import training as plain
 from thinpipe.launch.run.elastic.training import ElasticTraining as Elastic
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.step_stats import StepStats, StepTotals
 
 EPOCH = 20
 
@@ -72,6 +75,58 @@ def heard_after_a_release() -> list[int]:
     plain.tell_stop = hear
     Agreement.release = let_go  # type: ignore[method-assign]
     return told
+
+
+def lost_before_they_agree(rank: int, port: int, folder: str) -> int:
+    """Rank 2 is lost after step 4, the end of which rank 0 misses, and takes from rank 1.
+
+    Rank 1 is lost as it has new groups, but no new agreement. Rank 0 makes that when it knows, and
+    asks all to save. Its last step.
+    """
+    done, made, told = list[int](), list[Agreement](), list[None]()
+    agreement, interrupt, share = Elastic._agreement, Elastic.interrupt, StepStats.share
+
+    def agree(training: Elastic, *rest: Any) -> Agreement:
+        if len(made) == 1 and rank == 1:
+            training._elastic.leave("rank 1 is gone")
+            raise SystemExit
+        if len(made) == 1:
+            until(lambda: len(told) == 2)
+            training.agreement.ask(Ask.SAVE)
+        made.append(agreement(training, *rest))
+        return made[-1]
+
+    def tell(training: Elastic) -> None:
+        interrupt(training)
+        told.append(None)
+
+    def miss(stats: StepStats, *rest: Any) -> StepTotals:
+        totals = share(stats, *rest)
+        if rank == 0 and len(done) == 3 and not told:
+            raise TransportError("rank 2 -> rank 0: lost")
+        return totals
+
+    def each(training: Elastic, step: int) -> None:
+        done.append(step)
+        if rank == 2 and step == 4:
+            training._elastic.leave("rank 2 is gone")
+            raise SystemExit
+
+    Elastic._agreement, Elastic.interrupt = agree, tell  # type: ignore[method-assign]
+    StepStats.share = miss  # type: ignore[method-assign]
+    with suppress(SystemExit), as_rank(rank, port, folder) as run:
+        train(run, each)
+    return done[-1]
+
+
+@pytest.mark.dist
+def test_a_loss_between_new_groups_and_a_new_agreement_holds_nobody_up(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The new agreement is over at once: it would wait for the lost rank, and end the run."""
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(3, lost_before_they_agree, store.port, str(tmp_path))[0] > 2 * EPOCH
 
 
 @pytest.mark.dist

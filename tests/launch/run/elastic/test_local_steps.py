@@ -1,0 +1,98 @@
+"""Replicas that meet every few steps lose one, also as they meet, and let one in when they meet."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.ranks import Ranks
+from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.launch.run.proof import digest
+from thinpipe.launch.view.report.metrics import read_metrics
+
+INTERVAL, LOST = 3, 7
+METHODS = ["diloco", "sparse_loco", "async_average"]
+
+
+def loses_and_lets_in(
+    rank: int, port: int, folder: str, method: str, lost_as_they_meet: bool
+) -> dict[str, Any]:
+    """Rank 2 is lost after step 7, or in the meeting before step 10; rank 3 comes; then all stop.
+
+    Digests of what all hold alike, by the steps that are done.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    options = f"{{interval={INTERVAL}, overlap=0, bucket_mb=0.02}}"
+    changes = [f"gradcomp.method={method}", f"gradcomp.{method}={options}"]
+    changes += ["train.epochs=400", "train.verify_every=1"]
+    alike, hold = dict[int, int](), ElasticTraining._hold
+
+    def leave(training: ElasticTraining) -> None:
+        training._elastic.leave("rank 2 is gone")
+        raise SystemExit
+
+    def meet(training: ElasticTraining, exchange: Any) -> None:
+        if rank == 2 and lost_as_they_meet and training._done > LOST:
+            leave(training)
+        hold(training, exchange)
+
+    def each(training: ElasticTraining, step: int) -> None:
+        alike[step] = digest(training.built.sync.alike())
+        if rank == 2 and step == LOST and not lost_as_they_meet:
+            leave(training)
+        if step == LOST + 2 * INTERVAL:
+            store.set("comes", "")
+        if rank == 3 and len(alike) == 2 * INTERVAL:
+            store.set("joined", "")
+        stop_asked(training, store, "joined")
+
+    ElasticTraining._hold = meet  # type: ignore[method-assign]
+    if rank == 3:
+        store.wait(["comes"])
+        changes.append(f"run.folder={folder}/elsewhere")
+    with (
+        suppress(TerminatedError, SystemExit),
+        as_rank(rank, port, folder, *changes, comes=rank == 3) as run,
+    ):
+        train(run, each)
+    return {"alike": alike, "begins": min(alike)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("method", "lost_as_they_meet"),
+    [("diloco", False), ("sparse_loco", True)]
+    + [
+        pytest.param(method, as_they_meet, marks=pytest.mark.slow)
+        for method, as_they_meet in [
+            ("diloco", True),
+            ("sparse_loco", False),
+            ("async_average", False),
+            ("async_average", True),
+        ]
+    ],
+)
+def test_replicas_of_local_steps_go_on_and_let_one_in(
+    ranks: Ranks, tmp_path: Path, method: str, lost_as_they_meet: bool
+) -> None:
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, lost, third = ranks(
+        4, loses_and_lets_in, store.port, str(tmp_path), method, lost_as_they_meet
+    )
+    assert first["alike"] == second["alike"]
+    assert max(lost["alike"]) == (9 if lost_as_they_meet else LOST)
+    assert first["alike"].items() >= lost["alike"].items()
+    assert (third["begins"] - 1) % INTERVAL == 0, "it came as they met"
+    assert first["alike"].items() >= third["alike"].items()
+    assert len({*third["alike"].values()}) >= 2, "they have met since"
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    counts = [record.samples for record in records]
+    assert counts[LOST + 1 :].count(4) >= 1
+    assert counts[-1] == 6
+    by_epoch = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
+    assert by_epoch[0] == 120
