@@ -13,19 +13,18 @@ from torch import Tensor
 from thinpipe.aqsgd.memory import UNSEEN, SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.codec import Cached, Codec
 from thinpipe.pipeline.wire.pinned import brought_to
 
 
 class Visit(NamedTuple):
-    """A known sample in a step: its old values, room for new ones, their row, and where it stays.
+    """A known sample in a step: its values, the row of the fresh ones, and where that stays.
 
     In a float format values are those of the row itself, in place.
     """
 
     sample: int
-    old_1N: Tensor
-    fresh_1N: Tensor
+    cached: Cached
     row: Tensor
     home: Tensor
 
@@ -68,13 +67,14 @@ class CodedMemory(SampleMemory):
         row = _written(home, device)
         if isinstance(self._codec, Cast):
             kind = self._codec.dtype
-            return Visit(sample, old.view(kind)[None], row.view(kind)[None], row, home)
+            cached = Cached(old.view(kind)[None], row.view(kind)[None])
+            return Visit(sample, cached, row, home)
         old_1N = torch.empty(1, numel, device=device)
         self._codec.decode(old[None], old_1N)
-        return Visit(sample, old_1N, torch.empty_like(old_1N), row, home)
+        return Visit(sample, Cached(old_1N, torch.empty_like(old_1N)), row, home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.fresh_1N`, or if it is not to be kept lose the sample.
+        """Stage what was written to the fresh row, or if it is not to be kept lose the sample.
 
         Its old values may be why a change to finite ones is none itself. `wire` (host) is what the
         sample was sent as.
@@ -84,7 +84,7 @@ class CodedMemory(SampleMemory):
             self.lose(visit.sample)
             return
         if not isinstance(self._codec, Cast):
-            self._codec.encode(visit.fresh_1N, visit.row[None], noise=None)
+            self._codec.encode(visit.cached.fresh_BN, visit.row[None], noise=None)
         _bring_home(visit.row, visit.home)
         self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
 

@@ -11,15 +11,13 @@ from thinpipe.pipeline.config import (
     build_codec,
 )
 from thinpipe.pipeline.wire.cast import CastFormat
-from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.codec import ChangeCodec, Codec
 
 if TYPE_CHECKING:
     from thinpipe.aqsgd.delta import DeltaBoundary
     from thinpipe.aqsgd.store import Store
     from thinpipe.pipeline.comm.boundary import Boundary
     from thinpipe.pipeline.comm.message import Mode
-    from thinpipe.pipeline.wire.hadamard import Hadamard
-    from thinpipe.pipeline.wire.uniform import Uniform
 
 
 class MemoryConfig(BaseModel):
@@ -79,7 +77,7 @@ class AqsgdConfig(QuantizerConfig):
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> "Uniform | Hadamard":
+    def change_codec(self, width: int) -> ChangeCodec:
         """What codes changes of tokens of `width` channels."""
         if self.tiled:
             return StatelessConfig(bits=self.bits).quantizer()
