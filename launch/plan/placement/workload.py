@@ -17,7 +17,6 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
-from thinpipe.launch.plan.placement.dtfm import DtfmSizes
 from thinpipe.pipeline.schedule import DEPTH, Action, rank_orders, stage_to_rank
 from thinpipe.pipeline.wire.told import ScheduleName
 
@@ -106,17 +105,6 @@ class Workload:
         """Bytes to each peer in one round of the exchange, by rank."""
         alone = self.replicas == 1
         return self.by_rank([n / max(1, self.rounds) * (not alone) for n in self.exchange_nbytes])
-
-    @property
-    def sizes(self) -> DtfmSizes:
-        """The same for DT-FM's cost: the gradient that its sharded exchange would need to have as
-        many bytes, and the activations of a step, both those of the largest.
-        """
-        nbytes = max(self.exchange_nbytes, default=0.0) * self.replicas / 2
-        cuts = zip(self.activations, self.gradients, strict=True)
-        per_microbatch = max(((a.nbytes + g.nbytes) / 2 for a, g in cuts), default=0.0)
-        passes = self.microbatches * self.accumulate
-        return DtfmSizes(self.ranks, self.replicas, nbytes / 1e9, per_microbatch * passes / 1e9)
 
     @classmethod
     def of(
