@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,6 @@ class GlooLink:
     channel: int
     name: str
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
-    in_turns: ClassVar[bool] = False
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
