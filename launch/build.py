@@ -85,8 +85,7 @@ def build(
     A step's learning rate is that of step `pace(step)` of `total_steps`. Without a `wiring` the
     schedule says which rank holds which stage, and the transport joins them.
     """
-    if config.pipeline.auto_cuts:
-        raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
+    assert not config.pipeline.auto_cuts, "cuts are decided"
     wiring, given = wiring or _rank_wiring(config, transport), given or ProgramParts()
     devices = _devices(config)
     device = devices[0]

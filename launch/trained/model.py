@@ -103,7 +103,10 @@ def read_trained(
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]
     model = config.model
-    if isinstance(model, HuggingFaceConfig) and facts["model"].get("folder") != model.digest():
+    if (
+        isinstance(model, HuggingFaceConfig)
+        and facts["model"].get("folder") != model.facts()["folder"]
+    ):
         raise CheckpointError(
             f"{folder}: {model.folder}/config.json or the weights index has changed since; "
             "restore the original files"

@@ -42,8 +42,17 @@ class PeerList(BaseModel):
     def is_complete(self) -> bool:
         return len(self.hosts) == self.needed
 
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
     def index(self, name: str) -> int:
-        return [host.name for host in self.hosts].index(name)
+        return self.names.index(name)
+
+    def is_of(self, other: "PeerList") -> bool:
+        """Whether it is of the same hosts, wherever they are now."""
+        same = ("run", "coordinator", "needed", "names")
+        return all(getattr(self, name) == getattr(other, name) for name in same)
 
     def dials(self, one: str, other: str) -> bool:
         """Whether `one` makes the connections between two hosts: only one need be reachable."""
@@ -80,7 +89,7 @@ class Membership:
     def refusal(self, hello: Hello) -> str:
         """Why a host cannot join; nothing if it can."""
         known = self._hosts.get(hello.name)
-        names = ", ".join(host.name for host in self.peer_list.hosts)
+        names = ", ".join(self.peer_list.names)
         if not hello.hosts and not self.peer_list.is_complete:
             return "the run has not begun; start this machine as its others, with --nnodes"
         if not hello.hosts and known is None:

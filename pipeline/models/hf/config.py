@@ -85,12 +85,12 @@ class HuggingFaceConfig(TokenModel):
         if not (self.config or self.pretrained):
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
-        from thinpipe.pipeline.models.hf.families import task_of
+        from thinpipe.pipeline.models.hf.families import check_router, task_of
 
         config = self.transformers_config
         try:
             needed = task_of(config)
-            _check_router(config)
+            check_router(config)
         except ValueError as error:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
         if self.task != needed:
@@ -190,7 +190,6 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the head is a copy of the embedding."""
         return self._says_tied and not self.own_heads
 
     @property
@@ -278,7 +277,7 @@ class HuggingFaceConfig(TokenModel):
 
         check_folder(self)
         if self.self_check:
-            check_step(self._in_fp32(), seed=0)
+            check_step(self.model_copy(update={"weights": None}))
 
     def check_masks(self, tokens: int) -> None:
         from thinpipe.pipeline.models.hf.masks import check_masks
@@ -289,14 +288,14 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.self_check import check_packed
 
         if self.self_check:
-            check_packed(self._in_fp32(), seed=0)
-
-    def _in_fp32(self) -> "HuggingFaceConfig":
-        """What a check computes with."""
-        return self.model_copy(update={"weights": None})
+            check_packed(self.model_copy(update={"weights": None}))
 
     def facts(self) -> dict[str, str]:
-        return {"folder": self.digest()}
+        """SHA-256 of config.json and of the names of the weights."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        if self.weight_files is not None:
+            digest.update(self.weight_files.digest().encode())
+        return {"folder": digest.hexdigest()}
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         found = super().notices(cut=cut, ties=ties, tokenizer=tokenizer)
@@ -321,13 +320,6 @@ class HuggingFaceConfig(TokenModel):
                 "things; set data.tokenizer to the folder of its tokenizer"
             )
         return found
-
-    def digest(self) -> str:
-        """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        if self.weight_files is not None:
-            digest.update(self.weight_files.digest().encode())
-        return digest.hexdigest()
 
     @cached_property
     def transformers_config(self) -> Any:
@@ -396,20 +388,6 @@ def _read(folder: Path) -> Any:
             f"{folder / 'config.json'}: {first}; copy that of the model again, or update "
             "transformers if the model is newer"
         ) from error
-
-
-def _check_router(config: Any) -> None:
-    """Reject a loss that the model asks for and the pipeline would not compute."""
-    names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
-    rates = {name: getattr(config, name, None) or 0.0 for name in names}
-    asked = {name: rate for name, rate in rates.items() if rate > 0}
-    if getattr(config, "output_router_logits", False) and asked:
-        name, rate = next(iter(asked.items()))
-        raise ValueError(
-            f"output_router_logits = true, {name} = {rate}: the routers' balancing loss runs over "
-            "all layers, of which a stage has only its own, so it is not computed; set "
-            "output_router_logits = false in config.json to train without it"
-        )
 
 
 def _dropout_names(config: Any) -> list[str]:

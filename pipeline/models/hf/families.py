@@ -70,6 +70,20 @@ def task_of(config: Any) -> Task:
     return task
 
 
+def check_router(config: Any) -> None:
+    """Reject a loss that the model asks for and the pipeline would not compute."""
+    names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+    rates = {name: getattr(config, name, None) or 0.0 for name in names}
+    asked = {name: rate for name, rate in rates.items() if rate > 0}
+    if getattr(config, "output_router_logits", False) and asked:
+        name, rate = next(iter(asked.items()))
+        raise ValueError(
+            f"output_router_logits = true, {name} = {rate}: the routers' balancing loss runs over "
+            "all layers, of which a stage has only its own, so it is not computed; set "
+            "output_router_logits = false in config.json to train without it"
+        )
+
+
 class IndexedBlocks(nn.ModuleList):
     """Some of a model's blocks under their indices in it; positions count from the first kept."""
 

@@ -56,9 +56,8 @@ class OwnModelConfig(ModelKind):
         cls, functions: Functions, *, program: Sequence[str] = (), **names: str | None
     ) -> "OwnModelConfig":
         """The settings of functions that are here already; `names` are only recorded."""
-        config = cls.model_validate({**names, "program": program})
-        config._functions = functions
-        return config
+        context = {"functions": functions}
+        return cls.model_validate({**names, "program": program}, context=context)
 
     @model_validator(mode="after")
     def _take_given(self, info: ValidationInfo) -> Self:
@@ -310,21 +309,16 @@ class OwnModelConfig(ModelKind):
             )
         if self._example is None or not cuts:
             return
-        if self.path is not None:
-            self._check_forward(cuts)
+        if self.path is not None and tuple(cuts) not in self._checked:
+            from thinpipe.pipeline.models.own.forward_check import check_cuts
+
+            where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
+            check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
+            self._checked.add(tuple(cuts))
         shapes = {cut: self.message_shape(cut) for cut in range(1, self.layers)}
         for cut in cuts:
             if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
                 raise ValueError(self._cannot_cut(cut, cuts, shapes))
-
-    def _check_forward(self, cuts: Sequence[int]) -> None:
-        """Compare what blocks are given where it is cut there, once."""
-        from thinpipe.pipeline.models.own.forward_check import check_cuts
-
-        where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
-        if tuple(cuts) not in self._checked:
-            check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
-            self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
         """Only where samples are known."""
@@ -338,11 +332,8 @@ class OwnModelConfig(ModelKind):
             remedy = "untie them, or use fewer stages" if self.places else _UNTIE
             raise ValueError(f"{where} {why}; {remedy}")
         never = {} if self.path is None else self.cutting.why_not
-        why = (
-            f", as {next(iter(never.values()))}"
-            if never
-            else " only, where messages are equally long"
-        )
+        reason = next(iter(never.values()), None)
+        why = f", as {reason}" if reason else " only, where messages are equally long"
         raise ValueError(f"{where}{why}; use at most {len(self.places) + 1}")
 
     def _cannot_cut(
