@@ -36,8 +36,7 @@ class MemoryConfig(BaseModel):
     folder: str | None = None
 
 
-_OF_UNIFORM = ("scale_per", "rounding")
-"""Settings that tiles do not have."""
+_OF_UNIFORM = ("scale_per", "rounding")  # settings that tiles do not have
 
 
 class AqsgdConfig(QuantizerConfig):
@@ -56,7 +55,6 @@ class AqsgdConfig(QuantizerConfig):
 
     @property
     def tiled(self) -> bool:
-        """Whether changes are coded in tiles."""
         if self.delta is not None:
             return self.delta == "tiles"
         return 2 <= self.bits <= 7 and not self._of_uniform()
@@ -78,13 +76,11 @@ class AqsgdConfig(QuantizerConfig):
         return self
 
     def change_codec(self, width: int) -> ChangeCodec:
-        """What codes changes of tokens of `width` channels."""
         if self.tiled:
             return StatelessConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
     def first_visit_codec(self, width: int) -> Codec:
-        """What codes tokens of samples without history."""
         if self.first_visit == "same":
             return self.change_codec(width)
         return build_codec(self.first_visit, width)

@@ -47,7 +47,6 @@ class RowFile:
         os.ftruncate(self.descriptor, 0)
 
     def read(self, number: int) -> Tensor:
-        """One row, in a new buffer."""
         row = torch.empty(self.row_nbytes, dtype=torch.uint8)
         view, done = row.numpy().data, 0
         while done < self.row_nbytes:
@@ -133,7 +132,6 @@ class DiskStore:
             self._coming[sample] = self._begin_read(sample)
 
     def is_lost(self, sample: int) -> bool:
-        """Whether the row that was prefetched, or lent in this step, is damaged."""
         fetched = self._ready.get(sample) or self._coming.get(sample)
         return fetched is not None and fetched.result() is None
 

@@ -106,7 +106,6 @@ class SampleMemory:
         self._store.reserve(samples)
 
     def fingerprints(self, ids_B: Tensor) -> Tensor:
-        """A number (int64, below 2^33) for what is held of each sample: 0 nothing, -1 damaged."""
         prints = [self._fingerprint(sample) for sample in ids_B.tolist()]
         return torch.tensor(prints, dtype=torch.int64)
 
@@ -147,7 +146,6 @@ class SampleMemory:
         self._lost.add(sample)
 
     def commit(self) -> None:
-        """Make staged rows the cache, as far as there is room."""
         self._forget(sorted(self._lost))
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit

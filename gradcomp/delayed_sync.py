@@ -26,8 +26,7 @@ class DelayedGradientSync(GradientSync):
 
     overlaps = True
 
-    _unapplied: Sequence[Tensor] = ()
-    """What gradients are, until the step counts."""
+    _unapplied: Sequence[Tensor] = ()  # what gradients are, until the step counts
 
     def before_step(self) -> None:
         """Put the sums of the step before in place of the gradients; zeros in the first step."""
@@ -45,7 +44,6 @@ class DelayedGradientSync(GradientSync):
         self._step += 1
 
     def after_step(self) -> None:
-        """The sums were applied."""
         self._unapplied = ()
 
     def finish(self) -> None:

@@ -184,20 +184,17 @@ class Frames:
         return message
 
     def wrap(self, payload: Tensor, phase: int, sender: int) -> Tensor:
-        """Message with this payload (uint8)."""
         message = torch.empty(EXCHANGE_HEADER_NBYTES + payload.numel(), dtype=torch.uint8)
         message[EXCHANGE_HEADER_NBYTES:] = payload
         self._header(phase, sender).write(message)
         return message
 
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
-        """Write the values of a message to `out_n`."""
         payload = self.payload(message, phase, sender)
         if out_n.numel():
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
     def payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
-        """The payload after the header, which is checked."""
         self._header(phase, sender).check(message)
         return message[EXCHANGE_HEADER_NBYTES:]
 

@@ -52,7 +52,6 @@ class SharedBucket(FlatBucket):
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        """Parameters keep their values."""
         super().__init__(bucket)
         self.global_N = self.local_N.float().clone()
         exact = self.local_N.dtype == torch.float32

@@ -16,8 +16,7 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
-_END_S = 20.0
-"""For a job whose connections are broken."""
+_END_S = 20.0  # for a job whose connections are broken
 
 
 class Overlap:
@@ -58,7 +57,6 @@ class Overlap:
         return [value for value, _ in found]
 
     def drop(self) -> None:
-        """Forget what is under way, once it is over."""
         self.wait()
         self._jobs = []
 

@@ -64,7 +64,6 @@ class Best:
         return better
 
     def words(self) -> str:
-        """The best evaluation, for people."""
         if self.step is None:
             return "no evaluation was counted"
         return f"the best {self.name} is {self.value:.4g}, after step {self.step}"

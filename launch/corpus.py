@@ -29,7 +29,6 @@ class Corpus:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user on how the samples were made."""
         return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 

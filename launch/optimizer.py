@@ -217,7 +217,6 @@ class Rates:
 
     @property
     def _has_scheduler(self) -> bool:
-        """Whether a torch scheduler sets the rates."""
         return any("initial_lr" in group for group in self._groups)
 
     @property
@@ -341,8 +340,6 @@ def rebind(
 
 
 class _Parts(torch.optim.Optimizer):
-    """Optimizers of several parameters as one."""
-
     def __init__(self, *parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = [optimizer for some in parts for optimizer in some]
         super().__init__([group for part in self._parts for group in part.param_groups], {})

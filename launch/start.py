@@ -139,7 +139,6 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
 
 
 def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: preflight.Ready) -> None:
-    """Print some samples, and what a run needs if one of the shares is on this machine."""
     config, corpus = ready
     sequences, console = len(corpus.train), Console(highlight=False)
     if samples:

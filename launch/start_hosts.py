@@ -94,7 +94,6 @@ def _show_launch(
     overrides: Sequence[str],
     files: Sequence[Path],
 ) -> None:
-    """The plan of `launch`, after the checks that are possible here."""
     network = _check(hosts, start, overrides)
     print("\n\n".join(format_command(command) for command in commands.values()))
     if rendezvous(hosts) != hosts.endpoint:

@@ -88,7 +88,6 @@ class Batch:
 
     @property
     def samples(self) -> Samples:
-        """Inputs of stage modules."""
         return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT, self.types_BT)
 
     def counting(self, count: int) -> Self:

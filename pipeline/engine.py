@@ -241,7 +241,6 @@ class PipelineEngine:
         return loss, count
 
     def take_events(self) -> list[ComputeEvent]:
-        """Events of this rank's stages in the last step."""
         return [event for stage in self._stages.values() for event in stage.take_events()]
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,6 @@ class Mesh:
         return self.replica * self.shards + self.shard
 
     def rank_at(self, position: int) -> int:
-        """The rank at a position of this rank's pipeline."""
         return self._rank(self.dp_rank, position)
 
     @property

@@ -240,7 +240,6 @@ class Measures:
             self._add(name, metric.tally(outputs, targets).double().cpu())
 
     def packed(self) -> bytes:
-        """What other ranks need of this one's."""
         shapes = {name: list(tally.shape) for name, tally in self._tallies.items()}
         data = b"".join(
             array("d", tally.flatten().tolist()).tobytes() for tally in self._tallies.values()

@@ -197,8 +197,6 @@ def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
 
 
 class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
-    """1F1B with `depth` more microbatches in flight per hop, on torch's runtime."""
-
     def __init__(
         self, stage: _PipelineStageBase, n_microbatches: int, *, depth: int, **options: Any
     ) -> None:

@@ -142,7 +142,6 @@ class CompressedStage(_PipelineStageBase):
             self.channels.activations_out.send(m, self._lengthened(m, y_BTD))
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
-        """Have an input's gradient encoded and sent; not if the neighbour is on this rank."""
         if self.channels.gradients_out is not None:
             self.channels.gradients_out.send(m, self._lengthened(m, gradient_BTD))
 

@@ -115,7 +115,6 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 
 
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
-    """Bytes of all coefficients, and of those outside the symbols."""
     q_NK, scale_N, model_TK = coded
     layout, kernels = _layout(model_TK), load("coefficients", "numba")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
@@ -128,7 +127,6 @@ def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
 
 
 def _unscaled(q_NK: Tensor, model_TK: Tensor) -> Coded:
-    """Coefficients that were sent as they are."""
     return Coded(q_NK, torch.full((q_NK.shape[0],), UNSCALED), model_TK)
 
 

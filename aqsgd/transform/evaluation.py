@@ -21,7 +21,6 @@ class FirstVisits:
     take_gradients = None
 
     def __init__(self, training: TransformBoundary) -> None:
-        """What `training` has learned is used."""
         self._training = training
         self.error_meter = ErrorMeter()
 

@@ -32,8 +32,7 @@ KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
 _LARGEST_COUNTED = 2**15
-_SAMPLED = 4
-"""Every fourth token is counted for the models of dimensions."""
+_SAMPLED = 4  # every fourth token is counted for the models of dimensions
 _START = (31, 19)
 """Models before anything is known, for steps of a tenth of a value and of a whole change."""
 
@@ -67,17 +66,14 @@ class Learned:
         return len(self._pieces)
 
     def turn_from(self, version: int) -> Tensor:
-        """What turns coefficients under an older basis into those under the current one."""
         if version not in self._turns:
             self._turns[version] = self.basis.turn_from(self.bases[version])
         return self._turns[version]
 
     def scales(self, kind: Kind) -> Tables:
-        """Frequencies of the tokens' scales in this step."""
         return self._scale_tables[kind]
 
     def choices(self, kind: Kind) -> Tables:
-        """Frequencies of what is chosen for tokens in this step."""
         return self._choice_tables[kind]
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
@@ -114,7 +110,6 @@ class Learned:
         self._forget_step()
 
     def commit(self) -> None:
-        """End a step that counts."""
         for kind in KINDS:
             found_K, below_K, here_K, above_K = self._sums[kind]
             rises_K = 2 * found_K > here_K + above_K
@@ -138,11 +133,9 @@ class Learned:
         }
 
     def discard(self) -> None:
-        """End a step that does not count."""
         self._forget_step()
 
     def digest(self) -> int:
-        """A number below 2^32 for what was learned before this step, equal at both ends."""
         return self._digest
 
     def _computed_digest(self) -> int:

@@ -45,8 +45,7 @@ from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 
 REPLICAS_EQUAL = False
-_SEED = 0
-"""Of subsets: the same on all replicas."""
+_SEED = 0  # of subsets: the same on all replicas
 
 
 _LADDER: Sequence[tuple[dict[str, float], float]] = [
@@ -87,7 +86,6 @@ class Config(ExchangeOptions):
 
     @property
     def codec(self) -> SparseCodec:
-        """Values that are kept, and where they are."""
         return SparseCodec(self.topk, self.bits, self.group)
 
     @model_validator(mode="after")
@@ -132,7 +130,6 @@ class Cocktail(BaseSync):
         self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
-        """Apply what was exchanged meanwhile; gradients become those of this replica alone."""
         self._join()  # the optimizer then moves parameters from the new global model
         if self._warming_up:
             self._warmup.before_step()
@@ -204,7 +201,6 @@ class Cocktail(BaseSync):
         return [self._exchange(*each, number) for each in owned], None
 
     def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
-        """Whose turn it is in an exchange, by server."""
         return [
             random_subset(
                 part.stop - part.start,
@@ -256,7 +252,6 @@ class Cocktail(BaseSync):
 
 
 def _parts(local_N: Tensor, size: int) -> list[slice]:
-    """Each server's part of a bucket."""
     lengths = [len(part_n) for part_n in local_N.tensor_split(size)]
     return [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
 

@@ -66,8 +66,7 @@ class DeMo(BaseSync):
         device = device_of(parameters)
         self._tiles = Tiles([p.shape for p in self._parameters], device)
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
-        self._left: list[Tensor] = []
-        """What this step leaves of the momenta, once it counts."""
+        self._left: list[Tensor] = []  # what this step leaves of the momenta, once it counts
         self._overlap = Overlap(device)
         self._counts = False  # whether the step of what is under way was made
         self._unapplied: Tensor | None = None

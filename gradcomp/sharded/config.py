@@ -86,6 +86,5 @@ class ShardsConfig(BaseModel):
         return self
 
     def bits_of(self, what: Literal["weight", "gradient"]) -> int:
-        """Bits per value that are sent."""
         given = self.weight_bits if what == "weight" else self.gradient_bits
         return given or (32 if self.method == "fsdp" else 8)

@@ -53,7 +53,6 @@ def _as_set(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:
-    """Describe how the samples differ from those of a checkpoint."""
     from thinpipe.launch.data.load import files
 
     saved_s = saved_at(folder)

@@ -293,7 +293,6 @@ def moved_samples(before: int, now: int) -> tuple[int, int]:
 
 
 def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -> list[str]:
-    """Log lines of what resharding keeps and resets."""
     lines = [
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
         "read by name; dropout draws different numbers"

@@ -31,7 +31,6 @@ class Resume(NamedTuple):
 
     @property
     def epochs(self) -> int:
-        """Whole epochs that the chosen checkpoint has done."""
         if self.chosen is None:
             return 0
         step, meta = self.chosen.manifest.step, self.chosen.manifest.meta

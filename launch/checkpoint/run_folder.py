@@ -146,7 +146,6 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def _move_aside(path: Path) -> Path:
-    """Where the folder is now."""
     older = next(older for older in _renamed(path) if not older.exists())
     path.rename(older)
     _log.warning("%s held an earlier run and was renamed to %s", path, older)

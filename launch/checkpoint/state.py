@@ -38,8 +38,7 @@ from thinpipe.pipeline.comm.transport import Peers
 _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
-_SERIAL_BITS = 20
-"""Of a save's number, those that count within a generation of ranks (`regroup`)."""
+_SERIAL_BITS = 20  # of a save's number, those that count within a generation of ranks (`regroup`)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
 """Wait before a failed save is retried; each failure in a row doubles it."""
 
@@ -124,7 +123,6 @@ class Checkpoints:
         return self._serial, self._generation, self._last_step
 
     def follow(self, serial: int, generation: int, last_step: int | None) -> None:
-        """Go on where others are."""
         self._serial, self._generation, self._last_step = serial, generation, last_step
 
     def start(self, step: int, *, last: bool = False) -> None:
@@ -200,7 +198,6 @@ class Checkpoints:
             )
 
     def held_up(self) -> str:
-        """For how long saves have held training up, in words."""
         return f"saving held training up for {self._stall_s:.2f} s"
 
     def restore(self, step: int | None) -> int:
@@ -291,7 +288,6 @@ class Checkpoints:
         return self._failed(problem, None if last else step)
 
     def _failed(self, problem: str, step: int | None) -> bool:
-        """Try again later, and warn of a step."""
         self._problem = problem
         if self._session.local_rank == 0 and step is not None:
             _log.warning(

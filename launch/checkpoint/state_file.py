@@ -44,8 +44,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 """Types that a file can hold, and their names there."""
-_LARGEST_HEADER = 100_000_000
-"""Limits that readers accept."""
+_LARGEST_HEADER = 100_000_000  # limits that readers accept
 _PIECE_NBYTES = 2**22
 
 

@@ -69,8 +69,7 @@ _VERY_NEAR = 0.75
 _UNKNOWN = ": unknown key; "
 _TABLES = ("model_type", "model_attributes_type", "dict_type")
 """Errors about a value where a table belongs."""
-_LENGTHS = ("tuple_type", "too_long", "missing")
-"""Errors about a list that has a fixed length."""
+_LENGTHS = ("tuple_type", "too_long", "missing")  # errors about a list that has a fixed length
 
 
 def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[str]:
@@ -141,7 +140,6 @@ class _Problem(NamedTuple):
 
 
 def _join(problems: Sequence[_Problem]) -> str:
-    """One line with all remedies for one key."""
     chosen = [problem for problem in problems if problem.sure] or problems
     remedies = dict.fromkeys(problem.remedy for problem in chosen)
     return f"{chosen[0].what}{', or '.join(remedies)}"
@@ -272,7 +270,6 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def _known(place: _Place, root: type[BaseModel]) -> str:
-    """Keys in place of an unknown one: there, or in a section of the file."""
     known = [key for model in place.holder.values() for key in written_keys(model)]
     section, _, key = place.name.rpartition(".")
     elsewhere: dict[str, list[str]] = {}
@@ -314,7 +311,6 @@ def known_keys(key: str, known: Iterable[str]) -> str:
 
 
 def _by_likeness(word: str, known: Iterable[str]) -> list[str]:
-    """Known words by likeness to an unknown one, the likeliest first."""
     likeness = difflib.SequenceMatcher(b=word)
 
     def unlike(other: str) -> tuple[float, str]:
@@ -331,7 +327,6 @@ def written_keys(model: type[BaseModel]) -> list[str]:
 
 
 def _nearest(value: Any, detail: ErrorDetails) -> str:
-    """The nearest allowed value, as a hint."""
     ctx = detail.get("ctx", {})
     allowed = re.findall(r"'([^']+)'", f"{ctx.get('expected', '')}{ctx.get('expected_tags', '')}")
     by_lower = {word.lower(): word for word in allowed}

@@ -98,7 +98,6 @@ class NetworkConfig(BaseModel):
         return own or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:
-        """Where this machine takes connections; by default at this address and port."""
         if self.listen == NOT_LISTENING:
             return None
         return parse_endpoint(self.listen) if self.listen else (address, port)

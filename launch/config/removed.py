@@ -107,7 +107,6 @@ def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _specs_changed(
     tables: Sequence[Mapping[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The [[boundary]] tables with each direction changed."""
     return [
         {key: change(each) if isinstance(each, Mapping) else each for key, each in table.items()}
         for table in tables

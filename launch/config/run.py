@@ -113,7 +113,6 @@ class RunConfig(BaseModel):
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
-        """The same run with these cuts instead of `cuts = "auto"`."""
         pipeline = self.pipeline.model_dump(exclude_none=True) | {"cuts": list(cuts)}
         return self.updated(pipeline=pipeline)
 

@@ -65,7 +65,6 @@ class TrainConfig(BaseModel):
     verify_every: int = Field(100, ge=0)
 
     def steps(self, per_epoch: int) -> int:
-        """How many steps a run has, of epochs of so many."""
         whole = self.epochs * per_epoch
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
@@ -144,7 +143,6 @@ class ElasticConfig(BaseModel):
     min_replicas: int | None = Field(None, ge=1)
 
     def goes_on(self, replicas: int) -> bool:
-        """Whether a run of so many replicas may lose some."""
         return self.min_replicas is not None and self.min_replicas < replicas
 
 

@@ -42,7 +42,6 @@ def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
 
 
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
-    """Settings that need whole layers or whole matrices."""
     if model.is_own:
         return "a custom model (model.factory) cannot be sharded; use pipeline.replicas"
     if optimizer != "adamw":

@@ -85,14 +85,12 @@ class RowFields(BaseModel):
 
     @property
     def prompt_fields(self) -> tuple[Field, ...]:
-        """The fields that make a prompt."""
         if self.prompt_field is None:
             return ()
         return self.prompt_field if isinstance(self.prompt_field, tuple) else (self.prompt_field,)
 
     @property
     def fields(self) -> list[Field]:
-        """The fields that rows must have; empty for plain text."""
         named = (self.text_field, self.pair_field, self.label_field, *self.prompt_fields)
         return [f for f in (*named, self.response_field, self.messages_field) if f is not None]
 

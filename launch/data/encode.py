@@ -18,8 +18,7 @@ from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
 from thinpipe.launch.data.tokenizer_files import digest_of_folder
 
-_VERSION = 2
-"""Raised when the same rows and settings give other tokens."""
+_VERSION = 2  # raised when the same rows and settings give other tokens
 Marks = Literal["tokenizer", "end", "none"]
 
 

@@ -20,11 +20,9 @@ from thinpipe.launch.data.streams.blocks import make_of
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.words import format_bytes, format_count
 
-_LARGE_NBYTES = 64 << 20
-"""Less than this is read as in a run, within a minute."""
+_LARGE_NBYTES = 64 << 20  # less than this is read as in a run, within a minute
 _HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000
-_PACKED = 4
-"""How many times as long text is when it is unpacked, roughly."""
+_PACKED = 4  # how many times as long text is when it is unpacked, roughly
 
 
 def estimate(

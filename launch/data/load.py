@@ -174,7 +174,6 @@ def _packed(
 
 
 def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documents:
-    """The documents of all sources, in proportion to their weights."""
     if not config.sources:
         return parts[0]
     weights = [source.weight for source in config.sources]

@@ -120,7 +120,6 @@ class OwnSet:
         return digest.hexdigest()
 
     def _checked(self, index: int, item: Any) -> PyTree:
-        """An item as tensors."""
         try:
             found = _tensors(item)
         except (TypeError, ValueError, RuntimeError):
@@ -248,7 +247,6 @@ def _tensors(value: Any, *, whole: bool = True) -> PyTree:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether nested lists hold numbers alone."""
     if isinstance(value, tuple | list):
         return all(map(_is_array, value))
     return isinstance(value, int | float)
@@ -261,7 +259,6 @@ def _has_target(batch: PyTree) -> bool:
 
 
 def _parted(batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Inputs and targets."""
     if isinstance(batch, Mapping):
         (target,) = (name for name in _TARGETS if name in batch)
         return {name: part for name, part in batch.items() if name != target}, batch[target]

@@ -84,7 +84,6 @@ class WindowSet:
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
     def select(self, indices: Tensor) -> "WindowSet":
-        """Some of the samples, renumbered from 0."""
         return WindowSet(Chosen(self.documents, indices.numpy()), self.notes)
 
     @property

@@ -40,14 +40,11 @@ def paced(step: int, changes: Sequence[Change], steps: int) -> float:
 
 
 class _Order(NamedTuple):
-    """The order of `n` samples in an epoch."""
-
     n: int
     seed: int
     shuffle: bool
 
     def of(self, count: int, purpose: str) -> Tensor:
-        """The first `count` samples."""
         return shuffled(count, self.seed, purpose) if self.shuffle else torch.arange(count)
 
 
@@ -106,7 +103,6 @@ class _Stretch:
         return range(self._first if epoch == self.epoch else stop - self.per_epoch, stop)
 
     def ids(self, step: int, replica: int) -> Tensor:
-        """A replica's samples of a step."""
         epoch, at = self.place(step)
         return self._until(epoch, at + 1, replica)[len(self._until(epoch, at, replica)) :].clone()
 
@@ -131,7 +127,6 @@ class _Stretch:
         return _Stretch(self._order, share, first=step, epoch=epoch, rest=rest)
 
     def _until(self, epoch: int, count: int, replica: int) -> Tensor:
-        """A replica's samples of the first steps of an epoch, or of its rest."""
         if self.rest is not None and epoch == self.epoch:
             own = self.rest[replica]
             size, more = divmod(len(own), max(1, self._rest_steps))

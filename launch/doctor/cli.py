@@ -82,8 +82,6 @@ def doctor(  # noqa: PLR0913  # one parameter per option
 
 
 class _Diagnosis:
-    """Runs all checks; `results` are those of this host so far."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -100,7 +98,6 @@ class _Diagnosis:
     def run(
         self, console: Console, endpoint: tuple[str, int], save: Path | None
     ) -> list[CheckResult]:
-        """The results of all hosts, the same on each."""
         with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
             sized = self._check_host()
@@ -125,7 +122,6 @@ class _Diagnosis:
         return [*own, *hidden, *check_all(hosts, links), *untimed(names, devices)]
 
     def _check_host(self) -> RunConfig | None:
-        """Check this host; the config with the sizes of its messages, if they can be had."""
         try:
             ready = preflight.check_settings(self._config, self._shares)
         except (ValueError, OSError, ImportError) as error:

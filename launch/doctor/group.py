@@ -30,7 +30,6 @@ class HostGroup:
     wait_s: float
 
     def gather(self, key: str, value: Any, wait_s: float | None = None) -> list[Any]:
-        """Every host's value, in order."""
         self.publish(f"{key}/{self.index}", value)
         return [self.wait_for(f"{key}/{index}", wait_s) for index in range(self.hosts)]
 
@@ -87,7 +86,6 @@ def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
 
 @contextlib.contextmanager
 def _name_lost_host(doing: str) -> Iterator[None]:
-    """Turn failures of the store into `DoctorError`s."""
     try:
         yield
     except DoctorError:
@@ -111,7 +109,6 @@ def _open(network: HostNetwork, wait_s: float) -> TCPStore:
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:
-    """Wait until the port accepts connections."""
     reason = ""
 
     def connected() -> bool:

@@ -133,7 +133,6 @@ def _gpu(
     shares: Sequence[Share],
     models: Sequence[ModelMemory],
 ) -> list[CheckResult]:
-    """Memory of a GPU against what the share needs that needs most, if ranks are to use one."""
     if device_type(config.pipeline.device) == "cpu":
         return []
     here = free_gpu_memory(config.pipeline.devices_per_rank)

@@ -165,7 +165,6 @@ def _rate(group: HostGroup, link: LinkInfo, connection: socket.socket, window_s:
 
 @contextlib.contextmanager
 def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
-    """Say between which hosts a measurement failed."""
     try:
         yield
     except (OSError, DoctorError) as error:
@@ -175,7 +174,6 @@ def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
 
 
 def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
-    """The link with the overlay's figures, if it is from this host."""
     if link.source != host or link.closed is not None:
         return link
     state = overlay.client().ask("status")["links"][overlay.peer_list.hosts[link.target].name]

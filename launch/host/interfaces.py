@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 
 _RESOLVER = Path("/etc/resolv.conf")
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-"""The first is preferred where a host has both."""
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)  # the first is preferred where a host has both
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,6 @@ class Network:
         )
 
     def write(self, path: Path) -> None:
-        """Write what `read` reads."""
         content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
         if self.known:
             content["hosts"] = [host.model_dump(exclude_unset=True) for host in self.known]
@@ -154,7 +153,6 @@ class Network:
         return Network(rates, self.latency_s)
 
     def link_s(self, source: int, target: int, nbytes: int) -> float:
-        """Seconds to send `nbytes` over the link alone."""
         return seconds(nbytes, self.rate_bps[source][target])
 
     def uplink_s(self, host: int, nbytes: int) -> float:
@@ -165,7 +163,6 @@ class Network:
 
     @property
     def limited(self) -> bool:
-        """Whether any rate is known."""
         return any(self.rate_bps[i][j] is not None for i, j in links(self.hosts))
 
     @property

@@ -65,7 +65,6 @@ def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
 
 
 def _no_ipv6() -> None:
-    """Keep new interfaces from sending unsolicited packets."""
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     if switch.exists():
         switch.write_text("1", encoding="utf-8")

@@ -68,7 +68,6 @@ class ShapedNetwork:
         self.close()
 
     def close(self) -> None:
-        """End all processes on the hosts, then the hosts."""
         if self._socket.fileno() < 0:
             return
         self._socket.shutdown(
@@ -170,7 +169,6 @@ def _start_supervisor(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[by
 
 
 def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int) -> int:
-    """Run in a host: call, and write the pickled result or the traceback."""
     os.environ.update(environment(host, hosts))
     try:
         answer, code = pickle.dumps(function(host)), 0

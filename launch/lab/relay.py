@@ -24,8 +24,7 @@ _ETH_P_ALL = 3
 _LARGEST_FRAME = 70_000
 _BUFFER_BYTES = 16 << 20
 _BATCH = 64
-_MAC = slice(10, 16)
-"""Position of the destination address: after 10 bytes of offload header."""
+_MAC = slice(10, 16)  # position of the destination address: after 10 bytes of offload header
 
 
 def open_port(interface: str) -> socket.socket:

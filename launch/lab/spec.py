@@ -114,7 +114,6 @@ def _rates(text: str, hosts: int, where: str) -> Rates:
 def _with_pairs(
     limits: Mapping[Pair, float], texts: Sequence[str], hosts: int
 ) -> dict[Pair, float]:
-    """`limits`, changed by `--pair`."""
     changes = _parse_pairs(texts, hosts)
     for (a, b), bps in changes.items():
         if bps is None and not limits.keys() & {(a, b), (b, a)}:

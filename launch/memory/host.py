@@ -37,8 +37,7 @@ _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
 _LIBRARY_NBYTES = 45 * 2**20
 """What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
-_REPORTING_NBYTES = 45 * 2**20
-"""Bytes of the first rank for metrics, display and report."""
+_REPORTING_NBYTES = 45 * 2**20  # bytes of the first rank for metrics, display and report
 _GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.2, 0.2
 """What an allocator cannot use again between tensors that come and go: of activations, and of the
 few large tensors of a loss (`memory_count_cpu_202611.md` has measured both); of all on a GPU.
@@ -66,7 +65,6 @@ class HostNeeds:
         return held + self.unused + self.memories.ram + self.processes
 
     def compared(self, available: int) -> str:
-        """All of it in words, and how much is free."""
         parts = {
             "weights": self.model.weights,
             "gradients": self.model.gradients,

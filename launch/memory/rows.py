@@ -240,7 +240,6 @@ def _ends(config: RunConfig) -> list[End]:
 
 
 def _per_sample(config: RunConfig, position: int) -> int:
-    """Bytes of one sample in all caches of a pipeline rank."""
     return sum(end.row_nbytes for end in _ends(config) if end.position == position)
 
 

@@ -105,7 +105,6 @@ def _write(
     *,
     known_links: bool,
 ) -> None:
-    """Write cuts into the run file, and bits if any are recommended for links that are known."""
     tables = _tables(config, advice.specs) if advice and known_links else None
     apply_plan(path, config.pipeline.cuts, tables)
     why_not = "none are recommended" if known_links else "give --rate or --network"
@@ -123,7 +122,6 @@ def _place(
     apply: bool,
     seconds: float | None,
 ) -> None:
-    """Print the best layout, and write it into the run file."""
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
@@ -200,7 +198,6 @@ def _needed(
     memory: Sequence[BlockRun],
     limits: Sequence[float] | None,
 ) -> list[int]:
-    """Bytes that each rank needs."""
     models = rank_memory(config, memory)
     needed = device_nbytes(config, sequences, models)
     for layer in [layer for model in models for layer in model.uncounted][:1]:
@@ -265,7 +262,6 @@ def _refuse_doubtful(
 
 
 def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:
-    """Links between the ranks of a pipeline; unlimited by default."""
     if path is None:
         rate_bps = parse_rate(rate, "--rate") if rate else None
         return Network.uniform(ranks, rate_bps, parse_time(delay, "--delay") if delay else 0.0)

@@ -28,7 +28,6 @@ class Prediction:
 
     @property
     def slot_s(self) -> float:
-        """Seconds that the slowest rank computes for one microbatch."""
         return max(self.work.microbatch_s)
 
 

@@ -10,8 +10,7 @@ from thinpipe.pipeline.loss import Objective, mean_loss
 from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
 from thinpipe.pipeline.models.own.functions import load_function, name_of
 
-_LARGEST_LOSS = 700.0
-"""exp() of more is not a float."""
+_LARGEST_LOSS = 700.0  # exp() of more is not a float
 
 
 class Evaluation:

@@ -78,7 +78,6 @@ class Proof:
         return f", shard {mesh.shard}" if mesh.shards > 1 else ""
 
     def _memories(self) -> dict[str, int]:
-        """Summaries of this rank's ends of cuts, by DP rank and channel."""
         return {
             f"{self._transport.mesh.dp_rank}/{channel_name(channel)}": memory.summary()
             for channel in self._built.engine.channels

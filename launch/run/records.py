@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from thinpipe.launch.view.report.journal import Journal, Place
     from thinpipe.launch.view.writers.writer_thread import WriterThread
 
-_LOAD_S = 20.0
-"""Window over which the load of other processes is measured."""
+_LOAD_S = 20.0  # window over which the load of other processes is measured
 _kept: list[subprocess.Popen[str]] = []
 """Servers whose input ends with this process; unless they are kept, Python ends it."""
 _REPORT_SHARE = 0.01
@@ -135,7 +134,6 @@ class Records:
         self._display.planned(steps)
 
     def ends_early(self, why: str) -> None:
-        """The run is going to end before its last step."""
         self._display.note(why)
         if self._journal is not None:
             self._journal.why = why
@@ -179,7 +177,6 @@ class Records:
         *,
         shows: bool,
     ) -> None:
-        """Write the report where the run folder is, and show the summary."""
         if not self._records or not (self._writes or shows):
             return
         summary = summarize(self._info, self._records, edges_of(hosts))

@@ -183,7 +183,6 @@ class RankRun:
         return self._opened("run.done_before").nothing_left
 
     def _stop_here(self) -> NoReturn:
-        """All ranks save the last step, and end."""
         assert self._training is not None, "it says that all stop"
         self._training.save_now(self._done)
         refuse_restarts(STOPPED)

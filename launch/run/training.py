@@ -107,7 +107,6 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """How many there are in all."""
         return self._plan.steps
 
     @property
@@ -121,7 +120,6 @@ class Training:
 
     @property
     def ends_early(self) -> bool:
-        """Whether evaluations have not become better for as long as settings say."""
         return self.built.best.enough
 
     def begin(self, stack: ExitStack) -> None:
@@ -182,7 +180,6 @@ class Training:
 
     @property
     def first_epoch(self) -> int:
-        """That of the step which it begins with."""
         return self._sampler.epoch(min(self.start, self.steps - 1))
 
     def _agreement(self, store: Store, agreed: tuple[int, int] = (0, Ask.NOTHING)) -> Agreement:
@@ -198,7 +195,6 @@ class Training:
         )
 
     def stop(self, whole: bool) -> threading.Event:
-        """Have all ranks stop; the event is set once they know when."""
         return self.agreement.stop_all()
 
     def _full_step(self, step: int) -> int:
@@ -207,7 +203,6 @@ class Training:
         return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
-        """The steps of an epoch that are still to be done."""
         steps = self._sampler.steps_of(epoch)
         stop = min(steps.stop, self.steps)
         return range(stop if self._ended_before else max(self.start, steps.start), stop)
@@ -273,7 +268,6 @@ class Training:
         return totals, self._sampler.epoch(step), self._sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
-        """What all ranks do together, with messages of each to each."""
         return do()
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
@@ -302,7 +296,6 @@ class Training:
         return metrics
 
     def end_epoch(self, epoch: int, done: int) -> None:
-        """Save if that is due."""
         self.together.passes("the end of the epoch", done)
         self.save_if_due(epoch, done)
 
@@ -362,7 +355,6 @@ class Training:
             self.display.note_repaired(dict(repaired))
 
     def _ids(self, step: int) -> torch.Tensor:
-        """This replica's samples of a step; none after the last."""
         over = step >= self.steps
         return torch.empty(0, dtype=torch.int64) if over else self._sampler.ids(step)
 

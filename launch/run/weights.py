@@ -19,8 +19,7 @@ from thinpipe.pipeline.comm.transport import WEIGHTS
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
-_PIECE_NBYTES = 16 << 20
-"""Sent at a time, so that a slow link brings one within the timeout."""
+_PIECE_NBYTES = 16 << 20  # sent at a time, so that a slow link brings one within the timeout
 
 
 def save_model(session: Session, built: Built, path: Path) -> None:

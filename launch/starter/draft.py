@@ -21,8 +21,7 @@ from thinpipe.launch.data.tokenizer_files import has_chat_template, has_tokenize
 from thinpipe.launch.starter.fields import find_fields
 from thinpipe.pipeline.models.own.functions import load_function
 
-_LENGTHS = (128, 64, 32, 16, 8)
-"""Of sequences, the first for which there is enough text."""
+_LENGTHS = (128, 64, 32, 16, 8)  # of sequences, the first for which there is enough text
 _NEARLY, _MOST_CONTEXT = 0.95, 1024
 """Share of conversations that fit; the longest context of a new model."""
 _BATCH = 16
@@ -136,7 +135,6 @@ def _look_at_data(found: Draft, data: str | None) -> None:
 
 
 def _fit(found: Draft, stages: int) -> None:
-    """Choose lengths, counts and cuts that the model and the data allow."""
     small = {"batch_size": 1}
     if "factory" in found.data:
         config = _config(found, data={"eval_sequences": 1}, train=small)

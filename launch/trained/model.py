@@ -62,7 +62,6 @@ class Trained:
         return merge_lora(merged, model.lora, inputs_first=stores_inputs_first(model.whole()))
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What the checkpoint holds, by the names in the library's model."""
         return _named(self.tensors)
 
     def _read_base(self, model: HuggingFaceConfig) -> dict[str, Tensor]:
@@ -133,7 +132,6 @@ def read_trained(
 
 
 def _number(root: Path, step: Step) -> int:
-    """The number of a step."""
     if isinstance(step, int):
         return step
     found = checkpoint.best(root) if step == "best" else checkpoint.newest(root)
@@ -252,7 +250,6 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
 
 
 def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
-    """Check that weights of that run mean the same in this one."""
     adapted = [config.model.is_frozen, trained.config.model.is_frozen]
     if adapted[0] != adapted[1]:
         which = "this run" if adapted[0] else "that one"

@@ -28,8 +28,7 @@ _AHEAD = 2
 """Decoded microbatches that may wait for the schedule: one that is ready when it asks, and one more
 to even out work of unequal length. Decoded values take many times the memory of messages."""
 
-_SETTLE_S = 20.0
-"""For jobs whose connections are broken."""
+_SETTLE_S = 20.0  # for jobs whose connections are broken
 
 Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None]
 """Takes what was done, for which microbatch, and from when to when (`time.perf_counter`)."""
@@ -93,7 +92,6 @@ class OutgoingChannel:
         self._last = self._pass.first_error.watch(self._worker.submit(job))
 
     def end_pass(self) -> None:
-        """Wait until everything is encoded and on its way."""
         if self._last is not None:
             self._pass.first_error.wait_for(self._last)
 
@@ -108,7 +106,6 @@ class OutgoingChannel:
         self._worker, self._last = Worker(f"send {self.codec.name}"), None
 
     def take_traffic(self) -> Traffic:
-        """Return what was sent, and count from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 

@@ -76,8 +76,7 @@ class GlooTransport:
         self._control = self._group(range(self.mesh.world_size), "control")
         self._numbers = [0] * self.mesh.world_size
         """Of the next control message to and from each rank."""
-        self._agreed: dict[Scope, float] = {}
-        """A digest of all vectors shared so far."""
+        self._agreed: dict[Scope, float] = {}  # a digest of all vectors shared so far
 
     def link(
         self,
@@ -123,7 +122,6 @@ class GlooTransport:
         return all_RN[:, :-1]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Lengths first, then the bytes."""
         mine = torch.empty(0, dtype=torch.uint8)
         if data:
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -138,7 +136,6 @@ class GlooTransport:
         self.share(torch.zeros(0, dtype=torch.float64), "world")
 
     def _swap(self, mine: Tensor, ranks: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-        """The bytes of each of these ranks, whose lengths are known."""
         me, works = self.mesh.rank, []
         buffers = {
             peer: torch.empty(length + CHECKSUM_NBYTES, dtype=torch.uint8)

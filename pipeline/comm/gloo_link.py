@@ -76,7 +76,6 @@ class GlooLink:
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def reset(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, and forget what was under way."""
         self.group = group
         self._expected.clear()
         self._sent.clear()

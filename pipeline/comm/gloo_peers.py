@@ -32,7 +32,6 @@ class GlooPeers:
         self.reset(groups)
 
     def reset(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
-        """Go on with the ranks of other groups."""
         self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._groups = groups
 
@@ -68,7 +67,6 @@ class GlooPeers:
         return irecv(buffer, self._groups[self.rank < peer], peer, edge=self._edge(peer, self.rank))
 
     def _message(self, header: Tensor, peer: int, capacity: int) -> Tensor:
-        """A message with this header and room for its payload."""
         length = payload_nbytes(header)
         if length > capacity:
             raise DesyncError(

@@ -95,7 +95,6 @@ class MessageCodec:
         return self.training.memory
 
     def take_sums(self) -> list[float]:
-        """Measurements of training's values since the last call."""
         return self.training.error_meter.take()
 
     @property

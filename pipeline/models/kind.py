@@ -63,7 +63,6 @@ class ModelKind(BaseModel):
         """
 
     def objective(self) -> "Objective":
-        """Objective of the head."""
         from thinpipe.pipeline.loss import Classification, NextToken, Regression, SeveralLabels
 
         if self.classes is None:
@@ -77,7 +76,6 @@ class ModelKind(BaseModel):
 
     @property
     def problem(self) -> Problem:
-        """What a classification head is trained for."""
         return "single_label_classification"
 
     @property

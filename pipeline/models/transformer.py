@@ -111,8 +111,6 @@ class TransformerConfig(TokenModel):
 
 @dataclass(frozen=True)
 class _SampleInfo:
-    """Inputs that all blocks of a stage share in one forward."""
-
     ids_B: Tensor | None
     mask_B1TT: Tensor | None
 

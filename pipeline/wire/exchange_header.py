@@ -62,7 +62,6 @@ class ExchangeHeader:
     run_id: int = 0
 
     def write(self, message: Tensor) -> None:
-        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
         _LAYOUT.write(message, self._fields(message))
 
     def check(self, message: Tensor) -> None:

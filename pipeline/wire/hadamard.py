@@ -138,7 +138,6 @@ class Hadamard:
         return plan, order_BK, tiles_BKG, parts
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Plan, Tensor]:
-        """Plan and tiles of a message."""
         rows, tiles = out_BN.shape[0], _tiles(out_BN.shape[1])
         maps_B3V = wire_BW[:, : 3 * _map_nbytes(tiles)].reshape(rows, 3, _map_nbytes(tiles))
         plan = _Plan(*(_unpacked(maps_B3V[:, i], tiles) for i in range(3)))
@@ -198,7 +197,6 @@ def _tiles(numel: int) -> int:
 
 
 def _sorted(x_BK: Tensor) -> Tensor:
-    """Each row in ascending order."""
     if x_BK.device.type == "cpu":  # numpy takes a fortieth of torch's time
         return torch.from_numpy(np.sort(x_BK.numpy(), axis=1))
     return torch.sort(x_BK, dim=1)[0]

@@ -120,7 +120,6 @@ class Header:
     reserved: int = 0
 
     def write(self, message: Tensor) -> None:
-        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
         _LAYOUT.write(message, asdict(self))
 
     def check(self, message: Tensor) -> None:

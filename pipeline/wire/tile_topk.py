@@ -99,7 +99,6 @@ class TileTopK:
         torch.cat(parts, out=wire_W[: self.capacity(numel)])
 
     def _quantize(self, value_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the bytes that come before them."""
         if self.bits == 1:
             if not bool(value_C.isfinite().all()):
                 raise ValueError("a value that is not finite has no sign to send")

@@ -26,8 +26,7 @@ _BY_NAME: dict[str, Kind] = {
     ".arrow": "arrow",
 }
 _DELIMITERS = ",;\t|"
-_ALIKE = 3
-"""Lines of one shape that make a table of what has no table's name."""
+_ALIKE = 3  # lines of one shape that make a table of what has no table's name
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,39}")
 """A column's name, as opposed to a sentence between commas."""
 _BINARIES: tuple[tuple[bytes, int, str], ...] = (

@@ -20,8 +20,7 @@ from thinpipe.launch.data.rows import Row, without_nulls
 
 _CELL_NBYTES = 8 << 20
 """The longest cell of CSV: a quotation mark that nothing closes is noticed there."""
-_ROWS = 64
-"""Of Parquet and Arrow at a time: a row may be a whole document."""
+_ROWS = 64  # of Parquet and Arrow at a time: a row may be a whole document
 _BEFORE, _BETWEEN = re.compile(r"[\ufeff\s\[]*"), re.compile(r"[\ufeff\s,\]]*")
 """What stands before the first value of an array, and around others."""
 _LONGEST_WORD = 16
@@ -225,7 +224,6 @@ def _typed(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
 
 
 def _ipc(file: IO[bytes]) -> tuple[Any, Iterator[Any]]:
-    """Schema and batches of an Arrow file, or of a stream of Arrow."""
     import pyarrow as pa
 
     if file.read(6) == b"ARROW1":

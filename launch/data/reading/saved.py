@@ -17,8 +17,7 @@ _FORM = "hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]"
 _NAME = re.compile(
     r"hf:(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<revision>[^#]+))?(#(?P<split>.+))?"
 )
-_HELD_OUT = ("validation", "test")
-"""Splits to evaluate on, the first there is."""
+_HELD_OUT = ("validation", "test")  # splits to evaluate on, the first there is
 
 
 class HubName(NamedTuple):

@@ -24,8 +24,7 @@ _FAMILIES: tuple[set[Kind], ...] = (
     {"parquet", "arrow"},
 )
 """Kinds that may stand side by side."""
-_LOOKED_AT = 100
-"""Rows in which a field has to be once; else its name is wrong, not the rows."""
+_LOOKED_AT = 100  # rows in which a field has to be once; else its name is wrong, not the rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Source:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is text without rows."""
         return self.all_rows is None
 
     def rows(self, fields: Sequence[Field]) -> Rows:
@@ -164,7 +162,6 @@ def _dataset(path: str | None, setting: str) -> Any | None:
 
 
 def _facts(form: Form) -> list[Any]:
-    """What decides how a file is read."""
     place = str(form.path.resolve())
     return [place, form.kind, form.compression, form.columns, form.delimiter]
 
@@ -205,7 +202,6 @@ def _numbered(fields: Sequence[Field]) -> bool:
 
 
 def _of_dataset(found: Any, wanted: Sequence[Field], what: str, name: str) -> Source:
-    """A data set of the package datasets."""
     training, held_out = saved.chosen_splits(found, what)
     if not wanted:
         raise ValueError(

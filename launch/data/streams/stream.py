@@ -227,18 +227,15 @@ class StreamSet:
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the current block begins."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the block that began there."""
         self._state = dict(state)
         self._items.go_to(json.loads(state["items"]))
         self._read()
 
     @property
     def _stop(self) -> int:
-        """The sample after the last of the block."""
         return int(self._state["first"]) + (0 if self._samples is None else len(self._samples))
 
     def _places(self, ids: Sequence[int]) -> list[_Place]:
@@ -256,7 +253,6 @@ class StreamSet:
         return found
 
     def _next(self) -> None:
-        """Go on to the next block."""
         self._state = {
             "first": self._stop,
             "number": self._state["number"] + 1,
@@ -332,21 +328,17 @@ class StreamSampler:
         return range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
 
     def steps(self, epochs: int, most: int | None) -> int:
-        """How many steps so many epochs have, no more than `most`."""
         whole = self.steps_of(epochs - 1).stop
         return whole if most is None else min(whole, most)
 
     def samples(self, step: int) -> int:
-        """How many samples a step has, over all replicas, unless the stream ends."""
         return self._batch
 
     def batch(self, step: int) -> Batch | None:
-        """This replica's samples of a step; None if the stream has ended."""
         ids = range(step * self._batch, (step + 1) * self._batch)
         return self._samples.share(ids, self._replica, self._replicas)
 
     def ids(self, step: int) -> Tensor:
-        """This replica's samples of a step."""
         first = step * self._batch
         return torch.arange(first + self._replica, first + self._batch, self._replicas)
 
@@ -360,7 +352,6 @@ def position(samples: SampleSet) -> StreamSet | None:
 
 
 def _batch(places: Sequence[_Place]) -> Batch:
-    """The samples of these places; those of one block are made into a batch together."""
     parts = []
     for _, group in itertools.groupby(places, key=lambda place: id(place[1])):
         own = [*group]

@@ -187,7 +187,6 @@ def _alive(lock: Path) -> Iterator[None]:
 
 
 def _signs(folder: Path) -> list[tuple[str, int, int]]:
-    """What changes while something is made."""
     with contextlib.suppress(OSError):
         states = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
         return [(name, state.st_size, state.st_mtime_ns) for name, state in states]

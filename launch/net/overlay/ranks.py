@@ -11,8 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.net.overlay.settings import SILENT_S
 
-_PATIENT_S = 20.0
-"""For a relay that is busy, where an answer is needed."""
+_PATIENT_S = 20.0  # for a relay that is busy, where an answer is needed
 
 
 def open_ports(

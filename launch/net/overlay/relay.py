@@ -71,7 +71,6 @@ class Relay:
         self._loop.ticks.append(self._tick)
 
     def run(self) -> None:
-        """Serve until the parent has ended."""
         parent = socket.socket(fileno=os.dup(0))
         self._loop.watch(parent, READ, lambda _: self._leave(parent))
         Server(self._loop, self._handle).listen(self._settings.socket)

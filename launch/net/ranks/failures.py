@@ -13,8 +13,7 @@ from thinpipe.launch.net.ranks.store import await_key
 
 _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
-_OWN_ACCOUNT_S = 0.2
-"""How long the main thread may take to say more, if it has noticed too."""
+_OWN_ACCOUNT_S = 0.2  # how long the main thread may take to say more, if it has noticed too
 _STUCK_S = 10.0
 _SETTLE_S = 20.0
 """Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
@@ -55,11 +54,9 @@ class Failures:
         return self.known() or "nothing was reported"
 
     def known(self) -> str | None:
-        """The same as far as it was reported by now."""
         return self._found()[1]
 
     def _found(self) -> tuple[bool, str | None]:
-        """Whether that is a cause, and its words."""
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         if not keys:
@@ -101,7 +98,6 @@ class Losses:
             self._store.set(str(number), json.dumps([rank, message]))
 
     def has(self, rank: int) -> bool:
-        """Whether a rank was reported."""
         return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:

@@ -121,7 +121,6 @@ class Newcomer:
 
     @property
     def began(self) -> tuple[list[int], int]:
-        """The run's cuts, and how many steps it planned at first."""
         cuts, steps = json.loads(self.store.get(_BEGAN))
         return cuts, steps
 

@@ -58,7 +58,6 @@ class Lobby:
         self._said: list[int] = []
 
     def look(self, missing: Collection[int]) -> None:
-        """These ranks have not come."""
         now_s = time.monotonic()
         if missing and now_s > self._next_s and [*missing] != self._said:
             self._said, self._next_s = [*missing], now_s + _SAY_S
@@ -230,7 +229,6 @@ def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | Non
 
 
 def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
-    """Problems that keep ranks from starting, by (problem, facts) of each."""
     own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
     if own:
         return "; ".join(f"{who}: {text}" for text, who in own.items())
@@ -252,7 +250,6 @@ def _let_read(store: Store, keys: list[str]) -> None:
 
 
 def _polled(store: Store, key: str, wait_s: float, look: Callable[[], None]) -> str:
-    """What rank 0 sets; `look` is called meanwhile."""
     limit_s = time.monotonic() + wait_s
     try:
         while not store.check([key]):

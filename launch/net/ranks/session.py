@@ -79,7 +79,6 @@ class Session:
 
     @property
     def store(self) -> Store:
-        """What all of its ranks read and write."""
         entered = self.newcomer is not None and self.newcomer.has_entered
         return self.newcomer.store if entered and self.newcomer else self.first_store
 
@@ -134,7 +133,6 @@ class StopFlag:
             stop(self._whole)
 
     def is_set(self) -> bool:
-        """Whether this process was asked to stop."""
         return self.number is not None
 
     def check(self) -> None:
@@ -256,7 +254,6 @@ class _Reports:
         self._begin(name)
 
     def apart(self) -> Store:
-        """Another connection to that part."""
         return PrefixStore(self._name, connect_store(self._place, wait_s=_CONNECT_S))
 
     def end(self, error: Exception) -> None:

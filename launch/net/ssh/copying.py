@@ -14,8 +14,7 @@ from thinpipe.launch.net.ssh.commands import Start, enter, ssh
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 from thinpipe.launch.net.ssh.processes import SSH_FAILED, not_connected, start_ssh
 
-_END_S = 60.0
-"""How long a machine may take to write what it has received."""
+_END_S = 60.0  # how long a machine may take to write what it has received
 
 
 def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:

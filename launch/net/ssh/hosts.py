@@ -14,8 +14,7 @@ from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 
 _RENDEZVOUS_PORT = 29500
 _OF_RUNS = {"run", "model", "pipeline", "data", "train"}
-_ALIAS_S = 10.0
-"""How long ssh may take to read its configuration, which can run commands."""
+_ALIAS_S = 10.0  # how long ssh may take to read its configuration, which can run commands
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 
 

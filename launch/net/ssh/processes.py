@@ -14,8 +14,7 @@ from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 
 INTERRUPTED = 130
 SSH_FAILED, _NOT_FOUND = 255, 127
-_REPORT_S = 3.0
-"""How long the other machines may report a failure before they are ended."""
+_REPORT_S = 3.0  # how long the other machines may report a failure before they are ended
 _END_S = GRACE_S + 5.0
 _POLL_S = 0.05
 
@@ -100,7 +99,6 @@ class _Remote:
 
     @property
     def connected_s(self) -> float | None:
-        """Seconds since its command began; None if it did not."""
         return None if self._connected_s is None else time.monotonic() - self._connected_s
 
     def ask_to_end(self) -> None:
@@ -125,7 +123,6 @@ class _Remote:
 
 
 def _first_failure(started: Mapping[str, _Remote]) -> tuple[str, int] | None:
-    """Wait for a failure, or until all have succeeded."""
     while True:
         codes = {name: remote.code for name, remote in started.items()}
         failed = next(((name, code) for name, code in codes.items() if code), None)

@@ -31,8 +31,7 @@ from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 _TIMES = (1, 2, 4)
-_REFINED = 3
-"""Variants that are searched with all rounds, the best first."""
+_REFINED = 3  # variants that are searched with all rounds, the best first
 _SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
 _WORTH = 0.99
 """The run file's schedule is kept unless another takes less than this share of its step."""
@@ -59,7 +58,6 @@ class PlannedRun:
         )
 
     def hosts(self, cluster: Cluster) -> list[list[str]]:
-        """`pipeline.placement`."""
         grid_RP = cluster.host_of_D[self.placement.grid_RP]
         return [[cluster.hosts[host].name for host in row] for row in grid_RP]
 
@@ -104,7 +102,6 @@ class _Variant:
             return None
 
     def scheduled(self, schedule: ScheduleName) -> "_Variant":
-        """The same under another schedule."""
         depth = self.config.pipeline.depth if schedule == "Deep1F1B" else DEPTH  # of no other
         return replace(self, config=_with(self.config, {"schedule": schedule, "depth": depth}))
 
@@ -204,7 +201,6 @@ def _refined(
 
 
 def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Variant]]:
-    """Each with the lower bound of its step."""
     config = whole.config
     base = microbatch_shape(config)[0]
     for stages in range(1, min(len(whole.blocks), cluster.devices) + 1):

@@ -59,7 +59,6 @@ def _slowest_pipeline_s(ideal: Cluster, workload: Workload, speed: float) -> flo
 
 
 def _exchange_bound(cluster: Cluster, workload: Workload) -> float:
-    """Latencies of the rounds of an exchange among that many devices."""
     if not any(workload.peer_nbytes):
         return 0.0
     either_DD = np.minimum(cluster.latency_DD, cluster.latency_DD.T)

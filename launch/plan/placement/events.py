@@ -125,7 +125,6 @@ class Simulation:
         return self._run(cluster, grid_RP, np.empty((0, 7)))
 
     def recorded(self, cluster: Cluster, grid_RP: Ints) -> SimulatedStep:
-        """The same with everything that happens in the pass."""
         step = self._step
         messages = step.nbytes_WC.size * step.microbatches
         most = len(grid_RP) * (2 * step.order_PN3[..., 0].size + 3 * messages)

@@ -28,15 +28,11 @@ _MOVES_PER_DEVICE = 3000
 _MOST_MOVES = 600_000
 _PAIRS = 300_000_000
 """Pairs of replicas that a round may look at: a swap changes two groups that exchange."""
-_ACTIONS = 500_000
-"""Simulated actions of a round's single swaps."""
+_ACTIONS = 500_000  # simulated actions of a round's single swaps
 _MOST_SIMULATIONS = 400
-_SIMULATED_HEAT = 0.05
-"""Of single swaps at first, as a share of the step."""
-_POOR = 1.5
-"""Swaps whose estimate exceeds the present step by this factor are not simulated."""
-_KEPT = 4
-"""Starts that are annealed, the best first."""
+_SIMULATED_HEAT = 0.05  # of single swaps at first, as a share of the step
+_POOR = 1.5  # swaps whose estimate exceeds the present step by this factor are not simulated
+_KEPT = 4  # starts that are annealed, the best first
 _SIMULATED_STARTS = 12
 _HEATS = (0.03, 0.003, 0.1)
 
@@ -156,7 +152,6 @@ def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:
 
 
 def _places(grid_SR: Ints, devices: int) -> Ints:
-    """Devices by place, and then those that are idle."""
     idle = np.setdiff1d(np.arange(devices), grid_SR)
     return np.concatenate([grid_SR.ravel(), idle])
 
@@ -169,7 +164,6 @@ def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
 
 
 def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
-    """Reject stages for which there are not enough devices with the memory."""
     room_D = np.sort(cluster.memory_D)[::-1]
     for index, position in enumerate(np.argsort(need_P)[::-1]):
         needed = (index + 1) * replicas

@@ -30,7 +30,6 @@ class StepCost:
 
     @property
     def limit(self) -> str:
-        """The largest part of the step."""
         bubble_s = self.passes_s - self.compute_s
         parts = {
             "the compute of the slowest rank": self.compute_s,
@@ -52,7 +51,6 @@ class StepModel:
 
     @property
     def need(self) -> Floats:
-        """Bytes that each rank of a pipeline needs."""
         return self._need_P
 
     def fits(self, grid_RP: Ints) -> bool:

@@ -79,7 +79,6 @@ class Workload:
 
     @cached_property
     def orders(self) -> list[list[Action]]:
-        """Actions of each rank of a pipeline: kind, stage, microbatch."""
         return rank_orders(
             self.schedule,
             stages=self.stages,
@@ -89,7 +88,6 @@ class Workload:
         )
 
     def by_rank(self, per_stage: Sequence[float]) -> tuple[float, ...]:
-        """Sums over the stages of each rank."""
         sums = [0.0] * self.ranks
         for stage, value in enumerate(per_stage):
             sums[self.position_of[stage]] += value
@@ -97,7 +95,6 @@ class Workload:
 
     @property
     def microbatch_s(self) -> tuple[float, ...]:
-        """Seconds that each rank computes for a microbatch."""
         return self.by_rank([a + b for a, b in zip(self.forward_s, self.backward_s, strict=True)])
 
     @property

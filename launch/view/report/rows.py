@@ -46,7 +46,6 @@ class Rows:
         return len(self._rows)
 
     def columns(self, start: int = 0) -> dict[str, list[Value]]:
-        """All columns from a row on."""
         names = dict.fromkeys(name for row in self._rows for name in row)
         return {name: [row.get(name) for row in self._rows[start:]] for name in names}
 
@@ -74,7 +73,6 @@ def _row(record: StepRecord) -> Row:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    """One row for several."""
     if len(rows) == 1:
         return rows[0]
     out: dict[str, Value] = {}

@@ -97,7 +97,6 @@ def _axis(top: float, end_s: float) -> list[str]:
 
 
 def _legend(events: Sequence[ComputeEvent], height: float) -> list[str]:
-    """Name the kinds that occur, and idle time, which is the empty row."""
     seen, x, parts = {"idle", *(event.kind for event in events)}, float(_LEFT), []
     for kind, (name, _) in KINDS.items():
         if kind in seen:

@@ -151,7 +151,6 @@ def _names(address: str) -> list[str]:
 
 
 def _say(links: list[str], token: str | None) -> None:
-    """Print the links, and on a terminal the first as a QR code, for a phone."""
     for link in links:
         typer.echo(f"watch at {link}")
     if token is not None:

@@ -91,7 +91,6 @@ class Followed:
 
     @property
     def silence(self) -> str:
-        """That no step has come for unusually long, in words."""
         return silence(self.story, silent_s(self.folder)) if self.story else ""
 
     @property

@@ -77,7 +77,6 @@ def frame(state: dict[str, Any]) -> RenderableType:
 
 
 def _table(spec: dict[str, Any]) -> Table:
-    """In 80 columns, for names of ordinary length."""
     table = Table(box=None, title=spec["title"], title_justify="left", pad_edge=False,
                   padding=(0, 1, 0, 0), header_style="dim", title_style="bold")  # fmt: skip
     kept = [number for number, name in enumerate(spec["heads"]) if name != _LEFT_OUT]
@@ -93,7 +92,6 @@ def _table(spec: dict[str, Any]) -> Table:
 
 
 def _states(run: str) -> Iterator[dict[str, Any]]:
-    """The run, again whenever it changes."""
     state: dict[str, Any] = {"parts": {}, "columns": {}, "silence": "", "problem": ""}
     messages = _of_link(run) if run.startswith(("http://", "https://")) else _of_folder(Path(run))
     for message in messages:

@@ -45,7 +45,6 @@ class WriterThread:
             self._give_up(f"did not finish within {self._close_s:.0f} s")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over a step; does not wait."""
         if not self._over.is_set():
             self._put((step, values))
 

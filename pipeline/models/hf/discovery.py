@@ -96,16 +96,12 @@ def _find_blocks(base: Any) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """Inputs of a block."""
-
     block: int
     hidden_BTD: Tensor
     others: tuple[Tensor, ...]
 
 
 class _Marker(StandIn):
-    """Notes what the block is given."""
-
     def forward(self, hidden_BTD: Tensor, *arguments: Any, **settings: Any) -> Any:
         others = tuple(_tensors([arguments, settings]))
         self._log.append(_Call(self._index, hidden_BTD, others))

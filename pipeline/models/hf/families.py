@@ -93,7 +93,6 @@ class IndexedBlocks(nn.ModuleList):
             self.add_module(str(index), blocks[index])
 
     def __getitem__(self, position: Any) -> Any:
-        """The block or blocks at a position, not at an index of the whole model."""
         blocks = list(self._modules.values())
         return nn.ModuleList(blocks[position]) if isinstance(position, slice) else blocks[position]
 

@@ -39,7 +39,6 @@ class Layout:
         return self._convert(rule, self.target, whole)
 
     def to_disk(self, parameters: Mapping[str, Tensor], whole: Any) -> dict[str, Tensor]:
-        """Tensors of files, by their names there, from parameters."""
         rule = self.rule.reverse_transform()
         first = None
         for name in self.produces:

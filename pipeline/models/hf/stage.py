@@ -76,7 +76,6 @@ class HuggingFaceStage(nn.Module):
         return out.clone() if out._is_view() else out
 
     def parts(self) -> list[nn.Module]:
-        """Modules that run one after the other, and need their weights only then."""
         return list(
             self.model.get_submodule(_path_of_blocks(self.model, self._config.family)).children()
         )
@@ -94,7 +93,6 @@ class HuggingFaceStage(nn.Module):
         return self.model.get_output_embeddings().weight if self._is_last else None
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Make the head use a weight that another stage of this process holds."""
         self.model.get_output_embeddings().weight = weight
 
 

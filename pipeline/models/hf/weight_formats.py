@@ -78,7 +78,6 @@ class SmallWeights:
         return self._layers.keys()
 
     def put(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        """Store what was read of a parameter."""
         if self._digest:
             self.digests[name] = hex_digest(values)
         if name in self._layers:
@@ -134,7 +133,6 @@ def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
 
 
 def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
-    """Ids of matrices that stay in fp32."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if config.lora is not None:
         # one that scales, as Gemma's, computes in the dtype of its weight

@@ -103,7 +103,6 @@ class Sources:
             put(name, tensor, made[self._known(name) or name])
 
     def _convert(self, layout: Layout, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters from a group of stored tensors, after checking their shapes."""
         first = layout.sources[0][0]
         try:
             made = layout.from_disk(stored, self._model)

@@ -59,8 +59,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
-        self._kept: list[Tensor] = []
-        """So that no storage's address is used twice."""
+        self._kept: list[Tensor] = []  # so that no storage's address is used twice
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

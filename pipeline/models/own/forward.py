@@ -73,7 +73,6 @@ class Cutting:
         return len(self.returned)
 
     def holds(self, name: str, first: int, stop: int) -> bool:
-        """Whether the stage of blocks `first` to `stop - 1` holds this parameter."""
         if name.startswith(f"{self.path}."):
             return first <= int(name.removeprefix(f"{self.path}.").partition(".")[0]) < stop
         return first <= self.layers_of[name][0] < stop

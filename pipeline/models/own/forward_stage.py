@@ -33,7 +33,6 @@ class _State:
 
 class _Earlier(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand hidden states on, which nothing depends on."""
         returned: Returned = self._returned
         shape = returned.leaves[returned.hidden].shape
         for leaf in tree_leaves((args, kwargs)):
@@ -44,7 +43,6 @@ class _Earlier(StandIn):
 
 class _Before(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what came over the cut."""
         return self._returned.around(self._state.received)
 
 
@@ -60,7 +58,6 @@ class Untied:
         return
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Never called: there is none."""
         raise AssertionError("a model of one's own ties nothing across stages")
 
 

@@ -63,7 +63,6 @@ class Tables:
 
     @cached_property
     def lookup(self) -> Lookup:
-        """The tables in the forms that kernels need."""
         freq_KS = self.freq_KS.numpy()  # tables may be counted for every message: numpy is quick
         models, symbols = freq_KS.shape
         entry_KS = np.zeros((models, MOST_SYMBOLS), np.int32)

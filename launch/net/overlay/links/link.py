@@ -249,7 +249,6 @@ class Link:
         return "; its machine answers, so its process is stopped or starved"
 
     def _pause_s(self, now_s: float) -> float:
-        """Pause after which a frame is sent for its own sake."""
         return _PADDING_S if self._pads(now_s) else BEAT_S
 
     def _pads(self, now_s: float) -> bool:
@@ -331,7 +330,6 @@ class Link:
                 self._on_part()
 
     def _expect(self, header: Header | None) -> None:
-        """Next comes this header's payload, or else a header."""
         self._header = header
         self._part = bytearray(HEADER.size if header is None else header.length)
         self._missing = memoryview(self._part)

@@ -46,8 +46,7 @@ class Listener:
         self.refused: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
         self._is_member, self._on_stranger = is_member, on_stranger
-        self._unproven: dict[int, tuple[str, Task]] = {}
-        """By their number; the oldest first."""
+        self._unproven: dict[int, tuple[str, Task]] = {}  # by their number; the oldest first
         self._count = 0
         self._server = serve(address, backlog=256)
         self._server.setblocking(False)

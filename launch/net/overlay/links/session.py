@@ -30,7 +30,6 @@ class Session:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was sent or received yet."""
         return self._sent == 0 and self.received == 0
 
     def number(self, buffer: bytearray, kind: Kind, traffic: Traffic, stream: int) -> Buffer:
