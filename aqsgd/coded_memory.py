@@ -58,9 +58,6 @@ class CodedMemory(SampleMemory):
         """The old values of a known sample, and room for the new ones; ends with `close`.
 
         Both are on `device`.
-
-        Raises:
-            ValueError: the sample was of another size when it was seen.
         """
         old = brought_to(device, self.row(sample, numel))
         home = self._store.empty_row(old.numel())

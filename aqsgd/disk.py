@@ -85,11 +85,7 @@ class DiskStore:
         self._faults: set[str] = set()
 
     def reserve(self, samples: int) -> None:
-        """Set disk space aside. Of an empty store all that it had is given back first.
-
-        Raises:
-            OSError: there is not as much.
-        """
+        """Set disk space aside. Of an empty store all that it had is given back first."""
         if not self._slots:
             self._free.clear()
             self._worker.submit(self._file.clear).result()  # after the writes on their way

@@ -95,11 +95,7 @@ class SampleMemory:
         return len(self._histories) * (self._row_nbytes or 0)
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
-        """Hold only these samples from here on, and at most so many; the lowest ids stay.
-
-        Raises:
-            OSError: there is no room for as many.
-        """
+        """Hold only these samples from here on, and at most so many; the lowest ids stay."""
         self._limit = samples
         held = sorted(self._histories.keys() & set(ids_B.tolist()))
         self._forget(list(self._histories.keys() - set(held[:samples])))

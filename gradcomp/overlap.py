@@ -61,11 +61,7 @@ class Overlap:
         self._jobs = []
 
     def settle(self) -> None:
-        """Wait until nothing is under way, whatever came of it.
-
-        Raises:
-            TimeoutError: a job goes on.
-        """
+        """Wait until nothing is under way, whatever came of it."""
         for job in self._jobs:
             job.exception(_END_S)
 

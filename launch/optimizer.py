@@ -68,11 +68,7 @@ def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Check that there is such an optimizer, without making it.
-
-    Raises:
-        ValueError: there is none, it cannot be called, or the exchange brings its own along.
-    """
+    """Check that there is such an optimizer, without making it."""
     name, method = config.train.optimizer, config.method
     if name == "adamw":
         if trains_in_bf16(config.model):
@@ -292,11 +288,7 @@ class Rates:
 
 
 def _kept_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """What a checkpoint keeps of a scheduler.
-
-    Raises:
-        ConfigError: it holds what cannot be saved.
-    """
+    """What a checkpoint keeps of a scheduler."""
     state = scheduler.state_dict()
     try:
         json.dumps(state)

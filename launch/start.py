@@ -75,11 +75,7 @@ def start_run(
 
 
 def _check_elastic(config: RunConfig, machines: Machines) -> None:
-    """Check that replicas on several machines can go on without one.
-
-    Raises:
-        ConfigError: nobody would notice, or all would wait for it.
-    """
+    """Check that replicas on several machines can go on without one."""
     goes_on = config.elastic.goes_on(config.pipeline.replicas)
     if machines.join is not None and not goes_on:
         raise ConfigError(

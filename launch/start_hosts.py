@@ -128,11 +128,7 @@ def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> Networ
 
 
 def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
-    """Report here the errors that every machine would report; needs the run file here.
-
-    Raises:
-        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
-    """
+    """Report here the errors that every machine would report; needs the run file here."""
     config = load_config(Path(run).expanduser(), overrides)
     placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
     if placed and len(names) > 1:

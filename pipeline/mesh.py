@@ -91,11 +91,7 @@ class Mesh:
 
 
 def check_world(pipeline_ranks: int, replicas: int, world_size: int, *, shards: int = 1) -> None:
-    """Reject a number of processes that does not fit.
-
-    Raises:
-        ValueError: the world has not pipeline_ranks * replicas * shards ranks.
-    """
+    """Reject a number of processes that does not fit."""
     needed = pipeline_ranks * replicas * shards
     if world_size != needed:
         sharded = f" x {shards} shards" if shards > 1 else ""

@@ -110,11 +110,7 @@ class CompressedStage(_PipelineStageBase):
             channel.begin_pass(this, record)
 
     def end_pass(self) -> None:
-        """Wait until all messages are on their way; then channels and events may be read.
-
-        Raises:
-            TransportError: a peer is gone.
-        """
+        """Wait until all messages are on their way; then channels and events may be read."""
         for channel in self.channels.outgoing():
             channel.end_pass()
 

@@ -25,9 +25,6 @@ class TiedWeight:
         """Where the two copies were drawn with other bits, take those of the first stage.
 
         Returns the bytes of weights that were sent.
-
-        Raises:
-            TransportError: the other end is gone, or its copy came damaged.
         """
         mine = self.weight.detach().cpu()
         digest = torch.tensor([digest_of(mine)], dtype=torch.float64)
@@ -39,11 +36,7 @@ class TiedWeight:
         return mine.nbytes
 
     def sum_gradients(self) -> None:
-        """Replace the gradient by the sum of both.
-
-        Raises:
-            TransportError: the other end is gone, or its gradient came damaged.
-        """
+        """Replace the gradient by the sum of both."""
         assert self.weight.grad is not None
         mine = self.weight.grad.cpu()
         theirs = self._exchange(mine)

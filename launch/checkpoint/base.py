@@ -30,11 +30,7 @@ def saved_base(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_base(held: Digests, saved: Digests, folder: Path) -> None:
-    """Check that weights which were read are those that a checkpoint was trained on.
-
-    Raises:
-        CheckpointError: they are others; names the first.
-    """
+    """Check that weights which were read are those that a checkpoint was trained on."""
     differing = sorted(name for name in held.keys() & saved.keys() if held[name] != saved[name])
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -47,11 +43,7 @@ def check_base(held: Digests, saved: Digests, folder: Path) -> None:
 def check_present(
     module: nn.Module, tensors: Mapping[str, Tensor], base: Digests, folder: Path
 ) -> None:
-    """Check that a checkpoint has a stage's tensors, or what is left out of them was read.
-
-    Raises:
-        CheckpointError: one is missing, or what was read is not what was left out.
-    """
+    """Check that a checkpoint has a stage's tensors, or what is left out of them was read."""
     held = base_of(module)
     check_base(held, base, folder)
     missing = sorted(module.state_dict().keys() - tensors.keys() - (held.keys() & base.keys()))

@@ -211,11 +211,7 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of a format this version does not support.
-    """
+    """Read and verify a checkpoint's manifest."""
     try:
         return load_manifest(folder)
     except CheckpointError as error:

@@ -74,11 +74,7 @@ def part_name(mesh: Mesh) -> str:
 
 
 def parts_of(folder: Path, *, replica: int) -> list[str]:
-    """Names of a replica's parts in a checkpoint.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """Names of a replica's parts in a checkpoint."""
     listed = checkpoint.read_manifest(folder).parts
     return [part.name for part in listed if part.name.startswith(f"replica-{replica}.")]
 
@@ -152,9 +148,6 @@ def read_replica(folder: Path, parts: list[str]) -> ReplicaState:
     """Join the parts of one replica, with the common model of all replicas.
 
     Not with the replica's own weights: a reset exchange assumes that replicas are equal.
-
-    Raises:
-        CheckpointError: a part is missing or damaged.
     """
     saved = ReplicaState({}, {}, {}, {}, {})
     states = [checkpoint.read_part(folder, part, mapped=ROWS) for part in parts]

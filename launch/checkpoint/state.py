@@ -185,11 +185,7 @@ class Checkpoints:
         return saved
 
     def save_last(self, step: int) -> None:
-        """Save the end of the run.
-
-        Raises:
-            CheckpointError: that was not possible.
-        """
+        """Save the end of the run."""
         if not self._save(step):
             resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
@@ -210,11 +206,7 @@ class Checkpoints:
         return self.resume(choose(self._session, self._root, step, layout))
 
     def resume(self, chosen: ChosenCheckpoint) -> int:
-        """Restore what was chosen; return the steps done.
-
-        Raises:
-            CheckpointError: on every rank, if it is of another run.
-        """
+        """Restore what was chosen; return the steps done."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
         manifest, problem = chosen.manifest, None
@@ -228,11 +220,7 @@ class Checkpoints:
         return manifest.step
 
     def check_own(self) -> None:
-        """Check that what this machine saved before is of this run; a collective.
-
-        Raises:
-            CheckpointError: on every rank, if it is of another.
-        """
+        """Check that what this machine saved before is of this run; a collective."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
         problem = None
@@ -248,9 +236,6 @@ class Checkpoints:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
 
         What these processes save themselves may be here too, where the folder is shared.
-
-        Raises:
-            CheckpointError: it went on from an earlier one, elsewhere.
         """
         others = [m for m in files.complete(self._root) if m.run != self._session.run_id]
         saved = max(others, key=lambda m: (m.serial, m.step), default=None)

@@ -67,11 +67,7 @@ def save_state(path: Path, state: object) -> str:
 
 
 def pack_state(state: object) -> tuple[Any, dict[str, Tensor]]:
-    """The tree of a state, as JSON, and its tensors on the CPU, by name; see `save_state`.
-
-    Raises:
-        TypeError: a value or key of another type.
-    """
+    """The tree of a state, as JSON, and its tensors on the CPU, by name; see `save_state`."""
     packer = _Packer()
     return packer.pack(state, "state"), packer.tensors
 

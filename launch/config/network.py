@@ -83,11 +83,7 @@ class NetworkConfig(BaseModel):
     patience_s: float = Field(30.0, ge=3)
 
     def find_key(self) -> Path:
-        """The file with the key.
-
-        Raises:
-            ValueError: none is set.
-        """
+        """The file with the key."""
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
             raise ValueError(NO_KEY)

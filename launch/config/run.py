@@ -117,19 +117,11 @@ class RunConfig(BaseModel):
         return self.updated(pipeline=pipeline)
 
     def updated(self, **sections: Any) -> "RunConfig":
-        """The same run with other sections, checked as a whole.
-
-        Raises:
-            ValidationError: they do not fit.
-        """
+        """The same run with other sections, checked as a whole."""
         return RunConfig.model_validate({**dict(self), **sections})
 
     def with_train(self, **settings: Any) -> "RunConfig":
-        """The same run with other settings of [train].
-
-        Raises:
-            ConfigError: they do not fit.
-        """
+        """The same run with other settings of [train]."""
         try:
             return self.updated(train={**dict(self.train), **settings})
         except ValidationError as error:
@@ -141,11 +133,7 @@ class RunConfig(BaseModel):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
-        """Check that a custom model can be cut where the cuts are.
-
-        Raises:
-            ValueError: it cannot; names layer and shape, or how many places there are.
-        """
+        """Check that a custom model can be cut where the cuts are."""
         if self.pipeline.auto_cuts:
             self.model.check_stages(self.pipeline.stages)
         else:

@@ -11,11 +11,7 @@ from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 def check_shards(
     pipeline: PipelineConfig, shards: ShardsConfig, model: ModelSection, optimizer: str
 ) -> None:
-    """Check that every stage can be held by several ranks.
-
-    Raises:
-        ValueError: it cannot; names the setting to change.
-    """
+    """Check that every stage can be held by several ranks."""
     if pipeline.shards == 1:
         return
     problem = _problem(pipeline, model) or _needs_wholes(model, optimizer)

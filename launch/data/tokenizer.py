@@ -187,11 +187,7 @@ class FolderTokenizer:
 
 
 def check_room(room: int, length: int, marks: int) -> None:
-    """Check that there is room for text beside special tokens.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Check that there is room for text beside special tokens."""
     if room < 1:
         raise ValueError(
             f"data.sequence_length = {length}: no room for text beside {marks} special tokens; "

@@ -96,11 +96,7 @@ def cache_notice(name: DeviceName) -> str | None:
 
 
 def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
-    """Check that this host has enough GPUs for its ranks.
-
-    Raises:
-        ValueError: there are too few, or `choose_device` rejects the setting.
-    """
+    """Check that this host has enough GPUs for its ranks."""
     needed = per_rank * ranks_here
     if per_rank > 1 and choose_device(name).type == "cuda" and needed > gpu_count():
         raise ValueError(

@@ -220,11 +220,7 @@ def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
 
 
 def check_square(rows: Matrix, size: int, where: str) -> None:
-    """Check that a matrix has a row per sender, with a number per receiver.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a matrix has a row per sender, with a number per receiver."""
     if len(rows) != size:
         raise ValueError(f"{where}: needs {size} rows, one per sender")
     if any(len(row) != size for row in rows):

@@ -97,9 +97,6 @@ def host_needs(
     """RAM of these ranks, all on this host; stages on a GPU need its memory too (`gpu_nbytes`).
 
     `models` are the `rank_memory` of the config, which takes a while, if it is known.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
     """
     positions = [config.mesh(rank).position for rank in ranks]
     models = models or rank_memory(config)
@@ -110,11 +107,7 @@ def host_needs(
 def device_nbytes(
     config: RunConfig, sequences: int, models: Sequence[ModelMemory] | None = None
 ) -> list[int]:
-    """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM."""
     models, ends = models or rank_memory(config), _ends(config, sequences)
     return [_on_device(config, ends, *one) for one in enumerate(models)]
 
@@ -125,11 +118,7 @@ def added_nbytes(
     blocks: Sequence[BlockRun],
     exchange: ExchangeCost | None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Bytes that each block adds to each stage, and those that a stage takes without any.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes that each block adds to each stage, and those that a stage takes without any."""
     heaviest = max(block.weights for block, _ in blocks)
     # that of the last block is for its loss, and no other stage's
     usual = max((block.transient for block, _ in blocks[:-1]), default=0)
@@ -206,11 +195,7 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
 
 
 def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
-    """Check that this host has enough memory and disk for these ranks; what else to know of it.
-
-    Raises:
-        ConfigError, ValueError: naming what is too small or missing, and the remedy.
-    """
+    """Check that this host has enough memory and disk for these ranks; what else to know of it."""
     check_memory(config, sequences, ranks)
     found, here = host_needs(config, sequences, ranks), free(config).ram
     if found.total > here:
@@ -234,21 +219,13 @@ def gpu_nbytes(
     ranks: Sequence[int],
     models: Sequence[ModelMemory] | None = None,
 ) -> int:
-    """Bytes of the busiest GPU of a host with these ranks, without CUDA's own of each process.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes of the busiest GPU of a host with these ranks, without CUDA's own of each process."""
     each, per_rank = device_nbytes(config, sequences, models), config.pipeline.devices_per_rank
     return busiest([each[config.mesh(rank).position] // per_rank for rank in ranks], per_rank)
 
 
 def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_rank: int) -> None:
-    """Check that the GPU of a rank holds all ranks that share it; that rank calls it.
-
-    Raises:
-        ConfigError: naming what they need, what is free, and the remedy.
-    """
+    """Check that the GPU of a rank holds all ranks that share it; that rank calls it."""
     if device_type(config.pipeline.device) == "cpu":
         return
     per_rank = config.pipeline.devices_per_rank

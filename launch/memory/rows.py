@@ -96,11 +96,7 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
 
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
-    """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike.
-
-    Raises:
-        ConfigError: the budget is too small for a single sample.
-    """
+    """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike."""
     samples = sequences // config.pipeline.dp_size
     ends = _ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
@@ -130,11 +126,7 @@ def free(config: RunConfig) -> Free:
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
-    """Check that this host has enough memory and disk for these ranks.
-
-    Raises:
-        ConfigError, ValueError: naming what is too small or missing, and the remedy.
-    """
+    """Check that this host has enough memory and disk for these ranks."""
     if config.pipeline.offload and device_type(config.pipeline.device) == "cpu":
         chosen = config.pipeline.device == "cpu"
         why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"

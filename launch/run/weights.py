@@ -83,11 +83,7 @@ def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
 
 
 def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
-    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors.
-
-    Raises:
-        TransportError: the sender is gone, or a tensor came damaged.
-    """
+    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors."""
     number = 0
     for name, tensor in tensors.items():
         for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
@@ -103,11 +99,7 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
 def make_described(
     rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
 ) -> dict[str, Tensor]:
-    """Empty tensors by name, as a rank describes those that it is going to send.
-
-    Raises:
-        TransportError: it offers what is no tensor.
-    """
+    """Empty tensors by name, as a rank describes those that it is going to send."""
     found = {}
     for name, dtype, shape in listed:
         kind = getattr(torch, dtype, None)

@@ -71,11 +71,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
 
 
 def check_folders(run_folder: Path, out: Path) -> None:
-    """Check that both may be folders.
-
-    Raises:
-        ConfigError: one is a file, or cannot be written.
-    """
+    """Check that both may be folders."""
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
         check_folder(folder, name)
 
@@ -118,11 +114,7 @@ def _copy_tokenizer(source: Path, tokenizer: str, folder: Path) -> list[str]:
 
 
 def _write_template(data: DataConfig, folder: Path) -> list[str]:
-    """In place of the tokenizer's own chat templates, the one that the run file names.
-
-    Raises:
-        ValueError: its file cannot be read.
-    """
+    """In place of the tokenizer's own chat templates, the one that the run file names."""
     if data.chat_template in (None, OWN) or data.tokenizer == BYTES:
         return []
     source = template_text(data.chat_template)
@@ -162,11 +154,7 @@ class WholeModel:
             self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
-        """Write everything to an empty folder; return notes on deviations from the source.
-
-        Raises:
-            ConfigError: a weight overflows the dtype.
-        """
+        """Write everything to an empty folder; return notes on deviations from the source."""
         tied, untied = self._tied(), self._untied()
         names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)

@@ -36,12 +36,7 @@ class GlooTransport:
         timeout_s: float,
         shards: int = 1,
     ) -> None:
-        """Make the groups; every rank of the world calls it.
-
-        Raises:
-            ValueError: the world has not pipeline_ranks * replicas * shards ranks.
-            TransportError: a rank did not join within `timeout_s`.
-        """
+        """Make the groups; every rank of the world calls it."""
         self._timeout_s = timeout_s
         self._links: list[GlooLink] = []
         self._peers: list[tuple[Scope, GlooPeers]] = []
@@ -52,9 +47,6 @@ class GlooTransport:
 
         It has so many replicas, and this rank keeps its place in its own. What was under way is
         forgotten; every rank of the new group calls it.
-
-        Raises:
-            TransportError: a rank did not join in time.
         """
         before = self.mesh
         self._make_groups(before.pipeline_ranks, replicas, before.shards)

@@ -304,9 +304,6 @@ def build_layers(
 
     Only these layers are allocated. Values depend on the seed and the parameter's name, not on the
     cut or the device; torch's global random state is neither read nor changed.
-
-    Raises:
-        ValueError: `first` and `stop` are not a non-empty range of the model's layers.
     """
     check_range(first, stop, config.layers)
     # On the meta device constructors neither allocate nor draw from the global generator.

@@ -64,11 +64,7 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and where the template says that the assistant wrote it.
-
-        Raises:
-            TemplateError: the template does not take them.
-        """
+        """The text of messages, and where the template says that the assistant wrote it."""
         from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template

@@ -86,11 +86,7 @@ def load_hub(name: HubName, what: str) -> Any:
 
 
 def stream_hub(path: str) -> "StreamedRows":
-    """The rows of a data set of the hub, downloaded as they are read.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """The rows of a data set of the hub, downloaded as they are read."""
     name = parse_hub(path, "data.path")
     name = name._replace(split=name.split or "train")
     found = _loaded(name, f"data.path = {path!r}", streaming=True)

@@ -71,11 +71,7 @@ class Source:
 
 
 def check_fields(rows: Iterable[Row], fields: Sequence[Field], what: str) -> None:
-    """Check that the first rows have each field once.
-
-    Raises:
-        ValueError: they do not, or there are none.
-    """
+    """Check that the first rows have each field once."""
     first = [*islice(rows, _LOOKED_AT)]
     if not first:
         raise ValueError(f"{what}: no rows; name a file that has some")

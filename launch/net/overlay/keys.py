@@ -118,11 +118,7 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
-    """Reject a key that is not valid by this host's clock.
-
-    Raises:
-        ValueError: naming both dates.
-    """
+    """Reject a key that is not valid by this host's clock."""
     now_s = time.time()
     (key,) = context.get_ca_certs()
     first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))

@@ -106,20 +106,12 @@ class HostWatch:
         self._before = {name: link["restarts"] for name, link in _links().items()}
 
     def renew(self, names: Collection[str]) -> None:
-        """Machines of these names are members as they are now.
-
-        Raises:
-            OverlayError: as before.
-        """
+        """Machines of these names are members as they are now."""
         links = _links(_PATIENT_S).items()
         self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
-        """Their names.
-
-        Raises:
-            OverlayError: as before.
-        """
+        """Their names."""
         return [
             name
             for name, link in _links().items()

@@ -29,11 +29,7 @@ class Failures:
         self._store, self._who = PrefixStore("failures", store), who
 
     def report(self, message: str, *, cause: bool) -> None:
-        """Publish what failed here. A connection that broke is seldom the cause, an error is.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Publish what failed here. A connection that broke is seldom the cause, an error is."""
         number = self._store.add("count", 1)
         self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
 
@@ -65,11 +61,7 @@ class Failures:
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
-        """Wait for a failure.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Wait for a failure."""
         await_key(self._store, _FIRST)
 
 
@@ -101,11 +93,7 @@ class Losses:
         return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:
-        """The rank that was lost as number so many, from 1, and what ended it; waits for it.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """The rank that was lost as number so many, from 1, and what ended it; waits for it."""
         await_key(self._store, str(number))
         rank, message = json.loads(self._store.get(str(number)))
         return int(rank), str(message)
@@ -115,11 +103,7 @@ class Losses:
         self._store.set(f"settled/{rank}", str(int(goes_on)))
 
     def settled(self, rank: int, has_failed: Callable[[], bool]) -> bool:
-        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it."""
         key = f"settled/{rank}"
         limit_s = time.monotonic() + float(self._store.get("open")) + _SETTLE_S
         while self.is_open and not self._store.check([key]) and time.monotonic() < limit_s:

@@ -40,11 +40,7 @@ class Start:
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
-        """Reject options of the other kind of run.
-
-        Raises:
-            ConfigError: naming option and remedy.
-        """
+        """Reject options of the other kind of run."""
         if self.is_program and self.settings:
             raise ConfigError(
                 f"--set: settings of {self.run} are in the program; change them there"

@@ -128,11 +128,7 @@ def load_hosts(path: Path) -> HostsConfig:
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
-    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts.
-
-    Raises:
-        ConfigError: naming ranks and machines.
-    """
+    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts."""
     for host in hosts.host:
         own = placed.count(host.name_in_run)
         if placed and host.ranks not in (None, own):

@@ -163,11 +163,7 @@ def simulate(workload: Workload, network: Network | None = None) -> SimulatedSte
 
 
 def one_pipeline(workload: Workload, network: Network) -> tuple[Cluster, Ints]:
-    """The devices and the layout [1, P] of a pipeline with a rank on each host.
-
-    Raises:
-        ValueError: the network has another number of hosts.
-    """
+    """The devices and the layout [1, P] of a pipeline with a rank on each host."""
     if network.hosts != workload.ranks:
         raise ValueError(
             f"network has {network.hosts} hosts for {workload.ranks} ranks: pass one for each "

@@ -134,11 +134,7 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_link(link: str) -> Iterator[dict[str, Any]]:
-    """Messages of a page's server.
-
-    Raises:
-        ValueError: it does not answer, not to this link, or no longer.
-    """
+    """Messages of a page's server."""
     address, token = urldefrag(link)
     request = urllib.request.Request(urljoin(address, "events"))
     if token:

@@ -198,11 +198,7 @@ class HuggingFaceConfig(TokenModel):
 
     @cached_property
     def own_heads(self) -> list[str]:
-        """Heads of the files that differ from the embedding, though config.json ties them.
-
-        Raises:
-            ShardError: a file that holds one is missing or damaged.
-        """
+        """Heads of the files that differ from the embedding, though config.json ties them."""
         from thinpipe.pipeline.models.hf.weights import differing_copies
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
@@ -340,22 +336,14 @@ class HuggingFaceConfig(TokenModel):
 
     @cached_property
     def family(self) -> "Family":
-        """How the model is cut: as registered, or found by trying.
-
-        Raises:
-            ValueError: it cannot be cut.
-        """
+        """How the model is cut: as registered, or found by trying."""
         from thinpipe.pipeline.models.hf.discovery import find_family
 
         with torch.device("cpu"):  # also where a program builds on the meta device
             return find_family(self.whole())
 
     def whole(self) -> Any:
-        """A whole model on the meta device, without weights.
-
-        Raises:
-            ValueError: the library cannot build it.
-        """
+        """A whole model on the meta device, without weights."""
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
         return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))

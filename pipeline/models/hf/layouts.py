@@ -28,11 +28,7 @@ class Layout:
     produces: tuple[str, ...]
 
     def from_disk(self, stored: Mapping[str, Tensor], whole: Any) -> dict[str, Tensor]:
-        """Parameters from tensors of files, by name; either may lie on the meta device.
-
-        Raises:
-            ValueError: their number or shapes do not fit the rule.
-        """
+        """Parameters from tensors of files, by name; either may lie on the meta device."""
         rule = copy.deepcopy(self.rule)
         for name, _, pattern in self.sources:
             rule.add_tensor(self.target, name, pattern, stored[name])

@@ -53,12 +53,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
 
 
 def peft_config(model: Any, config: LoraConfig) -> Any:
-    """The settings as peft has them, for this model; a new object.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: there are no default targets for the family.
-    """
+    """The settings as peft has them, for this model; a new object."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -72,11 +67,7 @@ def peft_config(model: Any, config: LoraConfig) -> Any:
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
-    """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
-
-    Raises:
-        ValueError: a target names no linear layer of a block, or none has such a rank.
-    """
+    """Check that every target is there; `model` is whole, as a stage's blocks may lack some."""
     names, targets = _linear_layers(model), config.targets or ()
     missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:

@@ -35,9 +35,6 @@ def check_masks(config: Any, tokens: int, *, tried: bool = False) -> None:
     """Check that sequences of so many tokens may be packed and have prefixes.
 
     `tried` says that the self-check is on, which tries families that are not listed.
-
-    Raises:
-        ValueError: the family (of this transformers config) cannot, or not in such long sequences.
     """
     reason = _rejection(config)
     if reason is not None:

@@ -151,12 +151,7 @@ def build_stage(
 
 
 def check_folder(config: HuggingFaceConfig) -> None:
-    """Check that the model can be cut and that its weights are all there; reads only headers.
-
-    Raises:
-        ValueError: the family cannot be cut, or LoRA finds no layer.
-        ShardError: a tensor or file is missing, damaged or of another shape.
-    """
+    """Check that the model can be cut and that its weights are all there; reads only headers."""
     model, family = config.whole(), config.family
     if config.weight_files is not None:
         Sources(config.weight_files, model, family).check()

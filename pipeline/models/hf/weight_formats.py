@@ -32,11 +32,7 @@ class SmallWeights:
     """Those of a cut model that lies on the meta device still."""
 
     def __init__(self, model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
-        """Change their dtypes; `blocks` is the path of the blocks.
-
-        Raises:
-            ValueError: there is nothing to quantize.
-        """
+        """Change their dtypes; `blocks` is the path of the blocks."""
         self.digests: dict[str, str] = {}
         """Of the values that were read of every parameter, in fp32, by name."""
         self._model, self._digest = model, config.lora is not None
@@ -99,12 +95,7 @@ def _check_range(name: str, values: Tensor, form: Quantization) -> None:
 
 
 def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
-    """Check that the blocks have layers that can be quantized, and the library is there.
-
-    Raises:
-        ImportError: the library is not there.
-        ValueError: there is no such layer.
-    """
+    """Check that the blocks have layers that can be quantized, and the library is there."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f'model.weights = "{config.weights}" needs bitsandbytes: pip install '

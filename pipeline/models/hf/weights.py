@@ -79,11 +79,7 @@ class Sources:
                 self._load_converted(self.layouts[index], tensors, put)
 
     def check(self) -> None:
-        """Check every tensor of the whole model by the files' headers; needs all files.
-
-        Raises:
-            ShardError: a tensor or file is missing, damaged or of another shape.
-        """
+        """Check every tensor of the whole model by the files' headers; needs all files."""
         shapes = self.shards.shapes(list(self.on_disk.values()))
         for name, tensor in self._whole.items():
             source = self._source(name)
@@ -189,9 +185,6 @@ def differing_copies(shards: Shards, whole: Any) -> list[str]:
     """Parameters that config.json ties to another one, but files hold with other values.
 
     transformers uses both then, and so do we.
-
-    Raises:
-        ShardError: a file that holds one is missing or damaged.
     """
     tied = tied_names(whole)
     on_disk = match_names(shards.files, whole).plain if tied else {}

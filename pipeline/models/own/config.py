@@ -75,11 +75,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def functions(self) -> Functions:
-        """The functions.
-
-        Raises:
-            ValueError: one cannot be imported.
-        """
+        """The functions."""
         if self._functions is not None:
             return self._functions
         from thinpipe.pipeline.models.own.functions import load_function

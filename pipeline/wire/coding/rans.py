@@ -79,11 +79,7 @@ class Tables:
 
 
 def unpacked(wire: Tensor, symbols: int) -> Tables:
-    """The tables whose `packed` form fills `wire`.
-
-    Raises:
-        CodingError: it is no such form.
-    """
+    """The tables whose `packed` form fills `wire`."""
     try:
         return Tables(wire.clone().view(torch.int16).view(-1, symbols))
     except (ValueError, RuntimeError) as error:
@@ -131,11 +127,7 @@ def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tenso
 
 
 def counted(symbol_N: Tensor, symbols: int) -> Tables:
-    """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0.
-
-    Raises:
-        ValueError: a symbol that is not below `symbols`.
-    """
+    """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0."""
     _check(symbol_N, symbols, "symbol")
     count_S = torch.zeros(symbols, dtype=torch.int64)
     load("rans", "numba").count(symbol_N.contiguous(), count_S)
