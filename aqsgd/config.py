@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, Field, model_validator
 
 from thinpipe.pipeline.config import (
     Bits,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.comm.message import Mode
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(BaseModel, frozen=True, extra="forbid"):
     """Where a rank keeps its activation cache, and how much of it.
 
     `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
@@ -28,8 +28,6 @@ class MemoryConfig(BaseModel):
     end of a cut holds equally many samples of it, and of two ends the smaller number counts.
     Samples that do not fit are sent like new ones at every visit.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tier: Literal["ram", "disk"] = "ram"
     budget: Annotated[ByteSize, Field(gt=0)] | None = None

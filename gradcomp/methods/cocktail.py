@@ -29,7 +29,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
@@ -66,14 +66,12 @@ _LADDER: Sequence[tuple[dict[str, float], float]] = [
 (normal changes)."""
 
 
-class Config(ExchangeOptions):
+class Config(ExchangeOptions, populate_by_name=True):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
     The names of the authors' environment variables are accepted too. The first `warmup_steps`
     steps average gradients exactly instead.
     """
-
-    model_config = ConfigDict(populate_by_name=True)
 
     subset: float = Field(0.1, gt=0, le=1, validation_alias=AliasChoices("subset", "RANDOMP_RATIO"))
     topk: float = Field(0.2, gt=0, le=1, validation_alias=AliasChoices("topk", "TOPK_RATIO"))

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
@@ -38,10 +38,8 @@ from thinpipe.pipeline.wire.tile_topk import TileTopK
 REPLICAS_EQUAL = True
 
 
-class Config(BaseModel):
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """`kept` of the 4,096 coefficients of a tile are sent; the published settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kept: int = 32
     decay: float = Field(0.999, ge=0, le=1)

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from thinpipe.launch.host.interfaces import parse_endpoint
 
@@ -60,7 +60,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-class NetworkConfig(BaseModel):
+class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """The key that all machines of a run share, and where they find each other.
 
     `key_file` is made with `thinpipe key new`. `name` is this machine's in the run, by default
@@ -72,8 +72,6 @@ class NetworkConfig(BaseModel):
     `trusted` does without all that: nothing is encrypted, and whoever reaches this machine's ports
     can disturb or change the run.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     key_file: str | None = None
     name: str | None = Field(None, pattern=r"^[\w.-]{1,63}$")

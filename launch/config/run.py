@@ -17,7 +17,6 @@ from typing import Any
 import tomlkit
 from pydantic import (
     BaseModel,
-    ConfigDict,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -59,7 +58,6 @@ from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
     "run": {"folder"},
     "memory": True,
@@ -74,10 +72,8 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
 }
 
 
-class RunConfig(BaseModel):
+class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Everything about a run. `gradcomp` holds `method` and one table of options per method."""
-
-    model_config = _STRICT
 
     run: RunSection = RunSection()
     model: ModelSection = TransformerConfig()

@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE, delay_in_range, links, rate_in_range
 
 Rate = float | None
 """Bits per second; None is unlimited."""
-STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class Host(BaseModel):
+class Host(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     """A machine: `devices` alike, each `speed` times as fast as the one that is measured on."""
-
-    model_config = STRICT
 
     name: str
     site: str = ""
@@ -38,9 +35,7 @@ class Host(BaseModel):
 Matrix = tuple[tuple[float | None, ...], ...]
 
 
-class _File(BaseModel):
-    model_config = STRICT
-
+class _File(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     rate_bps: Matrix | None = None
     latency_s: Matrix | None = None
     hosts: tuple[

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ def check_range(first: int, stop: int, layers: int) -> None:
         )
 
 
-class ModelKind(BaseModel):
+class ModelKind(BaseModel, frozen=True, extra="forbid"):
     """Settings of a model; kinds also have `layers`, `task`, `classes` and `from_run`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tag: ClassVar[Literal["shape", "folder", "own"]]
     """Name of the section in errors."""

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from thinpipe.launch.config.network import natural
 from thinpipe.launch.net.overlay.links.handshake import Hello, Name
@@ -13,13 +13,10 @@ from thinpipe.launch.net.overlay.links.handshake import Hello, Name
 MOST_HOSTS = 4095
 """Loopback addresses of a run, one per host."""
 _FIRST_ADDRESS = IPv4Address("127.64.0.0")
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Host(BaseModel):
+class Host(BaseModel, frozen=True, extra="forbid", strict=True):
     """A host of the run; `address` is where the coordinator saw it, and the others reach it."""
-
-    model_config = _STRICT
 
     name: Name
     address: str
@@ -28,10 +25,8 @@ class Host(BaseModel):
     instance: str
 
 
-class PeerList(BaseModel):
+class PeerList(BaseModel, frozen=True, extra="forbid", strict=True):
     """All hosts in the order of their names; those that a run still waits for are not in it."""
-
-    model_config = _STRICT
 
     run: str
     coordinator: str

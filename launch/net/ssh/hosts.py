@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from thinpipe.launch.config.network import NAME, as_name
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
@@ -15,7 +15,6 @@ from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 _RENDEZVOUS_PORT = 29500
 _OF_RUNS = {"run", "model", "pipeline", "data", "train"}
 _ALIAS_S = 10.0  # how long ssh may take to read its configuration, which can run commands
-_STRICT = ConfigDict(frozen=True, extra="forbid")
 
 
 def _matching(pattern: str, remedy: str) -> AfterValidator:
@@ -39,15 +38,13 @@ _Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "name it with letters, dig
 _FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
 
 
-class HostConfig(BaseModel):
+class HostConfig(BaseModel, frozen=True, extra="forbid"):
     """A machine: how ssh reaches it, and where things are on it.
 
     `checkout` is ThinPipe's folder, relative to the user's home; `python` and the run file are
     relative to it. `interface` is the one that the other machines can reach. `ranks` is how many
     of the run's it has, by default as many as the others.
     """
-
-    model_config = _STRICT
 
     name: _Word
     address: _Address | None = None
@@ -84,10 +81,8 @@ class HostConfig(BaseModel):
         return self
 
 
-class HostsConfig(BaseModel):
+class HostsConfig(BaseModel, frozen=True, extra="forbid"):
     """The machines of a run, with rendezvous at `rdzv`, by default on the first one."""
-
-    model_config = _STRICT
 
     rdzv: str | None = None
     host: tuple[HostConfig, ...] = Field(min_length=1)

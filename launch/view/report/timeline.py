@@ -2,22 +2,20 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from thinpipe.pipeline.wire.told import ComputeEvent, ScheduleName, WireTotal
 
 FILE_NAME = "timeline.json"
 
 
-class Timeline(BaseModel):
+class Timeline(BaseModel, frozen=True, extra="forbid"):
     """One step: its events, in seconds since the first rank began it, and its traffic.
 
     `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica, or
     with shards a DP rank, in whose order (`pipeline/mesh.py`) events count ranks. A step runs the
     schedule `accumulate` times.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     schedule: ScheduleName

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import nn
 
 from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
@@ -29,14 +29,12 @@ _CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(BaseModel, frozen=True, extra="forbid"):
     """Train low-rank additions to some linear layers; everything else is frozen.
 
     `targets` are names of modules, by default peft's for the family. The addition is scaled by
     `alpha / rank`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(default=8, ge=1)
     alpha: int = Field(default=16, ge=1)
