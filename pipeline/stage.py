@@ -142,12 +142,7 @@ class CompressedStage(_PipelineStageBase):
             self.channels.gradients_out.send(m, self._lengthened(m, gradient_BTD))
 
     def compute(self, x: Tensor, m: int) -> Tensor:
-        """Run the module on microbatch `m`; one that wants its samples gets them.
-
-        Raises:
-            ValueError: samples with padding, packing or a prefix for a module that does not take
-            them.
-        """
+        """Run the module on microbatch `m`; one that wants its samples gets them."""
         module: Any = self.submod
         samples = self._samples[m]
         if getattr(module, "wants_samples", False):

@@ -77,12 +77,7 @@ class Learned:
         return self._choice_tables[kind]
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
-        """Keep a piece of the next basis until the end of the step.
-
-        Raises:
-            CodingError: with this piece they are all there, and are no basis of this width. So it
-                is known before anything of the step is kept.
-        """
+        """Keep a piece of the next basis until the end of the step."""
         self._new_pieces[index] = data
         pieces = self._known_pieces()
         if len(pieces) == of:

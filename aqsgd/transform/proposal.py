@@ -42,11 +42,7 @@ class Proposal(NamedTuple):
 
     @staticmethod
     def unpacked(data: bytes, width: int) -> "Proposal":
-        """What was sent.
-
-        Raises:
-            CodingError: the bytes are not those of a basis of this width.
-        """
+        """What was sent."""
         if len(data) < _HEAD.size:
             raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
         dimensions, plain = _HEAD.unpack_from(data)

@@ -157,11 +157,7 @@ class _Packer:
 
 
 def unpack_state(node: Any, take: Callable[[str], Tensor]) -> Any:
-    """The state of a tree; `take` finds a tensor by its name.
-
-    Raises:
-        ValueError: an entry is of no known kind.
-    """
+    """The state of a tree; `take` finds a tensor by its name."""
     if isinstance(node, list):
         return [unpack_state(item, take) for item in node]
     if not isinstance(node, dict):

@@ -259,11 +259,7 @@ class EpochSampler:
         return whole if most is None else min(whole, most)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch (from 0) of a global optimizer step (from 0), after the last change.
-
-        Raises:
-            ValueError: the step is negative.
-        """
+        """Return the epoch (from 0) of a global optimizer step (from 0), after the last change."""
         return self._place(step)[0]
 
     def ids(self, step: int) -> Tensor:
@@ -271,9 +267,6 @@ class EpochSampler:
 
         Depends on nothing but the arguments here and of the constructor, so a resume needs no
         state.
-
-        Raises:
-            ValueError: the step is negative.
         """
         self._place(step)
         return self._now.ids(step, self._replica)

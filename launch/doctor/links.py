@@ -70,9 +70,6 @@ def measure_links(
 
     Disjoint pairs at once: first the round trips of all, which floods would lengthen where links
     share an uplink, then the rates. `report` is told how far this host is.
-
-    Raises:
-        DoctorError: a host was lost.
     """
     server.settimeout(group.wait_s)
     own = list(own_links(group.index, group.hosts))

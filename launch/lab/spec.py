@@ -69,11 +69,7 @@ class NetworkSpec:
         down: str | None = None,
         pairs: Sequence[str] = (),
     ) -> "NetworkSpec":
-        """The same network with other rates; `0,1=none` removes the limit of a pair.
-
-        Raises:
-            ValueError: as `of`.
-        """
+        """The same network with other rates; `0,1=none` removes the limit of a pair."""
         uplinks = _rates(up or rate or "none", self.hosts, "--up" if up else "--rate")
         downlinks = _rates(down or rate or "none", self.hosts, "--down" if down else "--rate")
         return replace(

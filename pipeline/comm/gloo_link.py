@@ -24,9 +24,6 @@ MAX_MICROBATCHES = 4096
 def naming(edge: str) -> Iterator[None]:
     """Errors of gloo inside name an edge, with its first sentence, less the place in its source and
     the port, whose bytes are in the wrong order.
-
-    Raises:
-        TransportError: the peer is gone, or silent for longer than the group's timeout.
     """
     try:
         yield

@@ -83,11 +83,7 @@ class Items:
         self.go_to({"taken": 0})
 
     def take(self, count: int) -> list[Any]:
-        """The next items; fewer only at the end.
-
-        Raises:
-            ValueError: another run began to read the iterable, which has one state.
-        """
+        """The next items; fewer only at the end."""
         self._check_reader()
         found = list(itertools.islice(self._iterator, count))
         self._taken += len(found)
@@ -100,11 +96,7 @@ class Items:
         return {"taken": self._taken, "own": own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: it does not begin with the item that it began with.
-        """
+        """Go on from there."""
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
@@ -194,11 +186,7 @@ class StreamSet:
         return self._total
 
     def batch(self, ids: Ids) -> Batch:
-        """Samples, in the order of `ids`, which ascends; going back reads from the beginning.
-
-        Raises:
-            ValueError: the stream ends before them.
-        """
+        """Samples, in the order of `ids`, which ascends; going back reads from the beginning."""
         found = self._places([int(each) for each in ids])
         if len(found) < len(ids):
             raise ValueError(

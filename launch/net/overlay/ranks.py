@@ -36,21 +36,13 @@ def open_ports(
 
 
 def own_number() -> int | None:
-    """This machine's among those of the run; None if it has no relay.
-
-    Raises:
-        OverlayError: the relay is gone.
-    """
+    """This machine's among those of the run; None if it has no relay."""
     relay = os.environ.get(ADDRESS)
     return None if relay is None else int(Client(relay).ask("own_number"))
 
 
 def reach(host: int, ports: Mapping[str, int]) -> None:
-    """Forward the ports of a rank, by kind of traffic, on the machine of that number.
-
-    Raises:
-        OverlayError: the relay is gone, or a port that stands for another host is in use here.
-    """
+    """Forward the ports of a rank, by kind of traffic, on the machine of that number."""
     client = Client(os.environ[ADDRESS])
     for traffic, port in ports.items():
         client.ask("forward", host=host, port=port, traffic=traffic)
@@ -120,11 +112,7 @@ class HostWatch:
 
 
 def coordinates() -> bool:
-    """Whether this machine holds the run's store; also if the run does not leave it.
-
-    Raises:
-        OverlayError: this machine's relay is gone.
-    """
+    """Whether this machine holds the run's store; also if the run does not leave it."""
     status = relay_status()
     return status is None or bool(status["coordinates"])
 

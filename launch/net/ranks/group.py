@@ -80,11 +80,7 @@ def name_run(met: Store, name: str) -> None:
 
 
 def find_run(met: Store, wait_s: float) -> str:
-    """The part of the store that is the run's, once newcomers may come.
-
-    Raises:
-        HandshakeError: there is none.
-    """
+    """The part of the store that is the run's, once newcomers may come."""
     limit_s = time.monotonic() + wait_s
     while time.monotonic() < limit_s:
         if met.check([_NAME]):

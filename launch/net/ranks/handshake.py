@@ -200,11 +200,7 @@ def agree(
 
 
 def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
-    """As `agree`, with a run that is under way, whose store this is.
-
-    Raises:
-        HandshakeError: its rank 0 has others.
-    """
+    """As `agree`, with a run that is under way, whose store this is."""
     store = PrefixStore("handshake", run)
     _, theirs = json.loads(store.get("facts/0"))
     mine = json.loads(json.dumps(facts, default=str))
@@ -217,11 +213,7 @@ def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
 
 
 def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
-    """Compare what became known after the start.
-
-    Raises:
-        HandshakeError: a rank has a problem, or differs.
-    """
+    """Compare what became known after the start."""
     own = json.loads(json.dumps([problem, facts], default=str))
     problems = _problems([(text, found) for text, found in gather_json(transport, own)])
     if problems:

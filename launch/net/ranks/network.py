@@ -68,11 +68,7 @@ class HostNetwork:
         return self.overlay is not None and self.overlay.has_ended
 
     def open_store(self, wait_s: float) -> TCPStore:
-        """The store, which this process holds from now on if it listens there.
-
-        Raises:
-            RuntimeError: nobody answers there in time.
-        """
+        """The store, which this process holds from now on if it listens there."""
         if self.server is None:
             return connect_store(self.store, wait_s=wait_s)
         return hold_store(self.server, wait_s=wait_s)

@@ -257,11 +257,7 @@ class _Reports:
         return PrefixStore(self._name, connect_store(self._place, wait_s=_CONNECT_S))
 
     def end(self, error: Exception) -> None:
-        """Tell the other ranks what failed here.
-
-        Raises:
-            PeerError: that is an exchange with a peer; it says what failed before.
-        """
+        """Tell the other ranks what failed here."""
         since_s = self.watch.stand_down()
         end_soon()
         if isinstance(error, DesyncError | TransportError):

@@ -30,11 +30,7 @@ _HATCH = (
 
 
 def timeline_svg(events: Sequence[ComputeEvent]) -> str:
-    """One row per rank, with its compute, waits and idle time.
-
-    Raises:
-        ValueError: there are no events to draw.
-    """
+    """One row per rank, with its compute, waits and idle time."""
     if not events:
         raise ValueError("timeline has no events; record one step with its events to draw it")
     end_s = max(event.end_s for event in events) or 1.0

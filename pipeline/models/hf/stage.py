@@ -55,9 +55,6 @@ class HuggingFaceStage(nn.Module):
 
         Returns hidden states [B, T, D], or on the last stage logits [B, T, V] or [B, C]; never a
         view, so that schedules may detach the result in place.
-
-        Raises:
-            ValueError: the samples are packed or have prefixes, and the family cannot do it.
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
         if samples.segments_BT is not None or samples.prefix_BT is not None:
@@ -103,10 +100,6 @@ def build_stage(
 
     Random values depend on the seed and the module's name, not on the cut; torch's global random
     state is left alone. On the meta device no weights are read.
-
-    Raises:
-        ValueError: no such range of layers, or the family cannot be cut.
-        ShardError: a weight is missing, unreadable or of another shape.
     """
     check_range(first, stop, config.layers)
     family = config.family

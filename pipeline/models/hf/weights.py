@@ -22,11 +22,7 @@ class Sources:
     """The files and names that the tensors of a whole model have on disk."""
 
     def __init__(self, shards: Shards, whole: Any, family: Family) -> None:
-        """`whole` is the uncut model, which may lie on the meta device.
-
-        Raises:
-            ShardError: the folder holds more layers than the config has.
-        """
+        """`whole` is the uncut model, which may lie on the meta device."""
         self.shards = shards
         base = whole.base_model_prefix
         self._blocks = re.compile(rf"(?:{base}\.)?{re.escape(family.blocks)}\.(\d+)\.")

@@ -160,11 +160,7 @@ class Link:
         return fresh
 
     def use(self, connection: ssl.SSLSocket, received: int) -> None:
-        """Go on over a new connection; the peer has `received` frames of this session.
-
-        Raises:
-            FrameError: it cannot have.
-        """
+        """Go on over a new connection; the peer has `received` frames of this session."""
         self._again = self.session.resume(received)
         self.stats.resumed += not self.session.is_fresh
         self._expect(None)
