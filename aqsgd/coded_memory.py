@@ -43,11 +43,7 @@ class CodedMemory(SampleMemory):
         self._codec = codec
 
     def read(self, ids_B: Tensor, numel: int) -> Tensor:
-        """fp32 values [B, N] of known samples.
-
-        Raises:
-            ValueError: a sample was of another size when it was seen: its content has changed.
-        """
+        """fp32 values [B, N] of known samples."""
         rows = [self.row(sample, numel).cpu() for sample in ids_B.tolist()]
         out_BN = torch.empty(len(rows), numel)
         if rows:

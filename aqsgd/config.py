@@ -4,12 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
-from thinpipe.pipeline.config import (
-    Bits,
-    QuantizerConfig,
-    StatelessConfig,
-    build_codec,
-)
+from thinpipe.pipeline.config import Bits, QuantizerConfig, StatelessConfig, build_codec
 from thinpipe.pipeline.wire.cast import CastFormat
 from thinpipe.pipeline.wire.codec import ChangeCodec, Codec
 

@@ -143,7 +143,6 @@ class DeltaBoundary:
     def _stage(
         self, plan: MessagePlan, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
     ) -> None:
-        """Hand to the cache what a microbatch brought, with the bytes it travelled as."""
         first, known = self._parts(plan, wire)
         if first.rows:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)

@@ -21,6 +21,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -138,7 +139,6 @@ class SampleMemory:
         self._staged[sample] = known.after(row), home.copy_(row)
 
     def lose(self, sample: int) -> None:
-        """Forget a known sample at the end of the step."""
         self._lost.add(sample)
 
     def commit(self) -> None:
@@ -209,7 +209,7 @@ class SampleMemory:
         damaged = []
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "sums"))
         for sample, generation, chain, place, checksum in sorted(
-            zip(*fields, strict=True), key=_place
+            zip(*fields, strict=True), key=itemgetter(3)
         ):
             if sample not in fitting:
                 continue
@@ -252,7 +252,3 @@ class SampleMemory:
                 "Give all of them one length; pad short ones"
             )
         return nbytes
-
-
-def _place(entry: tuple[int, ...]) -> int:
-    return entry[3]

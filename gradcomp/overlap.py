@@ -61,7 +61,6 @@ class Overlap:
         self._jobs = []
 
     def settle(self) -> None:
-        """Wait until nothing is under way, whatever came of it."""
         for job in self._jobs:
             job.exception(_END_S)
 
@@ -73,11 +72,7 @@ class Overlap:
         return {_KEY: [value for value, _ in found]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have under way what `save` returned.
-
-        Raises:
-            ValueError: the state was saved by a version that made an exchange again.
-        """
+        """Have under way what `save` returned."""
         if not isinstance(state.get(_KEY), list):
             raise ValueError(
                 "this checkpoint holds an exchange between replicas in the form of an earlier "

@@ -31,9 +31,6 @@ def shares_here(config: RunConfig, machines: int, ranks: int | None) -> list[Sha
     """The ranks that this machine may have: one share if they are known, else each possible one.
 
     Machines are numbered when they meet; shares that need the same are listed once.
-
-    Raises:
-        ValueError: `--nnodes` or `--ranks` do not fit the run.
     """
     world = config.world_size
     placed = hosts_by_rank(config.pipeline.placement) if machines > 1 else ()

@@ -23,12 +23,7 @@ from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
-from thinpipe.launch.net.ranks.elastic import (
-    Nodes,
-    run_local,
-    run_node,
-    started_by_launcher,
-)
+from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node, started_by_launcher
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW

@@ -16,12 +16,7 @@ from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.ssh.commands import Start, format_command, ssh_commands
 from thinpipe.launch.net.ssh.copying import copy_files, files_to_copy
-from thinpipe.launch.net.ssh.hosts import (
-    HostsConfig,
-    check_shares,
-    load_hosts,
-    rendezvous,
-)
+from thinpipe.launch.net.ssh.hosts import HostsConfig, check_shares, load_hosts, rendezvous
 from thinpipe.launch.net.ssh.processes import run_commands
 from thinpipe.launch.run.script import look_at
 
@@ -114,7 +109,6 @@ def _show_launch(
 
 
 def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> NetworkConfig:
-    """The run's, if it can be read here."""
     path = Path(start.run).expanduser()
     if not path.exists():
         what = "it was" if start.is_program else "the settings were"

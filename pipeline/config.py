@@ -105,7 +105,6 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def auto_cuts(self) -> bool:
-        """Whether the cuts are still to be decided."""
         return isinstance(self.cuts, StandInCuts)
 
     @property
@@ -186,7 +185,6 @@ class BoundaryKind(BaseModel, frozen=True, extra="forbid"):
         return 0
 
     def notices(self, *, epochs: int) -> list[str]:
-        """Notices for a run of so many epochs."""
         return []
 
     def remedy(self) -> str:

@@ -24,7 +24,6 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Number of DP ranks, which share the samples of a step."""
         return self.replicas * self.shards
 
     @property

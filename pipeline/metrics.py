@@ -231,7 +231,6 @@ class Measures:
     _tallies: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, outputs: Outputs, targets: Any) -> None:
-        """Count a microbatch."""
         for name, metric in self.metrics.items():
             self._add(name, metric.tally(outputs, targets).double().cpu())
 

@@ -157,7 +157,9 @@ def rank_orders(
         )
         for stage in own
     ]
-    schedule = build_schedule(name, unconnected, microbatches, loss=_no_loss, depth=depth)
+    schedule = build_schedule(
+        name, unconnected, microbatches, loss=lambda output, _: output, depth=depth
+    )
     kinds = {
         _ComputationType.FORWARD: "F",
         _ComputationType.FULL_BACKWARD: "B",
@@ -209,10 +211,6 @@ class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
             for s in range(count)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-
-
-def _no_loss(output: Tensor, _target: Tensor) -> Tensor:
-    return output
 
 
 def _torch_version() -> tuple[int, int]:

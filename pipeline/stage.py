@@ -122,7 +122,6 @@ class CompressedStage(_PipelineStageBase):
         self._local_gradients.clear()
 
     def receive_activation(self, m: int) -> Tensor:
-        """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
         if m in self._local_inputs:
             return self._local_inputs.pop(m)
         return self._receive(self.channels.activations_in, m)
@@ -142,7 +141,6 @@ class CompressedStage(_PipelineStageBase):
             self.channels.gradients_out.send(m, self._lengthened(m, gradient_BTD))
 
     def compute(self, x: Tensor, m: int) -> Tensor:
-        """Run the module on microbatch `m`; one that wants its samples gets them."""
         module: Any = self.submod
         samples = self._samples[m]
         if getattr(module, "wants_samples", False):

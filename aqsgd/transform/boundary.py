@@ -165,7 +165,6 @@ class TransformBoundary:
         return used
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD` and stage what it shows."""
         sent, piece = self.read(plan, wire, out_BTD)
         self._keep(plan, sent, piece)
 

@@ -81,7 +81,9 @@ class Learned:
         self._new_pieces[index] = data
         pieces = self._known_pieces()
         if len(pieces) == of:
-            self._proposal = Proposal.unpacked(_joined(pieces), self.width)
+            self._proposal = Proposal.unpacked(
+                b"".join(pieces[index] for index in sorted(pieces)), self.width
+            )
 
     def count(self, kind: Kind, coded: Coded, symbol_N: Tensor) -> None:
         """Take in a message's coefficients, and what was chosen, at the end of the step."""
@@ -198,10 +200,6 @@ def _faded(count_MS: Tensor, new_MS: Tensor) -> Tensor:
     """Counts to which a step's were added; those of kinds that it had none of stay."""
     known_M1 = new_MS.sum(1, keepdim=True) > 0
     return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)
-
-
-def _joined(pieces: Mapping[int, bytes]) -> bytes:
-    return b"".join(pieces[index] for index in sorted(pieces))
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -42,7 +42,6 @@ class Proposal(NamedTuple):
 
     @staticmethod
     def unpacked(data: bytes, width: int) -> "Proposal":
-        """What was sent."""
         if len(data) < _HEAD.size:
             raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
         dimensions, plain = _HEAD.unpack_from(data)

@@ -16,12 +16,11 @@ import numpy as np
 from benchmarks.harness import Records, command_line, format_table
 from benchmarks.placement.dtfm_search import CASE_STUDY, DtfmCost, DtfmSizes, genetic_search
 from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, hop_seconds, solve_step
 from thinpipe.launch.plan.placement.starts import greedy_layout
-from thinpipe.launch.plan.placement.step import StepModel
+from thinpipe.launch.plan.placement.step import StepModel, step_bound
 from thinpipe.launch.plan.placement.workload import Workload
 
 _COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "both": (8, 100)}

@@ -101,7 +101,6 @@ class Cocktail(BaseSync):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
-        """Parameters become views of flat vectors; they keep their values."""
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
         self.overlaps = config.delayed
         nbytes = config.bucket_nbytes
@@ -122,7 +121,6 @@ class Cocktail(BaseSync):
         self._steps, self._exchanges = 0, 0
 
     def begin_step(self, step: int, passes: int) -> None:
-        """The first step finds replicas equal: what they hold becomes the global model."""
         if not self._captured:
             self._capture()
         self._warmup.begin_step(step, passes if self._warming_up else 0)
@@ -142,7 +140,9 @@ class Cocktail(BaseSync):
         if warming_up:
             self._capture()
             return
-        self._launch()
+        for bucket in self._buckets:
+            bucket.check_storage()
+        self._overlap.launch(partial(self._exchange_all, self._exchanges))
         if not self._config.delayed:
             self._join()
 
@@ -187,11 +187,6 @@ class Cocktail(BaseSync):
         for bucket in self._buckets:
             bucket.capture()
         self._captured = True
-
-    def _launch(self) -> None:
-        for bucket in self._buckets:
-            bucket.check_storage()
-        self._overlap.launch(partial(self._exchange_all, self._exchanges))
 
     def _exchange_all(self, number: int) -> tuple[list[Any], None]:
         """What was found for each bucket; changes nothing. Checkpoints hold it as a pair."""
@@ -255,11 +250,7 @@ def _parts(local_N: Tensor, size: int) -> list[slice]:
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
-    """Make the method.
-
-    Raises:
-        ValueError: parameters are in fp16, in which small moves would be lost.
-    """
+    """Make the method."""
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ValueError(
             'gradcomp.method = "cocktail": the model has parameters in fp16; use fp32 or bf16'

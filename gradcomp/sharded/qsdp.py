@@ -58,7 +58,6 @@ class Shifted:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the row's bytes."""
         if noise is None:
             raise ValueError("random shifts need noise: pass the key of the run and place")
         x_KG = _buckets(x_BN, self.bucket)

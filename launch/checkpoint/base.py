@@ -1,6 +1,6 @@
 """Frozen weights that files hold: a checkpoint has their digests, and they are read again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,4 @@ def check_present(
     check_base(held, base, folder)
     missing = sorted(module.state_dict().keys() - tensors.keys() - (held.keys() & base.keys()))
     if missing:
-        raise CheckpointError(f"{folder}: no part has {_listed(missing)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4])
+        raise CheckpointError(f"{folder}: no part has {', '.join(missing[:4])}")

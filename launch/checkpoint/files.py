@@ -188,9 +188,6 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
     The newest `keep` complete steps stay, those saved after it, and `best`, which a file of that
     name then names. Leftovers of unfinished saves
     go where they are older; a newer one may be in progress. Damaged steps are kept for inspection.
-
-    Raises:
-        ValueError: `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; use 1 or more")

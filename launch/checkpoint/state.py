@@ -11,21 +11,11 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
-from thinpipe.launch.checkpoint.manifest import (
-    CheckpointError,
-    Manifest,
-    step_name,
-    through_json,
-)
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, step_name, through_json
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
 from thinpipe.launch.checkpoint.store_gather import StoreGather
-from thinpipe.launch.checkpoint.transaction import (
-    Gather,
-    Place,
-    Save,
-    Transaction,
-)
+from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.config import DataConfig
@@ -148,7 +138,6 @@ class Checkpoints:
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
-        """Wait for the save that is under way; whether it succeeded."""
         if self._under_way is None:
             return True
         under_way, self._under_way = self._under_way, None
@@ -185,7 +174,6 @@ class Checkpoints:
         return saved
 
     def save_last(self, step: int) -> None:
-        """Save the end of the run."""
         if not self._save(step):
             resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
@@ -297,7 +285,6 @@ class Checkpoints:
         return gather_json(self._session.transport, value)
 
     def _gather_in_background(self, value: Any) -> list[Any]:
-        """As `_gather`, for the thread that writes."""
         if self._board is None:
             mesh, store = self._session.mesh, self._session.store
             self._board = StoreGather(
@@ -315,12 +302,9 @@ class Checkpoints:
             self._made_peers = self._session.transport.peers("world")
         return self._made_peers
 
-    def _layouts(self, manifest: Manifest) -> tuple[Layout, Layout]:
-        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
-        return Layout.of(saved), Layout.of(mine)
-
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        before, now = self._layouts(manifest)
+        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
+        before, now = Layout.of(saved), Layout.of(mine)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
             distribute(self._built, state, folder)

@@ -123,11 +123,7 @@ def check_environment() -> None:
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
-    """Ranks of this machine: those given, or as many as each other has.
-
-    Raises:
-        ValueError: it cannot have so many, or they cannot be shared evenly.
-    """
+    """Ranks of this machine: those given, or as many as each other has."""
     if ranks is not None:
         most = world - machines + 1
         if ranks > most:

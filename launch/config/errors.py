@@ -202,7 +202,8 @@ def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Pro
     if kind == "extra_forbidden":
         return _Problem(name, f"{name}{_UNKNOWN}", _known(place, root))
     if kind == "missing" and not isinstance(detail["loc"][-1], int):
-        return _Problem(name, f"{name}: not given; ", _missing(place))
+        what = f"write at least one table [[{name}]]" if place.many else "it has no default"
+        return _Problem(name, f"{name}: not given; ", what)
     if kind == "union_tag_not_found":
         kinds = ", ".join(sorted(place.here))
         return _Problem(name, f"{name}.kind: not given; ", f"use one of {kinds}")
@@ -221,12 +222,6 @@ def _path_of(message: str, place: _Place) -> str:
         return f"{place.name}: " if place.name else ""
     same = place.key == key[1].partition(".")[0]
     return place.name.removesuffix(place.key) if same else f"{place.name}."
-
-
-def _missing(place: _Place) -> str:
-    if place.many:
-        return f"write at least one table [[{place.name}]]"
-    return "it has no default"
 
 
 def _remedy(detail: ErrorDetails, place: _Place) -> str:

@@ -81,7 +81,6 @@ class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     patience_s: float = Field(30.0, ge=3)
 
     def find_key(self) -> Path:
-        """The file with the key."""
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
             raise ValueError(NO_KEY)

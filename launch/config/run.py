@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from pydantic import (
-    BaseModel,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, ValidationError, ValidationInfo, model_validator
 
 from thinpipe.aqsgd.config import MemoryConfig
 from thinpipe.gradcomp.registry import method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config import checks
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
-from thinpipe.launch.config.devices import check_devices, check_offload
+from thinpipe.launch.config.devices import (
+    check_devices,
+    check_offload,
+    check_shards,
+    shards_notices,
+)
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
     ModelSection,
@@ -48,7 +48,6 @@ from thinpipe.launch.config.sections import (
     TrainConfig,
     WatchConfig,
 )
-from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
@@ -113,11 +112,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.updated(pipeline=pipeline)
 
     def updated(self, **sections: Any) -> "RunConfig":
-        """The same run with other sections, checked as a whole."""
         return RunConfig.model_validate({**dict(self), **sections})
 
     def with_train(self, **settings: Any) -> "RunConfig":
-        """The same run with other settings of [train]."""
         try:
             return self.updated(train={**dict(self.train), **settings})
         except ValidationError as error:
@@ -129,7 +126,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
-        """Check that a custom model can be cut where the cuts are."""
         if self.pipeline.auto_cuts:
             self.model.check_stages(self.pipeline.stages)
         else:
@@ -148,7 +144,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @property
     def stage_ranks(self) -> dict[int, int]:
-        """The rank of each stage, within its pipeline."""
         pipeline = self.pipeline
         return stage_to_rank(
             pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks

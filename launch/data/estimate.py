@@ -28,11 +28,7 @@ _PACKED = 4  # how many times as long text is when it is unpacked, roughly
 def estimate(
     config: DataConfig, *, seed: int, labelling: Labelling
 ) -> tuple[SampleSet, SampleSet] | None:
-    """Samples to train and to evaluate on; None if the data are small, or not files.
-
-    Raises:
-        ValueError: there are no such data, or the beginning does not fit the settings.
-    """
+    """Samples to train and to evaluate on; None if the data are small, or not files."""
     named = [path for path in config.paths.values() if path is not None]
     datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:

@@ -185,7 +185,7 @@ class EpochSampler:
     `shuffle` in that of their ids. Sample i
     always belongs to replica i % replicas, so cached activations stay valid.
     All replicas take equally many samples in each step; hence when the samples do not divide
-    evenly, the last n % replicas of them are never used (`dropped`). `batch_size` counts the
+    evenly, the last n % replicas of them are never used. `batch_size` counts the
     sequences of one step over all replicas; an epoch's last step may have fewer.
 
     What was left of an epoch when the number of replicas changed is visited too, each sample once,
@@ -235,7 +235,7 @@ class EpochSampler:
             self._now = self._now.followed(change.step, share)
         self._replica = replica
         self._own = torch.arange(replica, n // replicas * replicas, replicas)
-        self.dropped, self.left_out = n % replicas, self._now.left_out
+        self.left_out = self._now.left_out
 
     def all_ids(self) -> Tensor:
         """Return the ids of all samples of this replica (int64, 1-d), in ascending order."""
@@ -246,7 +246,6 @@ class EpochSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the number of optimizer steps in which every sample is visited once."""
         return self._now.per_epoch
 
     def steps_of(self, epoch: int) -> range:
@@ -254,7 +253,6 @@ class EpochSampler:
         return self._now.steps_of(epoch)
 
     def steps(self, epochs: int, most: int | None) -> int:
-        """Return how many steps so many epochs have, no more than `most`."""
         whole = self.steps_of(epochs - 1).stop
         return whole if most is None else min(whole, most)
 
@@ -272,7 +270,6 @@ class EpochSampler:
         return self._now.ids(step, self._replica)
 
     def counted(self, step: int) -> int:
-        """Return how many of them, from the first, count in the loss."""
         return self._now.counted(step, self._replica)
 
     def samples(self, step: int) -> int:

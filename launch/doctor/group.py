@@ -41,12 +41,10 @@ class HostGroup:
             self.wait_for(f"left/{index}")
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a value once."""
         with _name_lost_host(f"publishing {key!r}"):
             self.store.set(key, json.dumps(value))
 
     def wait_for(self, key: str, wait_s: float | None = None) -> Any:
-        """Wait for a value."""
         with _name_lost_host(f"waiting for {key!r}"):
             self.store.wait([key], timedelta(seconds=wait_s or self.wait_s))
             return json.loads(self.store.get(key))

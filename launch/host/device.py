@@ -15,11 +15,7 @@ from thinpipe.pipeline.precision import DeviceName, Precision
 
 
 def choose_device(name: DeviceName) -> torch.device:
-    """Device of `pipeline.device`: GPUs are assigned round-robin by LOCAL_RANK.
-
-    Raises:
-        ValueError: CUDA is requested but not available, or triton is missing.
-    """
+    """Device of `pipeline.device`: GPUs are assigned round-robin by LOCAL_RANK."""
     if name == "cpu" or (name == "auto" and not gpu_count()):
         return torch.device("cpu")
     if not gpu_count():

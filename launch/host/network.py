@@ -79,11 +79,7 @@ class Network:
 
     @classmethod
     def read(cls, path: Path, option: str = "--network") -> Self:
-        """Read a network file.
-
-        Raises:
-            ValueError: names option, file and the error in it.
-        """
+        """Read a network file."""
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -96,11 +92,7 @@ class Network:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The network that a file's content describes; null is unlimited, or no delay.
-
-        Raises:
-            ValueError: names what is wrong in it.
-        """
+        """The network that a file's content describes; null is unlimited, or no delay."""
         found = read_json(_File, text)
         hosts = range(len(found.rate_bps or found.latency_s or ()))
         pairs = [[(i, j, i == j) for j in hosts] for i in hosts]
@@ -122,11 +114,7 @@ class Network:
         return len(self.rate_bps)
 
     def for_ranks(self, ranks: int) -> "Network":
-        """Links between ranks, equally many on each host, in order; unlimited within a host.
-
-        Raises:
-            ValueError: the ranks cannot be divided evenly among the hosts.
-        """
+        """Links between ranks, equally many on each host, in order; unlimited within a host."""
         if ranks % self.hosts:
             raise ValueError(
                 f"the network has {self.hosts} hosts, among which {ranks} ranks cannot be "
@@ -189,11 +177,7 @@ def _delay(delays: Matrix | None, i: int, j: int, own: bool) -> float:
 
 
 def read_json(model: type[_Model], text: str) -> _Model:
-    """JSON as such a model.
-
-    Raises:
-        ValueError: names the first key that is wrong, its value and what it should be.
-    """
+    """JSON as such a model."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

@@ -14,12 +14,7 @@ from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count,
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
-from thinpipe.launch.memory.model import (
-    BlockRun,
-    ModelMemory,
-    on_rank,
-    rank_memory,
-)
+from thinpipe.launch.memory.model import BlockRun, ModelMemory, on_rank, rank_memory
 from thinpipe.launch.memory.rows import (
     End,
     HostBytes,

@@ -73,11 +73,7 @@ def row_nbytes(config: RunConfig, spec: Spec) -> int:
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:
-    """Samples that the budget of a rank holds at each of its ends; None without a budget.
-
-    Raises:
-        ConfigError: it is too small for a single sample.
-    """
+    """Samples that the budget of a rank holds at each of its ends; None without a budget."""
     budget = config.memory.budget
     per_sample = _per_sample(config, position)
     if budget is None or not per_sample:

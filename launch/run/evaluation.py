@@ -41,11 +41,7 @@ class Wanted:
         given: Sequence[object] = (),
         program: Sequence[str] = (),
     ) -> None:
-        """`names` are of `NAMES`, or "module:function"; None means those of the objective.
-
-        Raises:
-            ValueError: a function cannot be imported, or two metrics have one name.
-        """
+        """`names` are of `NAMES`, or "module:function"; None means those of the objective."""
         chosen = objective.metrics if names is None else tuple(names)
         named = [name for name in chosen if name in NAMES]
         loaded = [

@@ -59,6 +59,7 @@ class Proof:
             found[f"cached shard weights at {place}"] = digest(shards.remembered)
         if not self._built.sync.replicas_equal or mesh.replicas == 1:
             return found
+        shard = f", shard {mesh.shard}" if mesh.shards > 1 else ""
         for stage in self._built.stages:
             parameters = list(module_of(stage).parameters())
             moments = [
@@ -67,15 +68,10 @@ class Proof:
                 for value in self._built.optimizer.state.get(parameter, {}).values()
                 if isinstance(value, Tensor)
             ]
-            place = f"stage {stage.stage_index}{self._shard}"
+            place = f"stage {stage.stage_index}{shard}"
             found[f"weights of {place}"] = digest(parameters)
             found[f"optimizer state of {place}"] = digest(moments)
         return found
-
-    @property
-    def _shard(self) -> str:
-        mesh = self._transport.mesh
-        return f", shard {mesh.shard}" if mesh.shards > 1 else ""
 
     def _memories(self) -> dict[str, int]:
         return {

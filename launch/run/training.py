@@ -36,7 +36,6 @@ from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.step_stats import StepTotals
 
 _T = TypeVar("_T")
 _ENDED = "the run ends early, as evaluations are no better (eval.patience)"
@@ -230,7 +229,8 @@ class Training:
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals, epoch, samples = self._train(batch, step)
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        epoch, samples = self._sampler.epoch(step), self._sampler.samples(step)
         self._done = step + 1
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
@@ -261,11 +261,6 @@ class Training:
         if self._proof.is_due(record.step):
             self._all_do(lambda: self._proof.compare(record.step))
         return record
-
-    def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
-        """Numbers of the step, its epoch, and how many samples count in it."""
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
-        return totals, self._sampler.epoch(step), self._sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
         return do()
@@ -300,7 +295,6 @@ class Training:
         self.save_if_due(epoch, done)
 
     def save_if_due(self, epoch: int, done: int) -> None:
-        """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(epoch, done):
             self.together.passes("a checkpoint", done)
             self.records.flush()

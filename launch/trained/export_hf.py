@@ -78,11 +78,7 @@ def check_folders(run_folder: Path, out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `out` at the end and is removed if that fails.
-
-    Raises:
-        ConfigError: `out` holds something.
-    """
+    """A folder to fill, which gets the name `out` at the end and is removed if that fails."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
@@ -257,11 +253,7 @@ class WholeModel:
 
 
 def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor in another dtype.
-
-    Raises:
-        ConfigError: a value is too large for it.
-    """
+    """The tensor in another dtype."""
     cast = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
         raise ConfigError(

@@ -96,7 +96,6 @@ class OutgoingChannel:
             self._pass.first_error.wait_for(self._last)
 
     def abandon_pass(self) -> None:
-        """Wait until nothing is under way, whatever came of it, and be ready for another pass."""
         if self._last is not None:
             self._last.exception(_SETTLE_S)
         self._worker, self._last = Worker(f"send {self.codec.name}"), None
@@ -142,7 +141,6 @@ class IncomingChannel:
         self._coming, self._jobs = deque(order), {}
 
     def receive(self, m: int) -> Tensor:
-        """Wait for a microbatch."""
         first_error = self._pass.first_error
         while self._coming and len(self._jobs) <= _AHEAD:  # the one asked for, and those ahead
             coming = self._coming.popleft()

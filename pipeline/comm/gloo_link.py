@@ -78,7 +78,6 @@ class GlooLink:
         self._sent.clear()
 
     def begin_pass(self, number: int) -> None:
-        """Wait for earlier sends; every expected message must have been taken."""
         for work, _ in self._sent:
             wait(work, edge=self._edge("sending"))
         self._sent.clear()

@@ -88,7 +88,6 @@ class Guard:
         self._remedies = remedies
 
     def judge(self, signals: Mapping[CutDirection, ErrorStats]) -> list[str]:
-        """Take in a step's numbers; returns what a user should know."""
         notes = []
         for place, track in self._tracks.items():
             track.follow(signals[place])

@@ -111,9 +111,6 @@ class SparseCodec:
         """Write the message's values to `out_n` (any floating dtype), and zero elsewhere.
 
         `wire` may be longer than the message.
-
-        Raises:
-            CodingError: the bytes are damaged, or those of another number of values.
         """
         out_n = out_n.view(-1)
         self._place(*self._read(wire, out_n), out_n)

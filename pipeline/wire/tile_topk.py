@@ -61,7 +61,6 @@ class TileTopK:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write one row after the other."""
         for row, x_N in enumerate(x_BN):
             self._encode(x_N, wire_BW[row])
             if seen_BN is not None:

@@ -98,12 +98,7 @@ class ChatTemplate:
 
 
 def load_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a `data.chat_template`: the tokenizer's own, "plain", or a file's.
-
-    Raises:
-        ValueError: the tokenizer has none, or the file cannot be read.
-        ImportError: an optional package is not installed.
-    """
+    """The template of a `data.chat_template`: the tokenizer's own, "plain", or a file's."""
     name = OWN if name is None else name
     renderer = _renderer(name, tokenizer)
     if name == PLAIN:

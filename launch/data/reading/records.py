@@ -31,11 +31,7 @@ Record = tuple[int, Mapping[Field, Any] | str]
 
 
 class FileRows:
-    """The rows of files, one file after the other; of tables only `wanted` columns, or all.
-
-    Raises:
-        ValueError: a file is damaged, when that is met.
-    """
+    """The rows of files, one file after the other; of tables only `wanted` columns, or all."""
 
     def __init__(self, forms: Sequence[Form], wanted: Collection[Field] = ()) -> None:
         self._forms, self._wanted = forms, wanted
@@ -64,11 +60,7 @@ def parquet_count(forms: Sequence[Form]) -> int | None:
 
 
 def with_columns(form: Form) -> Form:
-    """A file of Parquet or Arrow with the names of its columns.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """A file of Parquet or Arrow with the names of its columns."""
     with _reading(form), seekable(form.path, form.compression) as file:
         if form.kind == "parquet":
             from pyarrow.parquet import ParquetFile
@@ -119,7 +111,6 @@ def _lines(form: Form) -> Iterator[Record]:
 
 
 def _record(line: bytes) -> Mapping[Field, Any] | str:
-    """The fields of a record of JSON, or what is wrong with it."""
     try:
         return _object(json.loads(line.decode()))
     except UnicodeDecodeError:

@@ -30,11 +30,7 @@ class HubName(NamedTuple):
 
 
 def parse_hub(path: str, setting: str) -> HubName:
-    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT].
-
-    Raises:
-        ValueError: it is not of that form.
-    """
+    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]."""
     found = _NAME.fullmatch(path)
     if found is None:
         raise ValueError(
@@ -59,11 +55,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def load_saved(folder: Path, what: str) -> Any:
-    """The data set of a folder that `save_to_disk` wrote, or its splits by name.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The data set of a folder that `save_to_disk` wrote, or its splits by name."""
     from datasets import load_from_disk
 
     try:
@@ -77,11 +69,7 @@ def load_saved(folder: Path, what: str) -> Any:
 
 @functools.cache
 def load_hub(name: HubName, what: str) -> Any:
-    """The data set, or its splits by name; downloaded if it is not in the package's own cache.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """The data set, or its splits by name; downloaded if it is not in the package's own cache."""
     return _loaded(name, what)
 
 
@@ -159,11 +147,7 @@ def _row(dataset: str, number: int, cells: Mapping[str, Any]) -> Row:
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:
-    """What to train on, and what to evaluate on if there is a split for it.
-
-    Raises:
-        ValueError: several splits, and none is called train.
-    """
+    """What to train on, and what to evaluate on if there is a split for it."""
     if not isinstance(found, Mapping):
         return found, None
     if "train" not in found:

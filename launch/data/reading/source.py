@@ -47,11 +47,7 @@ class Source:
         return self.all_rows is None
 
     def rows(self, fields: Sequence[Field]) -> Rows:
-        """Its rows.
-
-        Raises:
-            ValueError: it has none, or none has one of the fields.
-        """
+        """Its rows."""
         rows = self.all_rows
         assert rows is not None, "asked of rows alone"
         for field in fields:
@@ -99,9 +95,6 @@ def open_source(
     """What a `data.path` or the like names; without a path, Python's standard library.
 
     Fields that are `optional` are read where rows have them.
-
-    Raises:
-        ValueError: there is nothing, or it does not fit `kind` and `fields`.
     """
     what = f"{setting} = {path!r}"
     wanted = [*fields, *optional] if fields else []
@@ -125,11 +118,7 @@ def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
 
 
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
-    """The first rows of what a path names, with all their fields; None if it is text.
-
-    Raises:
-        ValueError: there is nothing, or it is damaged.
-    """
+    """The first rows of what a path names, with all their fields; None if it is text."""
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:

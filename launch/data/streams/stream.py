@@ -90,13 +90,11 @@ class Items:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Where it is, for `go_to` (JSON)."""
         self._check_reader()
         own = self._iterable.state_dict() if self._origin.returns and self._taken else None
         return {"taken": self._taken, "own": own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
@@ -270,11 +268,7 @@ class StreamSet:
 
 
 def own_stream(dataset: Any, name: str, size: int, steps: int, reading: Reading) -> StreamSet:
-    """The samples of a program's dataset, in its order, of which a step takes `size`.
-
-    Raises:
-        ValueError: it can be read once only.
-    """
+    """The samples of a program's dataset, in its order, of which a step takes `size`."""
     return StreamSet(
         Items(lambda: dataset),
         partial(own_block, name, reading),
@@ -297,7 +291,7 @@ def own_block(
 class StreamSampler:
     """As EpochSampler, for samples that come in one order: a single epoch of `steps`."""
 
-    dropped = left_out = 0
+    left_out = 0
 
     def __init__(self, samples: StreamSet, *, batch_size: int, replicas: int, replica: int) -> None:
         self.steps_per_epoch = len(samples) // batch_size
@@ -312,7 +306,6 @@ class StreamSampler:
         return step // self.steps_per_epoch
 
     def steps_of(self, epoch: int) -> range:
-        """All steps: there is one epoch."""
         return range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
 
     def steps(self, epochs: int, most: int | None) -> int:
@@ -351,9 +344,7 @@ def _batch(places: Sequence[_Place]) -> Batch:
     for field in fields(Batch):
         found = [getattr(part, field.name) for part in parts]
         if field.name != "ids_B":
-            columns[field.name] = None if found[0] is None else tree_map(_cat, *found)
+            columns[field.name] = (
+                None if found[0] is None else tree_map(lambda *same: torch.cat(same), *found)
+            )
     return Batch(**columns)
-
-
-def _cat(*parts: Tensor) -> Tensor:
-    return torch.cat(parts)

@@ -55,7 +55,6 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
 
 
 def _estimate(rows: Rows, count: int, encoder: Encoder, folder: Path, what: str) -> None:
-    """Check the disk before anything is written, by the first rows."""
     first = [encoder.encode(row) for row in islice(rows, _FIRST)]
     tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
     width = token_type(encoder.ids).itemsize + len(encoder.columns)

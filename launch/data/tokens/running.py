@@ -147,7 +147,11 @@ class _Maker:
                 for tokens, text in zip(found, batch, strict=True)
             ]
             last = batch[-1]
-            yield _Step(parts, nbytes, "" if self._ends(last.last) else _end(last.piece))
+            yield _Step(
+                parts,
+                nbytes,
+                "" if self._ends(last.last) else (last.piece.context + last.piece.text)[-CONTEXT:],
+            )
 
     def _marked(self, tokens: _Ids, *, first: bool, last: bool) -> _Ids:
         return tokens if self.marks is None else self.marks.put(tokens, first=first, last=last)
@@ -206,10 +210,6 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         held.append(item)
     if held:
         yield held.pop(), True
-
-
-def _end(piece: Piece) -> str:
-    return (piece.context + piece.text)[-CONTEXT:]
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:

@@ -71,11 +71,7 @@ class Forwards:
     def forward(
         self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link], *, owner: int
     ) -> None:
-        """Have a host's address lead to it, at a port, as long as that process lives.
-
-        Raises:
-            OverlayError: there is no such host, or the port is in use here.
-        """
+        """Have a host's address lead to it, at a port, as long as that process lives."""
         peer_list = self._known()
         if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")

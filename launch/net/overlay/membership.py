@@ -45,7 +45,6 @@ class PeerList(BaseModel, frozen=True, extra="forbid", strict=True):
         return self.names.index(name)
 
     def is_of(self, other: "PeerList") -> bool:
-        """Whether it is of the same hosts, wherever they are now."""
         same = ("run", "coordinator", "needed", "names")
         return all(getattr(self, name) == getattr(other, name) for name in same)
 

@@ -90,11 +90,7 @@ class HostWatch:
     """
 
     def __init__(self) -> None:
-        """Without a relay there are no others.
-
-        Raises:
-            OverlayError: this machine's relay is gone, or late.
-        """
+        """Without a relay there are no others."""
         self._before = {name: link["restarts"] for name, link in _links().items()}
 
     def renew(self, names: Collection[str]) -> None:
@@ -103,7 +99,6 @@ class HostWatch:
         self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
-        """Their names."""
         return [
             name
             for name, link in _links().items()

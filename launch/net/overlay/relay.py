@@ -43,7 +43,6 @@ class Relay:
     """Links to all other hosts, and the local ports that lead to them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Listen."""
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
         keys.check_clock(self._context, settings.key_file, settings.name)

@@ -61,7 +61,6 @@ class Failures:
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
-        """Wait for a failure."""
         await_key(self._store, _FIRST)
 
 

@@ -34,11 +34,7 @@ class HandshakeError(RuntimeError):
 
 
 def store_address() -> tuple[str, int]:
-    """Where the ranks' environment says that the store is.
-
-    Raises:
-        ValueError: MASTER_ADDR or MASTER_PORT is not set.
-    """
+    """Where the ranks' environment says that the store is."""
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
 
 

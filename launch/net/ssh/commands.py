@@ -57,11 +57,7 @@ class Start:
 
 
 def ssh_commands(hosts: HostsConfig, start: Start) -> dict[str, list[str]]:
-    """Commands that start a run, by machine name.
-
-    Raises:
-        ConfigError: no machine is named `start.show`.
-    """
+    """Commands that start a run, by machine name."""
     names = [host.name for host in hosts.host]
     if start.show is not None and start.show not in names:
         raise ConfigError(

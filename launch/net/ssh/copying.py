@@ -18,11 +18,7 @@ _END_S = 60.0  # how long a machine may take to write what it has received
 
 
 def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
-    """A run file and those it extends, or a program; and `more` files or folders.
-
-    Raises:
-        ConfigError: one is not here.
-    """
+    """A run file and those it extends, or a program; and `more` files or folders."""
     run = Path(start.run).expanduser()
     found = [*([run] if start.is_program else files_of(run)), *more]
     for file in found:
@@ -32,11 +28,7 @@ def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
 
 
 def copy_files(hosts: HostsConfig, files: Sequence[Path]) -> None:
-    """Copy to every machine: relative paths into its checkout, absolute ones to the same place.
-
-    Raises:
-        ConfigError: ssh cannot connect, or a machine could not write them.
-    """
+    """Copy to every machine: relative paths into its checkout, absolute ones to the same place."""
     for host in hosts.host:
         _send(host, f"{enter(host.checkout)} tar -xoPf -", files)
 

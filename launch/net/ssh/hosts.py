@@ -109,11 +109,7 @@ class HostsConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 def load_hosts(path: Path) -> HostsConfig:
-    """Read the file that lists the machines.
-
-    Raises:
-        ConfigError: naming file, key, value and remedy.
-    """
+    """Read the file that lists the machines."""
     keys = top_keys(path)
     if keys & _OF_RUNS and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(

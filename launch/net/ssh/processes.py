@@ -23,9 +23,6 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
     """Run a command of `ssh_commands` per machine; return the exit code of the first failure.
 
     Output lines are prefixed with the machine's name. A failure or Ctrl-C ends all.
-
-    Raises:
-        ValueError: this machine has no ssh.
     """
     started: dict[str, _Remote] = {}
     try:

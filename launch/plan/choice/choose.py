@@ -22,10 +22,9 @@ from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count, microbatch_shape
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
 from thinpipe.launch.plan.choice.fidelity import CompressionLevels, Settings, raised
-from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
-from thinpipe.launch.plan.placement.step import StepCost, StepModel
+from thinpipe.launch.plan.placement.step import StepCost, StepModel, step_bound
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
@@ -120,9 +119,6 @@ def choose(
 
     All have one stage per rank. `memory` is that of each block, by default as counted; `seconds`
     bounds the search of the best variants, instead of a number of rounds.
-
-    Raises:
-        ValueError: nothing fits the devices.
     """
     if config.pipeline.schedule not in _SCHEDULES:
         config = _with(config, {"schedule": _SCHEDULES[0], "ranks": None})

@@ -55,11 +55,7 @@ class _Dtfm(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a file of any of the three kinds.
-
-    Raises:
-        ValueError: names the file, what is wrong in it and the remedy.
-    """
+    """Read a file of any of the three kinds."""
     try:
         return parse_cluster(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,11 +66,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(content: Any) -> Cluster:
-    """A cluster from the content of such a file, as text or as an object.
-
-    Raises:
-        ValueError: names what is wrong and the remedy.
-    """
+    """A cluster from the content of such a file, as text or as an object."""
     text = content if isinstance(content, str) else json.dumps(content)
     if '"regions"' in text:
         return _regions(read_json(_Regions, text))

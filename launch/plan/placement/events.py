@@ -154,9 +154,6 @@ def simulate(workload: Workload, network: Network | None = None) -> SimulatedSte
     """A pass of one pipeline that begins with all ranks and links idle.
 
     `network` connects its ranks, in bit/s on the wire; None is unlimited.
-
-    Raises:
-        ValueError: the network has another number of hosts.
     """
     network = network or Network.uniform(workload.ranks)
     return Simulation(workload).recorded(*one_pipeline(workload, network))

@@ -54,11 +54,7 @@ def solve_step(
     rounds: int = ROUNDS,
     seconds: float | None = None,
 ) -> Placement:
-    """The layout of the shortest predicted step.
-
-    Raises:
-        ValueError: there are too few devices, or no stage fits any layout's memory.
-    """
+    """The layout of the shortest predicted step."""
     replicas, ranks = workload.replicas, workload.ranks
     cluster.check_enough(ranks, replicas)
     model = StepModel(cluster, workload)
@@ -84,7 +80,7 @@ def solve_step(
     best, best_D = refined(starts[0], seed)
     while done < rounds if seconds is None else time.perf_counter() - begin_s < seconds:
         done += 1
-        draw = _mixed(seed, done)
+        draw = (seed * 1_000_003 + done * 7919) % 2**31
         start_D, heat = starts[_start(done, len(starts))], _HEATS[done % len(_HEATS)]
         if done % 3 == 0:
             start_D, heat = best_D, 0.1 * _HEATS[0]
@@ -131,10 +127,6 @@ def _start(number: int, count: int) -> int:
     """The best starts take turns; the last one, which is random, has the fifth."""
     turn = (number - 1) % (_KEPT + 1)
     return min(turn, count - 1)
-
-
-def _mixed(seed: int, number: int) -> int:
-    return (seed * 1_000_003 + number * 7919) % 2**31
 
 
 def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:

@@ -31,9 +31,6 @@ class Workload:
     Seconds are per microbatch on a device of speed 1, one for each stage; `activations` and
     `gradients` hold one message per cut; `exchange_nbytes` what a replica sends each peer in a
     step, `optimizer_s` what the update of a stage takes, `memory` what a rank needs.
-
-    Raises:
-        ValueError: a sequence does not fit the number of stages.
     """
 
     replicas: int
@@ -135,11 +132,7 @@ class Workload:
         blocks: Sequence[ModelMemory],
         exchange: ExchangeCost | None,
     ) -> "Workload":
-        """All replicas of a run with so many samples, whose blocks take this memory.
-
-        Raises:
-            ValueError: a rank's memory cannot be counted.
-        """
+        """All replicas of a run with so many samples, whose blocks take this memory."""
         replicas = config.pipeline.replicas
         bounds = pairwise((0, *config.pipeline.cuts, len(blocks)))
         trained = [sum(block.trained for block in blocks[first:stop]) for first, stop in bounds]

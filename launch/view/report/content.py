@@ -25,7 +25,7 @@ from thinpipe.launch.view.report.metric_table import (
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import Summary, Traffic, WireTraffic, traffic_cells
-from thinpipe.launch.view.report.timeline_chart import timeline_svg
+from thinpipe.launch.view.report.timeline import timeline_svg
 from thinpipe.pipeline.wire.told import MASSIVE, ComputeEvent
 
 Json: TypeAlias = dict[str, Any]

@@ -156,9 +156,6 @@ class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
 
     Of a run that was killed no file says that it ended, but the lock of its folder (`is_gone`).
-
-    Raises:
-        ValueError: `state.json` is none, or damaged.
     """
 
     def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:
@@ -190,7 +187,7 @@ class Told:
             self.now = []
 
 
-def read_notes(folder: Path, most: int = 500) -> list[Note]:
+def read_notes(folder: Path) -> list[Note]:
     """The last messages; damaged lines are left out."""
     found: list[Note] = []
     with suppress(OSError):
@@ -199,7 +196,7 @@ def read_notes(folder: Path, most: int = 500) -> list[Note]:
                 note = json.loads(line)
                 if isinstance(note, dict) and note.keys() == Note.__required_keys__:
                     found.append(note)  # type: ignore[arg-type]
-    return found[-most:]
+    return found[-500:]
 
 
 def _now(host: Mapping[str, Any]) -> list[tuple[str, str, str]]:

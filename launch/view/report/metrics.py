@@ -200,11 +200,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def parse_record(line: bytes, where: str) -> StepRecord:
-    """A line of the file; `where` it stands is named.
-
-    Raises:
-        ValueError: it is not a step record.
-    """
+    """A line of the file; `where` it stands is named."""
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:

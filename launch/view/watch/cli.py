@@ -1,5 +1,6 @@
 """`thinpipe watch`: its options, and the link that it prints."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -13,10 +14,10 @@ from thinpipe.launch.host.interfaces import format_endpoint, interfaces, parse_e
 from thinpipe.launch.host.interfaces import resolve as address_of
 from thinpipe.launch.host.interfaces import serve as listen_at
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.priority import give_way
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.watch.follow import Followed
 
+_LEAST = 19
 LOOPBACK = "127.0.0.1:8042"
 
 
@@ -160,3 +161,14 @@ def _say(links: list[str], token: str | None) -> None:
 
             segno.make(links[0]).terminal(compact=True)
     sys.stdout.flush()
+
+
+def give_way() -> None:
+    """Let this process have only the CPU time that others leave.
+
+    It must lead a session of its own. Linux shares CPUs among sessions first (`sched_autogroup`),
+    and `nice` counts only within one.
+    """
+    os.nice(_LEAST)
+    with contextlib.suppress(OSError):  # no such kernel
+        Path("/proc/self/autogroup").write_text(str(_LEAST), encoding="ascii")

@@ -12,8 +12,7 @@ from thinpipe.launch.host.words import format_bytes, format_duration, format_rat
 from thinpipe.launch.view.report.compare import names_of
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.edges import Edge
-from thinpipe.launch.view.report.rows import Rows
-from thinpipe.launch.view.report.smoothing import smoothed
+from thinpipe.launch.view.report.rows import Rows, smoothed
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
@@ -24,11 +23,7 @@ _LABEL = {"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.15}
 
 
 def draw(runs: Sequence[Story], file: Path) -> None:
-    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison.
-
-    Raises:
-        ValueError: matplotlib writes no files of this kind.
-    """
+    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison."""
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="#ffffff")
     grid: Any = figure.add_gridspec(
         1, 2, width_ratios=(1.5, 1), left=0.07, right=0.97, top=0.67, bottom=0.09, wspace=0.16

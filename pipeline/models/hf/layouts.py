@@ -66,11 +66,7 @@ class Matched:
 def match_names(stored: Iterable[str], whole: Any) -> Matched:
     """Match names on disk to the parameters of a whole model, which may lie on the meta device."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(whole)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

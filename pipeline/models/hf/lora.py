@@ -27,10 +27,6 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     """Add adapters to the blocks in place and freeze the rest except task heads.
 
     Their random values depend on the seed and their names.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: a target names no linear layer, or there is no default for the family.
     """
     from peft import inject_adapter_in_model
 
@@ -161,11 +157,7 @@ _ATTENTION = (
 
 
 def default_targets(model: Any) -> list[str]:
-    """The layers to adapt: peft's for the family, or the attention's inputs.
-
-    Raises:
-        ValueError: there is no default, and the attention has other names.
-    """
+    """The layers to adapt: peft's for the family, or the attention's inputs."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
     targets = DEFAULTS.get(model.config.model_type)

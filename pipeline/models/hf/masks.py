@@ -62,9 +62,6 @@ def mask_inputs(
     """Arguments of a family's forward for packed examples or prefixes.
 
     `attention` is the model's kind of attention, "eager" or "sdpa".
-
-    Raises:
-        ValueError: another kind; its kernels take no mask of ours.
     """
     mask_B1QK = attention_mask(samples, tokens, causal=True, device=device)
     assert mask_B1QK is not None, "there are segments or prefixes"

@@ -78,10 +78,7 @@ class HuggingFaceStage(nn.Module):
         )
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the weight this stage shares with another one; None when there is none here.
-
-        When one stage holds both the embedding and the head, this is the parameter of both.
-        """
+        """The weight of embedding or head that another stage shares; None if none is here."""
         if self._config.tie_embeddings == "untied":
             return None
         if self._is_first:

@@ -49,7 +49,7 @@ class SmallWeights:
                 parameter.data = parameter.data.bfloat16()
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight.dtype == torch.bfloat16:
-                module.register_forward_hook(_widen)
+                module.register_forward_hook(lambda _module, _arguments, rows: rows.float())
         if config.weights in ("nf4", "int8"):
             check_quantizable(model, config, blocks)
             self._quantized = blocks, config.weights
@@ -132,7 +132,3 @@ def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
     if config.ties_embeddings:  # where a cut took the head out, it has no weight
         found.add(id(getattr(head_of(model), "weight", None)))
     return found
-
-
-def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:
-    return rows.float()

@@ -75,7 +75,6 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def functions(self) -> Functions:
-        """The functions."""
         if self._functions is not None:
             return self._functions
         from thinpipe.pipeline.models.own.functions import load_function
@@ -88,11 +87,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def deferred(self) -> "DeferredModel":
-        """The model without values.
-
-        Raises:
-            ValueError: it cannot be built so, or has nothing that it could be cut between.
-        """
+        """The model without values."""
         from thinpipe.pipeline.models.own.deferred import DeferredModel
 
         where = f'model.factory = "{self.factory}"'
@@ -104,11 +99,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def path(self) -> str | None:
-        """Where the blocks of a module with a forward of its own are; None of an `nn.Sequential`.
-
-        Raises:
-            ValueError: it has no list of blocks.
-        """
+        """The blocks of a module with a forward of its own; None of an `nn.Sequential`."""
         from thinpipe.pipeline.models.own.forward import find_blocks
 
         model = self.deferred.skeleton
@@ -118,11 +109,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def cutting(self) -> "Cutting":
-        """How a module with a forward of its own is cut.
-
-        Raises:
-            ValueError: its forward fails, or does not run block after block.
-        """
+        """How a module with a forward of its own is cut."""
         from thinpipe.pipeline.models.own.forward import trace
 
         assert self.path is not None, "it has a forward of its own"
@@ -160,7 +147,6 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the layers, which names of parameters begin with."""
         model = self.deferred.skeleton
         inside = model if self.path is None else model.get_submodule(self.path)
         before = "" if self.path is None else f"{self.path}."
@@ -172,11 +158,7 @@ class OwnModelConfig(ModelKind):
 
     @property
     def example(self) -> Example:
-        """One sample.
-
-        Raises:
-            ValueError: no data are loaded.
-        """
+        """One sample."""
         if self._example is None:
             raise ValueError(
                 f'model.factory = "{self.factory}": sizes of messages follow from the data, which '
@@ -186,11 +168,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """Every layer's output for two samples, on the meta device.
-
-        Raises:
-            ValueError: a layer fails without values, or does not return a tensor.
-        """
+        """Every layer's output for two samples, on the meta device."""
         if self.path is not None:
             cutting = self.cutting
             hidden = [one.leaves[one.hidden] for one in cutting.returned]

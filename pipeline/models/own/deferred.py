@@ -135,11 +135,7 @@ def _freeze(value: Any) -> Any:
 
 
 class DeferredModel:
-    """A model without values (`skeleton`, on the meta device), and the record of how to get them.
-
-    Raises:
-        ValueError: the constructor fails without values, or does not return a module.
-    """
+    """A model without values (`skeleton`, on the meta device), and how to get them."""
 
     def __init__(self, make: Callable[[], nn.Module], name: str) -> None:
         """`name` is how messages call the constructor."""
@@ -175,9 +171,6 @@ class DeferredModel:
 
         `constants` are values, by ids of tensors of the skeleton, that are the same everywhere in
         a tensor: it takes no memory, is not trained, and is no parameter or buffer of the copy.
-
-        Raises:
-            ValueError: the constructor leaves a parameter or buffer without values.
         """
         copies: list[nn.Module] = copy.deepcopy(list(modules))
         holders = [

@@ -81,7 +81,7 @@ class ForwardStage(Untied, nn.Module):
             out = state.found
         finally:
             state.received, state.found, state.running = None, None, False
-        return tree_map_only(Tensor, _own, out)
+        return tree_map_only(Tensor, lambda y: y if y._base is None else y.clone(), out)
 
 
 def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> ForwardStage:
@@ -120,7 +120,3 @@ def _keep(returned: Returned, state: _State) -> Any:
             state.found = returned.hidden_of(output)
 
     return keep
-
-
-def _own(value: Tensor) -> Tensor:
-    return value if value._base is None else value.clone()

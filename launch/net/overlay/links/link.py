@@ -210,7 +210,7 @@ class Link:
             self._read_kernel()
             if silence_s > SILENT_S:
                 self.drop(f"nothing heard for {silence_s:.1f} s{self._diagnosis()}")
-            elif now_s - self._wrote_s >= self._pause_s(now_s):
+            elif now_s - self._wrote_s >= (_PADDING_S if self._pads(now_s) else BEAT_S):
                 self._watch(beat=True)
         elif silence_s > self._patience_s and not (self.is_lost or self.has_left):
             self.give_up(f"no connection for {silence_s:.0f} s (network.patience_s)")
@@ -243,9 +243,6 @@ class Link:
         if state is None or state.last_answer_s > SILENT_S:
             return ""
         return "; its machine answers, so its process is stopped or starved"
-
-    def _pause_s(self, now_s: float) -> float:
-        return _PADDING_S if self._pads(now_s) else BEAT_S
 
     def _pads(self, now_s: float) -> bool:
         """Whether padding keeps TCP from forgetting the rate between two steps of training."""

@@ -75,7 +75,6 @@ class Stream:
         return Kind.DATA, buffer
 
     def deliver(self, payload: memoryview) -> None:
-        """Bytes from the other end."""
         self._may_receive -= len(payload)
         if self._may_receive < 0 or self._no_more_in:
             raise FrameError(f"stream {self.number}: data beyond its credit")
