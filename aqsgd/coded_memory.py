@@ -13,19 +13,18 @@ from torch import Tensor
 from thinpipe.aqsgd.memory import UNSEEN, SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.codec import Cached, Codec
 from thinpipe.pipeline.wire.pinned import brought_to
 
 
 class Visit(NamedTuple):
-    """A known sample in a step: its old values, room for new ones, their row, and where it stays.
+    """A known sample in a step: its values, the row of the fresh ones, and where that stays.
 
     In a float format values are those of the row itself, in place.
     """
 
     sample: int
-    old_1N: Tensor
-    fresh_1N: Tensor
+    cached: Cached
     row: Tensor
     home: Tensor
 
@@ -44,11 +43,7 @@ class CodedMemory(SampleMemory):
         self._codec = codec
 
     def read(self, ids_B: Tensor, numel: int) -> Tensor:
-        """fp32 values [B, N] of known samples.
-
-        Raises:
-            ValueError: a sample was of another size when it was seen: its content has changed.
-        """
+        """fp32 values [B, N] of known samples."""
         rows = [self.row(sample, numel).cpu() for sample in ids_B.tolist()]
         out_BN = torch.empty(len(rows), numel)
         if rows:
@@ -59,22 +54,20 @@ class CodedMemory(SampleMemory):
         """The old values of a known sample, and room for the new ones; ends with `close`.
 
         Both are on `device`.
-
-        Raises:
-            ValueError: the sample was of another size when it was seen.
         """
         old = brought_to(device, self.row(sample, numel))
         home = self._store.empty_row(old.numel())
         row = _written(home, device)
         if isinstance(self._codec, Cast):
             kind = self._codec.dtype
-            return Visit(sample, old.view(kind)[None], row.view(kind)[None], row, home)
+            cached = Cached(old.view(kind)[None], row.view(kind)[None])
+            return Visit(sample, cached, row, home)
         old_1N = torch.empty(1, numel, device=device)
         self._codec.decode(old[None], old_1N)
-        return Visit(sample, old_1N, torch.empty_like(old_1N), row, home)
+        return Visit(sample, Cached(old_1N, torch.empty_like(old_1N)), row, home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.fresh_1N`, or if it is not to be kept lose the sample.
+        """Stage what was written to the fresh row, or if it is not to be kept lose the sample.
 
         Its old values may be why a change to finite ones is none itself. `wire` (host) is what the
         sample was sent as.
@@ -84,7 +77,7 @@ class CodedMemory(SampleMemory):
             self.lose(visit.sample)
             return
         if not isinstance(self._codec, Cast):
-            self._codec.encode(visit.fresh_1N, visit.row[None], noise=None)
+            self._codec.encode(visit.cached.fresh_BN, visit.row[None], noise=None)
         _bring_home(visit.row, visit.home)
         self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
 

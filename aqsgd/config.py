@@ -2,27 +2,20 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, Field, model_validator
 
-from thinpipe.pipeline.config import (
-    Bits,
-    QuantizerConfig,
-    StatelessConfig,
-    build_codec,
-)
+from thinpipe.pipeline.config import Bits, QuantizerConfig, StatelessConfig, build_codec
 from thinpipe.pipeline.wire.cast import CastFormat
-from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.codec import ChangeCodec, Codec
 
 if TYPE_CHECKING:
     from thinpipe.aqsgd.delta import DeltaBoundary
     from thinpipe.aqsgd.store import Store
     from thinpipe.pipeline.comm.boundary import Boundary
     from thinpipe.pipeline.comm.message import Mode
-    from thinpipe.pipeline.wire.hadamard import Hadamard
-    from thinpipe.pipeline.wire.uniform import Uniform
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(BaseModel, frozen=True, extra="forbid"):
     """Where a rank keeps its activation cache, and how much of it.
 
     `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
@@ -31,15 +24,12 @@ class MemoryConfig(BaseModel):
     Samples that do not fit are sent like new ones at every visit.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     tier: Literal["ram", "disk"] = "ram"
     budget: Annotated[ByteSize, Field(gt=0)] | None = None
     folder: str | None = None
 
 
-_OF_UNIFORM = ("scale_per", "rounding")
-"""Settings that tiles do not have."""
+_OF_UNIFORM = ("scale_per", "rounding")  # settings that tiles do not have
 
 
 class AqsgdConfig(QuantizerConfig):
@@ -58,7 +48,6 @@ class AqsgdConfig(QuantizerConfig):
 
     @property
     def tiled(self) -> bool:
-        """Whether changes are coded in tiles."""
         if self.delta is not None:
             return self.delta == "tiles"
         return 2 <= self.bits <= 7 and not self._of_uniform()
@@ -79,14 +68,12 @@ class AqsgdConfig(QuantizerConfig):
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> "Uniform | Hadamard":
-        """What codes changes of tokens of `width` channels."""
+    def change_codec(self, width: int) -> ChangeCodec:
         if self.tiled:
             return StatelessConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
     def first_visit_codec(self, width: int) -> Codec:
-        """What codes tokens of samples without history."""
         if self.first_visit == "same":
             return self.change_codec(width)
         return build_codec(self.first_visit, width)

@@ -12,7 +12,7 @@ Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes of 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,44 +20,11 @@ from torch import Tensor
 from thinpipe.aqsgd.coded_memory import CodedMemory, Visit
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
-from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.codec import ChangeCodec, Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
 CODEC_ID = 32
-
-
-class ChangeCodec(Protocol):
-    """Codes x against a cache (fp32 or bf16) that both ends hold, and updates it at both alike.
-
-    `Uniform` and `Hadamard` meet it.
-    """
-
-    @property
-    def bits(self) -> int:
-        """Bits per value, scales aside."""
-
-    def capacity(self, numel: int) -> int:
-        """Exact bytes of a row of `numel` values."""
-
-    def encode_change(
-        self,
-        x_BN: Tensor,
-        memory_BN: Tensor,
-        wire_BW: Tensor,
-        fresh_BN: Tensor,
-        *,
-        noise: Noise | None,
-    ) -> Tensor:
-        """Write the bytes of x - memory, and what memory becomes to `fresh_BN`.
-
-        Returns, bool [B], whether all of a row's new memory is finite.
-        """
-
-    def decode_change(
-        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
-    ) -> Tensor:
-        """Write the receiver's values to `out_BN`; otherwise as `encode_change`."""
 
 
 class _Part(NamedTuple):
@@ -160,11 +127,9 @@ class DeltaBoundary:
         x_1N = x_BN[row : row + 1]
         visit = self.memory.open(int(id_1), x_BN.shape[1], x_BN.device)
         noise = Noise(self._key, plan.step, id_1)
-        finite_1 = self._delta.encode_change(
-            x_1N, visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
-        )
+        finite_1 = self._delta.encode_change(x_1N, visit.cached, wire_1W, noise=noise)
         if self.error_meter.wants(known=True):
-            rows = (x_1N, visit.fresh_1N, visit.old_1N)
+            rows = (x_1N, visit.cached.fresh_BN, visit.cached.old_BN)
             self.error_meter.measure(*(row_1N.view(plan.shape_BTD[1:]) for row_1N in rows))
         return visit, finite_1
 
@@ -173,12 +138,11 @@ class DeltaBoundary:
     ) -> tuple[Visit, Tensor]:
         visit = self.memory.open(int(id_1), out_BN.shape[1], out_BN.device)
         out_1N = out_BN[row : row + 1]
-        return visit, self._delta.decode_change(wire_1W, visit.old_1N, visit.fresh_1N, out_1N)
+        return visit, self._delta.decode_change(wire_1W, visit.cached, out_1N)
 
     def _stage(
         self, plan: MessagePlan, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
     ) -> None:
-        """Hand to the cache what a microbatch brought, with the bytes it travelled as."""
         first, known = self._parts(plan, wire)
         if first.rows:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)

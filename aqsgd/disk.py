@@ -47,7 +47,6 @@ class RowFile:
         os.ftruncate(self.descriptor, 0)
 
     def read(self, number: int) -> Tensor:
-        """One row, in a new buffer."""
         row = torch.empty(self.row_nbytes, dtype=torch.uint8)
         view, done = row.numpy().data, 0
         while done < self.row_nbytes:
@@ -86,11 +85,7 @@ class DiskStore:
         self._faults: set[str] = set()
 
     def reserve(self, samples: int) -> None:
-        """Set disk space aside. Of an empty store all that it had is given back first.
-
-        Raises:
-            OSError: there is not as much.
-        """
+        """Set disk space aside. Of an empty store all that it had is given back first."""
         if not self._slots:
             self._free.clear()
             self._worker.submit(self._file.clear).result()  # after the writes on their way
@@ -133,7 +128,6 @@ class DiskStore:
             self._coming[sample] = self._begin_read(sample)
 
     def is_lost(self, sample: int) -> bool:
-        """Whether the row that was prefetched, or lent in this step, is damaged."""
         fetched = self._ready.get(sample) or self._coming.get(sample)
         return fetched is not None and fetched.result() is None
 

@@ -21,6 +21,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,18 +96,13 @@ class SampleMemory:
         return len(self._histories) * (self._row_nbytes or 0)
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
-        """Hold only these samples from here on, and at most so many; the lowest ids stay.
-
-        Raises:
-            OSError: there is no room for as many.
-        """
+        """Hold only these samples from here on, and at most so many; the lowest ids stay."""
         self._limit = samples
         held = sorted(self._histories.keys() & set(ids_B.tolist()))
         self._forget(list(self._histories.keys() - set(held[:samples])))
         self._store.reserve(samples)
 
     def fingerprints(self, ids_B: Tensor) -> Tensor:
-        """A number (int64, below 2^33) for what is held of each sample: 0 nothing, -1 damaged."""
         prints = [self._fingerprint(sample) for sample in ids_B.tolist()]
         return torch.tensor(prints, dtype=torch.int64)
 
@@ -143,11 +139,9 @@ class SampleMemory:
         self._staged[sample] = known.after(row), home.copy_(row)
 
     def lose(self, sample: int) -> None:
-        """Forget a known sample at the end of the step."""
         self._lost.add(sample)
 
     def commit(self) -> None:
-        """Make staged rows the cache, as far as there is room."""
         self._forget(sorted(self._lost))
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit
@@ -215,7 +209,7 @@ class SampleMemory:
         damaged = []
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "sums"))
         for sample, generation, chain, place, checksum in sorted(
-            zip(*fields, strict=True), key=_place
+            zip(*fields, strict=True), key=itemgetter(3)
         ):
             if sample not in fitting:
                 continue
@@ -258,7 +252,3 @@ class SampleMemory:
                 "Give all of them one length; pad short ones"
             )
         return nbytes
-
-
-def _place(entry: tuple[int, ...]) -> int:
-    return entry[3]

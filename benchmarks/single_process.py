@@ -6,9 +6,9 @@ dropout, whose random numbers depend on the process.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import ClassVar
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.schedule import LossFunction
 from thinpipe.pipeline.stage import CompressedStage
 
@@ -54,33 +53,38 @@ def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
 class LoopbackLink:
     """Both ends in one process: for simulations and tests, where stages take turns."""
 
-    in_turns: ClassVar[bool] = True
-    _messages: dict[int, Tensor] = field(default_factory=dict)
+    patience_s: float = 60.0
+    _messages: dict[int, "SimpleQueue[Tensor]"] = field(default_factory=dict)
     _expected: dict[int, int] = field(default_factory=dict)
 
     def begin_pass(self, number: int) -> None:
-        """Nothing is in flight between passes."""
+        """What nobody took of the pass before is dropped."""
+        self._messages.clear()
 
     def expect(self, slot: int, nbytes: int) -> None:
         self._expected[slot] = nbytes
 
     def take(self, slot: int) -> Tensor:
-        """Return the message, which must be there; a shorter one is zero-filled, as on gloo.
+        """Wait for a message; a shorter one is zero-filled, as on gloo.
 
         Raises:
             TransportError: nothing was sent, or more than expected.
         """
-        nbytes = self._expected.pop(slot)
-        message = self._messages.pop(slot, None)
-        if message is None or message.numel() > nbytes:
-            found = "nothing" if message is None else f"{message.numel()} bytes"
+        nbytes, found = self._expected.pop(slot), "nothing"
+        with suppress(Empty):
+            message = self._arriving(slot).get(timeout=self.patience_s)
+            found = f"{message.numel()} bytes"
+        if found == "nothing" or message.numel() > nbytes:
             raise TransportError(
                 f"loopback: expected up to {nbytes} bytes of microbatch {slot}, got {found}"
             )
         return torch.cat([message, message.new_zeros(nbytes - message.numel())])
 
     def send(self, slot: int, message: Tensor) -> None:
-        self._messages[slot] = message.clone()
+        self._arriving(slot).put(message.clone())
+
+    def _arriving(self, slot: int) -> "SimpleQueue[Tensor]":
+        return self._messages.setdefault(slot, SimpleQueue())
 
 
 class _LoopbackLinks:
@@ -94,7 +98,7 @@ class _LoopbackLinks:
 
 
 class _InOrder:
-    """`run_in_order` with the interface of torch's schedules.
+    """All stages, one after the other, with the interface of torch's schedules.
 
     Every stage takes microbatches in ascending order in both directions, as under GPipe, 1F1B and
     Deep1F1B; sums depend on nothing else.
@@ -117,10 +121,20 @@ class _InOrder:
     ) -> None:
         """Run one pass and add every microbatch's loss to `losses`."""
         targets = target.tensor_split(self._microbatches)
-        found = run_in_order(
-            self._stages,
-            inputs_BT.tensor_split(self._microbatches),
-            finish=lambda logits, m: self._loss(logits, targets[m]),
-            train=True,
-        )
-        losses += [found[m] for m in range(self._microbatches)]
+        parts = inputs_BT.tensor_split(self._microbatches)
+        ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for index, stage in self._stages.items():
+            for m, x in enumerate(parts):
+                x = x if stage.is_first else stage.receive_activation(m).requires_grad_()
+                y = stage.compute(x, m)
+                if stage.is_last:
+                    y = self._loss(y, targets[m])
+                    losses.append(y)
+                stage.send_activation(m, y)
+                ends[index, m] = x, y
+        for index, stage in reversed(self._stages.items()):
+            for m in range(self._microbatches):
+                x, y = ends.pop((index, m))
+                torch.autograd.backward(y, None if stage.is_last else stage.receive_gradient(m))
+                if x.grad is not None:
+                    stage.send_gradient(m, x.grad)

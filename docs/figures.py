@@ -14,7 +14,7 @@ from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.events import simulate
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.view.report.timeline_chart import timeline_svg
+from thinpipe.launch.view.report.timeline import timeline_svg
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 _IMAGES = Path(__file__).parent / "images"

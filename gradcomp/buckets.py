@@ -71,7 +71,6 @@ class Readiness:
         self._next = 0
 
     def finish(self) -> None:
-        """Backward is over: launch what is left."""
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
         self._next = len(self._buckets)

@@ -81,7 +81,6 @@ class Decentral(BaseSync):
                 bucket.local_N.copy_(average_N)
 
     def finish(self) -> None:
-        """Replicas become equal: the mean of all."""
         if not self._finished:
             for bucket, mean_N in zip(self._buckets, self._means(), strict=True):
                 bucket.local_N.copy_(mean_N)

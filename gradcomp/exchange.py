@@ -6,7 +6,8 @@
 * `gather_sum`: every replica sends what it has to all, and all sum. R - 1 copies in one hop, one
   compression instead of two: for messages that are small to begin with.
 
-Sums are made in the order of the replicas, so results are equal on all of them bit for bit.
+Sums are made in the order of the replicas, so results are equal on all of them bit for bit. Where
+one raises a `TransportError` or `DesyncError`, it changed nothing.
 
 Axes: N values, n values of a shard, R replicas.
 """
@@ -65,9 +66,6 @@ def reduce_sharded(
 
     `targets` holds one vector (fp32) per server. `finish` turns the sum of this server's shard,
     which it may overwrite, into what the answer is to be.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
     """
     frames = Frames(key, codec)
     me = peers.rank
@@ -89,11 +87,7 @@ def reduce_sharded(
 
 
 def sum_sharded(peers: Peers, key: ExchangeKey, x_N: Tensor, *, codec: Codec) -> Tensor:
-    """Sum the replicas' vectors (fp32) as `reduce_sharded` does.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
-    """
+    """Sum the replicas' vectors (fp32) as `reduce_sharded` does."""
     targets = x_N.tensor_split(peers.size)
     reduced = reduce_sharded(peers, key, targets, codec=codec, finish=lambda total_n: total_n)
     return torch.cat(reduced.results)
@@ -102,11 +96,7 @@ def sum_sharded(peers: Peers, key: ExchangeKey, x_N: Tensor, *, codec: Codec) ->
 def gather_sum(
     peers: Peers, key: ExchangeKey, target_N: Tensor, *, codec: Codec
 ) -> tuple[Tensor, Tensor]:
-    """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours).
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
-    """
+    """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours)."""
     frames = Frames(key, codec)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, TO_SERVER, peers.rank)
@@ -117,11 +107,7 @@ def gather_sum(
 def gather_bytes(
     peers: Peers, key: ExchangeKey, mine_N: Tensor, seen_N: Tensor, *, codec: Codec
 ) -> list[Tensor]:
-    """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
-    """
+    """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's."""
     frames, me = Frames(key, codec), peers.rank
     message = frames.pack(mine_N, seen_N, TO_SERVER, me)
     incoming = {me: message, **_to_all(peers, message, codec.capacity(mine_N.numel()))}
@@ -137,11 +123,7 @@ def swap(
     codec: Codec,
     seen_N: Tensor | None = None,
 ) -> dict[int, Tensor]:
-    """The vectors (fp32) of some replicas, to which this one's goes; `seen_N` is what they see.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
-    """
+    """The vectors (fp32) of some replicas, to which this one's goes; `seen_N` is what they see."""
     frames = Frames(key, codec)
     seen_N = torch.empty_like(mine_N) if seen_N is None else seen_N
     message = frames.pack(mine_N, seen_N, TO_SERVER, peers.rank)
@@ -184,20 +166,17 @@ class Frames:
         return message
 
     def wrap(self, payload: Tensor, phase: int, sender: int) -> Tensor:
-        """Message with this payload (uint8)."""
         message = torch.empty(EXCHANGE_HEADER_NBYTES + payload.numel(), dtype=torch.uint8)
         message[EXCHANGE_HEADER_NBYTES:] = payload
         self._header(phase, sender).write(message)
         return message
 
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
-        """Write the values of a message to `out_n`."""
         payload = self.payload(message, phase, sender)
         if out_n.numel():
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
     def payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
-        """The payload after the header, which is checked."""
         self._header(phase, sender).check(message)
         return message[EXCHANGE_HEADER_NBYTES:]
 

@@ -55,7 +55,6 @@ class ServedReducer(FeedbackReducer):
     """
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Sum of what the servers were sent, as they answered it."""
         sent, served = f"sent-{bucket.index}", f"served-{bucket.index}"
         target_N = self.add_to(sent, flat_N)
         reduced = reduce_sharded(

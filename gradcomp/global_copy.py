@@ -26,11 +26,7 @@ class FlatBucket:
             parameter.data = view
 
     def check_storage(self) -> None:
-        """Notice parameters that were given other storage, which would no longer be exchanged.
-
-        Raises:
-            RuntimeError: a parameter is no view of the vector any more.
-        """
+        """Notice parameters that were given other storage, which would no longer be exchanged."""
         views = self._views(self.local_N)
         for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
@@ -52,7 +48,6 @@ class SharedBucket(FlatBucket):
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        """Parameters keep their values."""
         super().__init__(bucket)
         self.global_N = self.local_N.float().clone()
         exact = self.local_N.dtype == torch.float32

@@ -132,7 +132,6 @@ class GradientSync(BaseSync):
         return partial(flat_gradients, bucket)
 
     def _put(self, sums: Sequence[Tensor]) -> None:
-        """Put sums, of all buckets or of none, in place of the gradients."""
         for bucket, flat_N in zip(self._buckets if sums else (), sums, strict=True):
             parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
             for parameter, part in zip(bucket.parameters, parts, strict=True):

@@ -243,7 +243,6 @@ class LocalSteps(BaseSync):
         self._overlap.launch(partial(_exchange, self._outer, fragment, keys, distances))
 
     def _join(self) -> None:
-        """Wait for the exchange under way and apply it."""
         for fragment, distances, updates in self._overlap.join():
             self._outer.keep()
             self._exchanges += 1

@@ -2,13 +2,11 @@
 
 from typing import ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 
-class ExchangeOptions(BaseModel):
+class ExchangeOptions(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """`bucket_mb`: how much of the parameters (10^6 bytes) is exchanged at a time."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     group: ClassVar[int] = 128
     """Values that share a bf16 scale, as in CocktailSGD's scripts: 0.125 bits a value."""

@@ -16,8 +16,7 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
-_END_S = 20.0
-"""For a job whose connections are broken."""
+_END_S = 20.0  # for a job whose connections are broken
 
 
 class Overlap:
@@ -58,16 +57,10 @@ class Overlap:
         return [value for value, _ in found]
 
     def drop(self) -> None:
-        """Forget what is under way, once it is over."""
         self.wait()
         self._jobs = []
 
     def settle(self) -> None:
-        """Wait until nothing is under way, whatever came of it.
-
-        Raises:
-            TimeoutError: a job goes on.
-        """
         for job in self._jobs:
             job.exception(_END_S)
 
@@ -79,11 +72,7 @@ class Overlap:
         return {_KEY: [value for value, _ in found]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have under way what `save` returned.
-
-        Raises:
-            ValueError: the state was saved by a version that made an exchange again.
-        """
+        """Have under way what `save` returned."""
         if not isinstance(state.get(_KEY), list):
             raise ValueError(
                 "this checkpoint holds an exchange between replicas in the form of an earlier "

@@ -16,11 +16,7 @@ class Best:
     """
 
     def __init__(self, options: EvalConfig) -> None:
-        """`options.best` is a metric, after "max" or "min" where its name does not say it.
-
-        Raises:
-            ConfigError: it does not say whether higher or lower is better.
-        """
+        """`options.best` is a metric, after "max" or "min" where its name does not say it."""
         self._patience = options.patience
         self.wanted = options.best is not None or options.patience is not None
         words = (options.best or "loss").split()
@@ -42,11 +38,7 @@ class Best:
         return self._patience is not None and self._worse >= self._patience
 
     def judge(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Count an evaluation after `step` steps; whether it is the best so far.
-
-        Raises:
-            ConfigError: it has no such metric.
-        """
+        """Count an evaluation after `step` steps; whether it is the best so far."""
         if not self.wanted or step == self.step:
             return False
         if self.name not in metrics:
@@ -64,7 +56,6 @@ class Best:
         return better
 
     def words(self) -> str:
-        """The best evaluation, for people."""
         if self.step is None:
             return "no evaluation was counted"
         return f"the best {self.name} is {self.value:.4g}, after step {self.step}"

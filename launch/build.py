@@ -27,7 +27,6 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
-from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
@@ -85,8 +84,7 @@ def build(
     A step's learning rate is that of step `pace(step)` of `total_steps`. Without a `wiring` the
     schedule says which rank holds which stage, and the transport joins them.
     """
-    if config.pipeline.auto_cuts:
-        raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
+    assert not config.pipeline.auto_cuts, "cuts are decided"
     wiring, given = wiring or _rank_wiring(config, transport), given or ProgramParts()
     devices = _devices(config)
     device = devices[0]
@@ -111,7 +109,8 @@ def build(
     exchanged = list(parameters.values())
     if shards is not None:
         exchanged = [own for stage in shards.stages for own in stage.in_forward_order()]
-    sync = _sync(config, exchanged, transport)
+    method = load_method(config.method)
+    sync = method.build(config.method_options, exchanged, transport.peers("copies"))
     if shards is not None and given.optimizer is not None:
         raise ValueError(
             f"pipeline.shards = {config.pipeline.shards}: a custom optimizer would get only some "
@@ -223,13 +222,6 @@ def _shard(
     peers = transport.peers("shards", what)
     seed = config.run.seed | (1 << 16 | transport.mesh.rank) << 32  # those of cuts are below
     return held, StageShards(list(held.values()), peers, config.shards, seed=seed)
-
-
-def _sync(
-    config: RunConfig, parameters: Sequence[nn.Parameter], transport: Transport
-) -> ReplicaSync:
-    peers = transport.peers("copies")
-    return load_method(config.method).build(config.method_options, parameters, peers)
 
 
 def _rank_wiring(config: RunConfig, transport: Transport) -> Wiring:

@@ -51,10 +51,8 @@ _TABLE = {
 }
 """Commands that are imported when they are called."""
 _OWN_OPTIONS_FIRST: Any = {"allow_interspersed_args": False}
-_PASS_ON = ("run", "shaped")
-"""Commands whose arguments are another command's."""
-_NEAR = 0.7
-"""Likeness of an option to the one that was meant: --lr is not near --rdzv."""
+_PASS_ON = ("run", "shaped")  # commands whose arguments are another command's
+_NEAR = 0.7  # likeness of an option to the one that was meant: --lr is not near --rdzv
 
 
 class _Commands(TyperGroup):

@@ -29,7 +29,6 @@ class Corpus:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user on how the samples were made."""
         return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 
@@ -61,21 +60,13 @@ def check_data(config: RunConfig, *, counted: bool = False) -> Corpus:
 
 
 def training_samples(config: RunConfig) -> int:
-    """How many samples the run trains on; the data are read if that is for them to say.
-
-    Raises:
-        ValueError, OSError, ImportError: data are missing or too short.
-    """
+    """How many samples the run trains on; the data are read if that is for them to say."""
     count = config.data.train_sequences
     return len(check_data(config).train) if count == "all" else count
 
 
 def check_batch_size(config: RunConfig, training: SampleSet) -> None:
-    """Check that there is enough for a step.
-
-    Raises:
-        ConfigError: there is not.
-    """
+    """Check that there is enough for a step."""
     if len(training) < config.train.batch_size:
         data = config.data
         limit = data.source if data.factory else f"data.train_sequences = {data.train_sequences!r}"
@@ -86,11 +77,7 @@ def check_batch_size(config: RunConfig, training: SampleSet) -> None:
 
 
 def with_sizes(config: RunConfig) -> RunConfig:
-    """The config, complete for samples of the user's own, which determine the size of messages.
-
-    Raises:
-        ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.
-    """
+    """The config, complete for samples of the user's own, which determine the size of messages."""
     if not _sized_by_samples(config):
         return config
     return sized_for(config, check_data(config).train)
@@ -101,11 +88,7 @@ def _sized_by_samples(config: RunConfig) -> bool:
 
 
 def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
-    """The same for samples that are loaded.
-
-    Raises:
-        ValueError: the model does not take them, or cannot be cut where the config says.
-    """
+    """The same for samples that are loaded."""
     if not _sized_by_samples(config):
         return config
     model = config.model

@@ -34,12 +34,7 @@ _ONE_OF_THEM = (
 def make_optimizer(
     config: RunConfig, parameters: Named, sync: ReplicaSync, own: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that the settings ask for; `own` makes it instead if given.
-
-    Raises:
-        ValueError: the function in `train.optimizer` cannot be used, or the exchange between
-            replicas brings an optimizer along.
-    """
+    """The optimizer that the settings ask for; `own` makes it instead if given."""
     train = config.train
     brought = build_optimizer(
         config.method, config.method_options, list(parameters.values()), train, sync
@@ -68,11 +63,7 @@ def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Check that there is such an optimizer, without making it.
-
-    Raises:
-        ValueError: there is none, it cannot be called, or the exchange brings its own along.
-    """
+    """Check that there is such an optimizer, without making it."""
     name, method = config.train.optimizer, config.method
     if name == "adamw":
         if trains_in_bf16(config.model):
@@ -191,11 +182,7 @@ class Rates:
         factor: Callable[[int], float] | None,
         schedulers: Sequence[LRScheduler] = (),
     ) -> None:
-        """Set those of step 0.
-
-        Raises:
-            ConfigError: a factor, and a torch scheduler too; or one that is not among `schedulers`.
-        """
+        """Set those of step 0."""
         self._optimizer, self._factor, self._step = optimizer, factor, 0
         self._schedulers = tuple(schedulers)
         self._bases = [group["lr"] for group in self._groups]
@@ -217,7 +204,6 @@ class Rates:
 
     @property
     def _has_scheduler(self) -> bool:
-        """Whether a torch scheduler sets the rates."""
         return any("initial_lr" in group for group in self._groups)
 
     @property
@@ -231,12 +217,7 @@ class Rates:
         self._set()
 
     def step(self) -> None:
-        """Set those of the next step.
-
-        Raises:
-            ConfigError: they are no longer what was set, and there is a factor; or a torch
-                scheduler has come along that the run does not know.
-        """
+        """Set those of the next step."""
         found = [group["lr"] for group in self._groups]
         if self._factor is not None and found != self._rates():
             raise ConfigError(
@@ -253,11 +234,7 @@ class Rates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was; the optimizer's groups were restored before.
-
-        Raises:
-            ConfigError: the program has other schedulers than it had.
-        """
+        """Go on where `state_dict` was; the optimizer's groups were restored before."""
         saved = state.get("schedulers", [])
         if len(saved) != len(self._schedulers):
             raise ConfigError(
@@ -293,11 +270,7 @@ class Rates:
 
 
 def _kept_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """What a checkpoint keeps of a scheduler.
-
-    Raises:
-        ConfigError: it holds what cannot be saved.
-    """
+    """What a checkpoint keeps of a scheduler."""
     state = scheduler.state_dict()
     try:
         json.dumps(state)
@@ -316,9 +289,6 @@ def rebind(
 
     `names` are those of the parameters that it was made with, which have no values. Its groups and
     their settings stay.
-
-    Raises:
-        ValueError: it has state already, or parameters of something else.
     """
     kind = type(optimizer).__name__
     if optimizer.state:
@@ -341,8 +311,6 @@ def rebind(
 
 
 class _Parts(torch.optim.Optimizer):
-    """Optimizers of several parameters as one."""
-
     def __init__(self, *parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = [optimizer for some in parts for optimizer in some]
         super().__init__([group for part in self._parts for group in part.param_groups], {})

@@ -31,9 +31,6 @@ def shares_here(config: RunConfig, machines: int, ranks: int | None) -> list[Sha
     """The ranks that this machine may have: one share if they are known, else each possible one.
 
     Machines are numbered when they meet; shares that need the same are listed once.
-
-    Raises:
-        ValueError: `--nnodes` or `--ranks` do not fit the run.
     """
     world = config.world_size
     placed = hosts_by_rank(config.pipeline.placement) if machines > 1 else ()
@@ -65,9 +62,6 @@ def check(
 ) -> Ready:
     """Check all that can be known before there are ranks. With `show` the run is only counted:
     that comes before room is checked, and a GPU need not be here.
-
-    Raises:
-        ValueError, OSError, ImportError: the run cannot start; what to change.
     """
     ready = check_settings(config, shares, resume=resume, counted=show is not None)
     if show is None:
@@ -85,9 +79,6 @@ def check_settings(
     """Check everything but what this machine has of devices, memory and disk.
 
     Large data of a run that is only `counted` are not read as a whole.
-
-    Raises:
-        ValueError, OSError, ImportError: the run cannot start; what to change.
     """
     check_folder(config.run.path)
     if all(0 in share for share in shares):  # rank 0 writes
@@ -104,11 +95,7 @@ def check_settings(
 
 
 def check_room(ready: Ready, shares: Sequence[Share]) -> None:
-    """Check that this machine has the memory and disk for one of the shares.
-
-    Raises:
-        ValueError: it has not; what to change.
-    """
+    """Check that this machine has the memory and disk for one of the shares."""
     problems = []
     for share in shares:
         try:

@@ -23,12 +23,7 @@ from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
-from thinpipe.launch.net.ranks.elastic import (
-    Nodes,
-    run_local,
-    run_node,
-    started_by_launcher,
-)
+from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node, started_by_launcher
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW
@@ -75,11 +70,7 @@ def start_run(
 
 
 def _check_elastic(config: RunConfig, machines: Machines) -> None:
-    """Check that replicas on several machines can go on without one.
-
-    Raises:
-        ConfigError: nobody would notice, or all would wait for it.
-    """
+    """Check that replicas on several machines can go on without one."""
     goes_on = config.elastic.goes_on(config.pipeline.replicas)
     if machines.join is not None and not goes_on:
         raise ConfigError(
@@ -139,7 +130,6 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
 
 
 def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: preflight.Ready) -> None:
-    """Print some samples, and what a run needs if one of the shares is on this machine."""
     config, corpus = ready
     sequences, console = len(corpus.train), Console(highlight=False)
     if samples:

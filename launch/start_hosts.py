@@ -16,12 +16,7 @@ from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.ssh.commands import Start, format_command, ssh_commands
 from thinpipe.launch.net.ssh.copying import copy_files, files_to_copy
-from thinpipe.launch.net.ssh.hosts import (
-    HostsConfig,
-    check_shares,
-    load_hosts,
-    rendezvous,
-)
+from thinpipe.launch.net.ssh.hosts import HostsConfig, check_shares, load_hosts, rendezvous
 from thinpipe.launch.net.ssh.processes import run_commands
 from thinpipe.launch.run.script import look_at
 
@@ -94,7 +89,6 @@ def _show_launch(
     overrides: Sequence[str],
     files: Sequence[Path],
 ) -> None:
-    """The plan of `launch`, after the checks that are possible here."""
     network = _check(hosts, start, overrides)
     print("\n\n".join(format_command(command) for command in commands.values()))
     if rendezvous(hosts) != hosts.endpoint:
@@ -115,7 +109,6 @@ def _show_launch(
 
 
 def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> NetworkConfig:
-    """The run's, if it can be read here."""
     path = Path(start.run).expanduser()
     if not path.exists():
         what = "it was" if start.is_program else "the settings were"
@@ -129,11 +122,7 @@ def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> Networ
 
 
 def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
-    """Report here the errors that every machine would report; needs the run file here.
-
-    Raises:
-        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
-    """
+    """Report here the errors that every machine would report; needs the run file here."""
     config = load_config(Path(run).expanduser(), overrides)
     placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
     if placed and len(names) > 1:

@@ -29,11 +29,7 @@ def stop(
 
 
 def _trains_in(folder: Path) -> int:
-    """The process that trains in a folder.
-
-    Raises:
-        ConfigError: none does, or not on this machine, or nobody can tell.
-    """
+    """The process that trains in a folder."""
     lock = folder / disk.RUN_LOCK
     if disk.is_locked(lock) is False or not lock.is_file():
         raise ConfigError(f"{folder}: no run is training there; name the folder of one that is")

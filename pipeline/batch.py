@@ -3,6 +3,7 @@
 Axes: B samples, T tokens.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -87,7 +88,6 @@ class Batch:
 
     @property
     def samples(self) -> Samples:
-        """Inputs of stage modules."""
         return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT, self.types_BT)
 
     def counting(self, count: int) -> Self:
@@ -102,3 +102,23 @@ class Batch:
         """Split into consecutive parts, the first ones a sample longer where it does not divide."""
         columns = [split_samples(getattr(self, field.name), parts) for field in fields(self)]
         return [type(self)(*row) for row in zip(*columns, strict=True)]
+
+    def check(self, known_B: Tensor | None) -> None:
+        """Check that a training step can take it; `known_B` are the ids it may have, if not any.
+
+        Raises:
+            ValueError: it is empty, or holds an id twice, or one that may not be there.
+        """
+        times = Counter(self.ids_B.tolist())
+        if not times:
+            raise ValueError("a training step needs at least one sample on every replica and shard")
+        twice = sorted(sample for sample, count in times.items() if count > 1)
+        if twice:
+            raise ValueError(
+                f"sample ids {twice} appear twice in a step; activation caches need unique ids"
+            )
+        if known_B is not None and not bool((own_B := torch.isin(self.ids_B, known_B)).all()):
+            raise ValueError(
+                f"sample ids {self.ids_B[~own_B].tolist()[:8]} are none of this replica's; samples "
+                "keep to one replica, which caches them"
+            )

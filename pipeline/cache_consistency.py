@@ -45,8 +45,7 @@ class CacheConsistency:
         """`cuts` are all cuts of the pipeline, in the order that every rank uses."""
         self._transport = transport
         self.places = [(cut, direction) for cut in cuts for direction in (FORWARD, BACKWARD)]
-        self._memories: dict[tuple[int, int], Memory] = {}
-        """By place and end."""
+        self._memories: dict[tuple[int, int], Memory] = {}  # by place and end
         for channel in channels:
             codec, end = channel.codec, isinstance(channel, IncomingChannel)
             if codec.memory is not None:

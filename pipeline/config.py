@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import BaseModel, Field, WrapValidator, model_validator
 
 from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.schedule import DEPTH
@@ -33,7 +33,7 @@ def _keep_stand_ins(cuts: Any, validate: Callable[[Any], tuple[int, ...]]) -> tu
     return cuts if isinstance(cuts, StandInCuts) else validate(cuts)
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     """Where the model is cut and how the stages take turns.
 
     `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest; `cuts = "auto"` with
@@ -53,8 +53,6 @@ class PipelineConfig(BaseModel):
     are numbered by name. Without `--nnodes` it has no meaning. `thinpipe plan --place` writes it.
     `peer_timeout_s` is how long to wait for a silent peer; a lost connection is noticed at once.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     READ_AWAY: ClassVar = ("stages",)
     """Keys of a file that are no fields, as they are used up when it is read."""
@@ -107,7 +105,6 @@ class PipelineConfig(BaseModel):
 
     @property
     def auto_cuts(self) -> bool:
-        """Whether the cuts are still to be decided."""
         return isinstance(self.cuts, StandInCuts)
 
     @property
@@ -127,7 +124,7 @@ class PipelineConfig(BaseModel):
         return self.stages if one_per_rank else max(1, self.stages // 2)
 
 
-class GuardConfig(BaseModel):
+class GuardConfig(BaseModel, frozen=True, extra="forbid"):
     """Whether a direction of a cut that fails is told: `mode = "off"` checks nothing.
 
     It fails when its relative error exceeds 0.6, or when the relative size of changes is 1.5 times
@@ -135,8 +132,6 @@ class GuardConfig(BaseModel):
     of the energy and half of all channels an error of 0.25 of their own. All are means over about
     20 steps.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["off", "warn"] = "warn"
 
@@ -148,10 +143,8 @@ benchmarks/results/aqsgd_beyond_cpu_202611.md).
 """
 
 
-class BoundaryKind(BaseModel):
+class BoundaryKind(BaseModel, frozen=True, extra="forbid"):
     """Common base of boundary kinds; they also have `kind`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     learns: ClassVar[bool] = False
     """Whether its codec learns from what it sends, so that later messages are others."""
@@ -192,7 +185,6 @@ class BoundaryKind(BaseModel):
         return 0
 
     def notices(self, *, epochs: int) -> list[str]:
-        """Notices for a run of so many epochs."""
         return []
 
     def remedy(self) -> str:

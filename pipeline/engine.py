@@ -11,7 +11,6 @@ Axes: B samples, T tokens, D channels.
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,19 +25,13 @@ from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.guard import CutDirection, Guard
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
-from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.loss import NextToken, Objective, loss_head
+from thinpipe.pipeline.evaluation import evaluate, evaluating
+from thinpipe.pipeline.loss import NextToken, Objective
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.schedule import (
-    DEPTH,
-    ZERO_BUBBLE,
-    build_schedule,
-    fit_microbatches,
-    pass_order,
-)
+from thinpipe.pipeline.schedule import DEPTH, build_schedule, fit_microbatches, pass_order
 from thinpipe.pipeline.shards import Shards
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
@@ -96,7 +89,6 @@ class PipelineEngine:
         make_schedule: Callable[..., Any] = build_schedule,
     ) -> None:
         """`make_schedule` has the signature of `build_schedule`."""
-        self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
         self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
         self.transport, self._options, self.objective = transport, options, options.objective
@@ -128,23 +120,10 @@ class PipelineEngine:
         ]
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
-        self._pass = -1
+        self.passes = -1
+        """The number of the last pass."""
         self._own_ids_B: Tensor | None = None
         self._targets: PyTree = None
-
-    @staticmethod
-    def check_modules(schedule: ScheduleName, modules: Sequence[Any]) -> None:
-        """Reject modules that the schedule cannot run.
-
-        Raises:
-            ValueError: a zero-bubble schedule with a module whose backward cannot be split.
-        """
-        whole = any(getattr(module, "whole_backward_only", False) for module in modules)
-        if whole and schedule in ZERO_BUBBLE:
-            raise ValueError(
-                f'pipeline.schedule = "{schedule}" splits the backward pass, which torchgpipe '
-                "(pipeline.devices_per_rank > 1) cannot; use GPipe, 1F1B or Deep1F1B"
-            )
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Let the ends of every cut agree on their activation caches, before the first step.
@@ -178,7 +157,7 @@ class PipelineEngine:
             ValueError: the batch is empty, holds an id twice, or one that `begin` did not announce.
             TransportError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
         """
-        _check(batch, self._own_ids_B)
+        batch.check(self._own_ids_B)
         self.take_events()
         self._stats.begin_step(batch.ids_B, upcoming_B)
         start = time.perf_counter()
@@ -222,11 +201,6 @@ class PipelineEngine:
         """
         return self._finished(self._stats.taken_over(shared_WN, mesh))
 
-    @property
-    def passes(self) -> int:
-        """The number of the last pass."""
-        return self._pass
-
     def abandon_pass(self) -> None:
         """Wait until this rank's threads have nothing to do, and forget the pass under way."""
         for stage in self._stages.values():
@@ -237,7 +211,7 @@ class PipelineEngine:
     def regroup(self, ids_B: Tensor, passes: int) -> None:
         """Go on in the transport's new groups, with these samples, after pass `passes`."""
         self.announce(ids_B)
-        self._pass = passes
+        self.passes = passes
         for stage in self._stages.values():
             stage.group = self.transport.pipeline_group
 
@@ -260,41 +234,27 @@ class PipelineEngine:
         """
         mode: Mode = "eval_compressed" if compressed else "eval"
         own = torch.zeros(2, dtype=torch.float64)
-        for head in self._eval_heads(batch, step, mode, measures or Measures({})).values():
-            own += head
+        parts = min(self._options.microbatches, len(batch))
+        modules = [stage.submod for stage in self._stages.values()]
+        if parts:
+            self._begin_pass(batch, parts, step, mode)
+        with evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
+            if parts:  # else other replicas took what was left, and may need this one's parameters
+                targets = split_samples(moved(batch.targets, self._device), parts)
+                inputs = self._first_inputs(batch).tensor_split(parts)
+                measures = measures or Measures({})
+                own = evaluate(self._stages, inputs, targets, self.objective, measures)
         loss, count = self.transport.share(own, "world").sum(0).tolist()
         return loss, count
 
-    def _eval_heads(
-        self, batch: Batch, step: int, mode: Mode, measures: Measures
-    ) -> dict[int, Tensor]:
-        """Loss sum and count by microbatch, on the rank of the last stage."""
-        count = min(self._options.microbatches, len(batch))
-        if count == 0:  # the other replicas took what was left of the held-out text
-            with self._sync.global_parameters():  # which they may need this one for
-                return {}
-        targets = split_samples(moved(batch.targets, self._device), count)
-        inputs = self._first_inputs(batch).tensor_split(count)
-        self._begin_pass(batch, count, step, mode)
-
-        def finish(outputs: Tensor, m: int) -> Tensor:
-            measures.add(outputs, targets[m])
-            loss = self.objective.loss_sum(outputs, targets[m])
-            return loss_head(loss, self.objective.count(targets[m]))
-
-        modules = [stage.submod for stage in self._stages.values()]
-        with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
-            return run_in_order(self._stages, inputs, finish=finish, train=False)
-
     def take_events(self) -> list[ComputeEvent]:
-        """Events of this rank's stages in the last step."""
         return [event for stage in self._stages.values() for event in stage.take_events()]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pass": self._pass, "guard": self._guard.state_dict()}
+        return {"pass": self.passes, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pass = state["pass"]
+        self.passes = state["pass"]
         self._guard.load_state_dict(state.get("guard", {}))
 
     def _train_part(self, part: Batch, step: int, batch: Batch) -> list[Tensor]:
@@ -303,7 +263,8 @@ class PipelineEngine:
         self._begin_pass(part, count, step, "train", schedule)
         if not self._denominator:  # the first part; its receives are posted meanwhile
             self._denominator = self._count_tokens(batch)
-            self._undo_denominator()
+            for codec in self._cached_gradients:
+                codec.scale = self._denominator  # caches hold gradients of a sample's own losses
         inputs = (self._first_inputs(part),) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
@@ -331,7 +292,7 @@ class PipelineEngine:
     def _begin_pass(
         self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
     ) -> None:
-        self._pass += 1
+        self.passes += 1
         options, inputs = self._options, batch.inputs_BT
         tokens = inputs.shape[1] if options.tokens is None else options.tokens(inputs)
         longest = options.longest or tokens
@@ -350,7 +311,7 @@ class PipelineEngine:
             )
             for part in batch.split(count)
         ]
-        this = Pass(self._pass, step, mode, microbatches, self._first_error)
+        this = Pass(self.passes, step, mode, microbatches, self._first_error)
         for index, stage in self._stages.items():
             stage.begin_pass(this, pass_order(schedule, index, microbatches=count))
 
@@ -394,11 +355,6 @@ class PipelineEngine:
         if needed and (scope == "stage" or self._shards is not None):
             tokens = self.transport.share(tokens, scope).sum(0)
         return max(float(tokens), 1.0)  # a batch of padding alone has no target
-
-    def _undo_denominator(self) -> None:
-        """Cache gradients of sums of losses: they do not depend on the rest of the batch."""
-        for codec in self._cached_gradients:
-            codec.scale = self._denominator
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not isinstance(self._targets, Tensor):
@@ -446,31 +402,3 @@ def square_norm(tensors: Sequence[Tensor]) -> float:
     norms = torch._foreach_norm(pieces, dtype=torch.float64)
     together = torch.stack([norm.to(norms[0].device) for norm in norms])  # one wait for a GPU
     return math.fsum(norm * norm for norm in together.tolist())
-
-
-def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
-    ids = Counter(batch.ids_B.tolist())
-    if not ids:
-        raise ValueError("a training step needs at least one sample on every replica and shard")
-    twice = sorted(sample for sample, times in ids.items() if times > 1)
-    if twice:
-        raise ValueError(
-            f"sample ids {twice} appear twice in a step; activation caches need unique ids"
-        )
-    if own_ids_B is not None and not bool((known_B := torch.isin(batch.ids_B, own_ids_B)).all()):
-        raise ValueError(
-            f"sample ids {batch.ids_B[~known_B].tolist()[:8]} are none of this replica's; samples "
-            "keep to one replica, which caches them"
-        )
-
-
-@contextlib.contextmanager
-def _evaluating(modules: Sequence[Any], shards: Shards | None) -> Any:
-    for module in modules:
-        module.eval()
-    try:
-        with contextlib.nullcontext() if shards is None else shards.evaluating():
-            yield
-    finally:
-        for module in modules:
-            module.train()

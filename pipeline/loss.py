@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -90,8 +89,3 @@ class Regression(_Counted):
 def mean_loss(total: float, count: float) -> float:
     """The mean of so many losses; NaN of none, which is no loss of 0."""
     return total / count if count else math.nan
-
-
-def loss_head(loss: Tensor, count: int) -> Tensor:
-    """What evaluation adds up over batches and replicas: loss sum and count (float64)."""
-    return torch.stack([loss.double().cpu(), torch.tensor(float(count), dtype=torch.float64)])

@@ -24,7 +24,6 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Number of DP ranks, which share the samples of a step."""
         return self.replicas * self.shards
 
     @property
@@ -46,7 +45,6 @@ class Mesh:
         return self.replica * self.shards + self.shard
 
     def rank_at(self, position: int) -> int:
-        """The rank at a position of this rank's pipeline."""
         return self._rank(self.dp_rank, position)
 
     @property
@@ -92,11 +90,7 @@ class Mesh:
 
 
 def check_world(pipeline_ranks: int, replicas: int, world_size: int, *, shards: int = 1) -> None:
-    """Reject a number of processes that does not fit.
-
-    Raises:
-        ValueError: the world has not pipeline_ranks * replicas * shards ranks.
-    """
+    """Reject a number of processes that does not fit."""
     needed = pipeline_ranks * replicas * shards
     if world_size != needed:
         sharded = f" x {shards} shards" if shards > 1 else ""

@@ -231,16 +231,10 @@ class Measures:
     _tallies: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, outputs: Outputs, targets: Any) -> None:
-        """Count a microbatch.
-
-        Raises:
-            ValueError: a metric cannot take such outputs.
-        """
         for name, metric in self.metrics.items():
             self._add(name, metric.tally(outputs, targets).double().cpu())
 
     def packed(self) -> bytes:
-        """What other ranks need of this one's."""
         shapes = {name: list(tally.shape) for name, tally in self._tallies.items()}
         data = b"".join(
             array("d", tally.flatten().tolist()).tobytes() for tally in self._tallies.values()

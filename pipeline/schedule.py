@@ -53,11 +53,7 @@ class Action(NamedTuple):
 
 
 def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches: int) -> None:
-    """Reject what the schedule cannot run.
-
-    Raises:
-        ValueError: naming the setting, its value and what to use instead.
-    """
+    """Reject what the schedule cannot run."""
     where = f'pipeline.schedule = "{name}"'
     if name in _SINGLE and stages != ranks:
         several = "" if stages % ranks else ", or a schedule such as Interleaved1F1B"
@@ -161,7 +157,9 @@ def rank_orders(
         )
         for stage in own
     ]
-    schedule = build_schedule(name, unconnected, microbatches, loss=_no_loss, depth=depth)
+    schedule = build_schedule(
+        name, unconnected, microbatches, loss=lambda output, _: output, depth=depth
+    )
     kinds = {
         _ComputationType.FORWARD: "F",
         _ComputationType.FULL_BACKWARD: "B",
@@ -197,8 +195,6 @@ def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
 
 
 class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
-    """1F1B with `depth` more microbatches in flight per hop, on torch's runtime."""
-
     def __init__(
         self, stage: _PipelineStageBase, n_microbatches: int, *, depth: int, **options: Any
     ) -> None:
@@ -215,10 +211,6 @@ class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
             for s in range(count)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
-
-
-def _no_loss(output: Tensor, _target: Tensor) -> Tensor:
-    return output
 
 
 def _torch_version() -> tuple[int, int]:

@@ -12,7 +12,6 @@ class TiedWeight:
     """This rank's copy. Both get the sum of their gradients, added in the same order."""
 
     def __init__(self, weight: nn.Parameter, transport: Transport) -> None:
-        """Both ends call it alike."""
         mesh = transport.mesh
         self.weight, self.is_first, self.nbytes_sent = weight, mesh.position == 0, 0
         peer = mesh.rank_at(mesh.pipeline_ranks - 1 if self.is_first else 0)
@@ -25,9 +24,6 @@ class TiedWeight:
         """Where the two copies were drawn with other bits, take those of the first stage.
 
         Returns the bytes of weights that were sent.
-
-        Raises:
-            TransportError: the other end is gone, or its copy came damaged.
         """
         mine = self.weight.detach().cpu()
         digest = torch.tensor([digest_of(mine)], dtype=torch.float64)
@@ -39,11 +35,6 @@ class TiedWeight:
         return mine.nbytes
 
     def sum_gradients(self) -> None:
-        """Replace the gradient by the sum of both.
-
-        Raises:
-            TransportError: the other end is gone, or its gradient came damaged.
-        """
         assert self.weight.grad is not None
         mine = self.weight.grad.cpu()
         theirs = self._exchange(mine)

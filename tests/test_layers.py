@@ -261,7 +261,7 @@ TRANSPORT = ("isend", "irecv", "send", "recv", "all_reduce", "all_gather", "barr
 
 def test_only_the_transport_talks_to_other_ranks() -> None:
     """Whatever else leaves a rank would escape its checks, deadlines and errors."""
-    own = {f"thinpipe.pipeline.comm.{name}" for name in ("gloo", "gloo_link", "gloo_peers")}
+    own = {f"thinpipe.pipeline.comm.{name}" for name in ("gloo", "gloo_link")}
     found = {
         (module, node.attr)
         for module, path in modules().items()

@@ -110,7 +110,6 @@ class Basis:
         return (torch.cat(parts, 1) & 255).to(torch.uint8), more_N
 
     def recalled(self, stored_NW: Tensor, more_N: Tensor) -> Tensor:
-        """Coefficients (int32) from what is remembered."""
         first = exact_dimensions(self.dimensions)
         rest = self.dimensions - first
         small_NK = stored_NW[:, :rest].view(torch.int8).int()

@@ -27,27 +27,20 @@ from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.aqsgd.transform.tokens import median_size
 
-_MOST_TOKENS = 256
-"""Of a message."""
-_ENOUGH = 8
-"""Tokens per channel that are looked at between two searches."""
+_MOST_TOKENS = 256  # of a message
+_ENOUGH = 8  # tokens per channel that are looked at between two searches
 _MANY = 4
 """Tokens per channel, of which variances are taken as they are, and directions may be left out."""
-_OFTEN = 64
-"""Steps between two searches, at most."""
-_ENTRY_BITS = 7.5
-"""What a direction takes of each channel, about."""
-_REACH = 5
-"""Standard deviations that a cached coefficient may reach."""
+_OFTEN = 64  # steps between two searches, at most
+_ENTRY_BITS = 7.5  # what a direction takes of each channel, about
+_REACH = 5  # standard deviations that a cached coefficient may reach
 _DOUBT = 3
 """Savings are estimated for normal distributions. On a real model's changes .54 bits were estimated
 and .17 were saved, as channels are more peaked than directions."""
 _LEAST_GAIN = 0.5
 _MASSIVE = 100.0
-_LARGEST = 4.0
-"""Times the median size, of tokens that covariances are taken of."""
-_SCALE_BITS = 16
-"""Of a token, where values are quantized without a basis."""
+_LARGEST = 4.0  # times the median size, of tokens that covariances are taken of
+_SCALE_BITS = 16  # of a token, where values are quantized without a basis
 _ENERGY = 0.95
 
 
@@ -129,7 +122,6 @@ class BasisSearch:
         return found
 
     def adopted(self) -> None:
-        """The last proposal is in use."""
         self._tokens_M = [0.0, 0.0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +210,6 @@ class BasisSearch:
         return torch.stack(found)
 
     def _expected(self, kind: Kind, v_DK: Tensor) -> Tensor:
-        """Variances of what is sent of a kind, of tokens to come."""
         count = self._count_M[kind]
         return _expected(_variances(self._sent_MDD[kind] / count, v_DK), count, self._width)
 

@@ -115,7 +115,6 @@ class _Sent(NamedTuple):
 
     @property
     def steps(self) -> Tensor:
-        """Indices of the tokens' steps."""
         return self.step + 2 * self.choice.coarse_N
 
 
@@ -166,11 +165,6 @@ class TransformBoundary:
         return used
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD` and stage what it shows.
-
-        Raises:
-            CodingError: the payload is damaged.
-        """
         sent, piece = self.read(plan, wire, out_BTD)
         self._keep(plan, sent, piece)
 
@@ -292,7 +286,6 @@ class TransformBoundary:
         return wire[: _LENGTH.size + used]
 
     def _read_choice(self, kind: Kind, block: Tensor, tokens: int) -> tuple[Choice, Tensor]:
-        """What was chosen, and the rest of the block."""
         if block.numel() < _LENGTH.size:
             raise CodingError(f"{block.numel()} bytes of coefficients: too few for their choices")
         (used,) = _LENGTH.unpack(block[: _LENGTH.size].numpy().tobytes())
@@ -344,7 +337,6 @@ class TransformBoundary:
         return self.learned.basis.restore(_scaled(q_NK, step_N).to(device))
 
     def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
-        """Learn from a message, and stage its samples."""
         if piece.data:
             self.learned.take_piece(*piece)
         tokens, version = plan.shape_BTD[1], self.learned.version
@@ -367,7 +359,6 @@ class TransformBoundary:
         self.learned.drop_bases(() if self._rows is None else self._rows.versions)
 
     def _observe(self, sent: _Sent, x_BTD: Tensor) -> None:
-        """What the sender measures, and learns for the next basis."""
         rows, kind = sent.part.rows, sent.part.kind
         known = kind == CHANGE
         self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
@@ -396,5 +387,4 @@ def _fitting(step: int, choice: Choice, y_NK: Tensor) -> int:
 
 
 def _scaled(q_NK: Tensor, step_N: Tensor) -> Tensor:
-    """Coefficients (fp32) from whole numbers of steps."""
     return q_NK.float() * step_sizes(step_N).float()[:, None]

@@ -56,7 +56,7 @@ def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> 
     parts = [_coded_scales(scale_N, scales), *_coded_values(coded)]
     counts = [part.numel() for part in parts]
     if sum(counts) > _NUMBER_NBYTES * q_NK.numel():
-        parts, counts = [_as_bytes(q_NK)], [0, 0, _NUMBER_NBYTES * q_NK.numel()]
+        parts, counts = [q_NK.flatten().view(torch.uint8)], [0, 0, _NUMBER_NBYTES * q_NK.numel()]
         coded = _unscaled(q_NK, model_TK)
     packed = torch.frombuffer(bytearray(_COUNTS.pack(*counts)), dtype=torch.uint8)
     used = _COUNTS.size + sum(counts)
@@ -115,7 +115,6 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 
 
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
-    """Bytes of all coefficients, and of those outside the symbols."""
     q_NK, scale_N, model_TK = coded
     layout, kernels = _layout(model_TK), load("coefficients", "numba")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
@@ -128,12 +127,7 @@ def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
 
 
 def _unscaled(q_NK: Tensor, model_TK: Tensor) -> Coded:
-    """Coefficients that were sent as they are."""
     return Coded(q_NK, torch.full((q_NK.shape[0],), UNSCALED), model_TK)
-
-
-def _as_bytes(q: Tensor) -> Tensor:
-    return q.flatten().view(torch.uint8)
 
 
 def _as_numbers(wire: Tensor) -> Tensor:

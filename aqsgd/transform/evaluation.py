@@ -1,27 +1,21 @@
 """How samples are coded in evaluation: as those without history, with what training has learned."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.transform.boundary import BITS, CODEC_ID, TransformBoundary
 from thinpipe.aqsgd.transform.proposals import NO_PIECE
-from thinpipe.pipeline.comm.boundary import MessagePlan
+from thinpipe.pipeline.comm.boundary import LearnsNothing, MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 
 
-class FirstVisits:
+class FirstVisits(LearnsNothing):
     """A boundary as it codes samples without history, which learns nothing: for evaluation."""
 
     codec_id = CODEC_ID
     bits = BITS
-    memory = None
-    take_gradients = None
 
     def __init__(self, training: TransformBoundary) -> None:
-        """What `training` has learned is used."""
         self._training = training
         self.error_meter = ErrorMeter()
 
@@ -38,12 +32,3 @@ class FirstVisits:
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
         self._training.read(plan, wire, out_BTD)
-
-    def finish_step(self, *, keep: bool) -> None:
-        """Nothing was learned."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""

@@ -32,8 +32,7 @@ KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
 _LARGEST_COUNTED = 2**15
-_SAMPLED = 4
-"""Every fourth token is counted for the models of dimensions."""
+_SAMPLED = 4  # every fourth token is counted for the models of dimensions
 _START = (31, 19)
 """Models before anything is known, for steps of a tenth of a value and of a whole change."""
 
@@ -67,30 +66,24 @@ class Learned:
         return len(self._pieces)
 
     def turn_from(self, version: int) -> Tensor:
-        """What turns coefficients under an older basis into those under the current one."""
         if version not in self._turns:
             self._turns[version] = self.basis.turn_from(self.bases[version])
         return self._turns[version]
 
     def scales(self, kind: Kind) -> Tables:
-        """Frequencies of the tokens' scales in this step."""
         return self._scale_tables[kind]
 
     def choices(self, kind: Kind) -> Tables:
-        """Frequencies of what is chosen for tokens in this step."""
         return self._choice_tables[kind]
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
-        """Keep a piece of the next basis until the end of the step.
-
-        Raises:
-            CodingError: with this piece they are all there, and are no basis of this width. So it
-                is known before anything of the step is kept.
-        """
+        """Keep a piece of the next basis until the end of the step."""
         self._new_pieces[index] = data
         pieces = self._known_pieces()
         if len(pieces) == of:
-            self._proposal = Proposal.unpacked(_joined(pieces), self.width)
+            self._proposal = Proposal.unpacked(
+                b"".join(pieces[index] for index in sorted(pieces)), self.width
+            )
 
     def count(self, kind: Kind, coded: Coded, symbol_N: Tensor) -> None:
         """Take in a message's coefficients, and what was chosen, at the end of the step."""
@@ -114,7 +107,6 @@ class Learned:
         self._forget_step()
 
     def commit(self) -> None:
-        """End a step that counts."""
         for kind in KINDS:
             found_K, below_K, here_K, above_K = self._sums[kind]
             rises_K = 2 * found_K > here_K + above_K
@@ -138,11 +130,9 @@ class Learned:
         }
 
     def discard(self) -> None:
-        """End a step that does not count."""
         self._forget_step()
 
     def digest(self) -> int:
-        """A number below 2^32 for what was learned before this step, equal at both ends."""
         return self._digest
 
     def _computed_digest(self) -> int:
@@ -210,10 +200,6 @@ def _faded(count_MS: Tensor, new_MS: Tensor) -> Tensor:
     """Counts to which a step's were added; those of kinds that it had none of stay."""
     known_M1 = new_MS.sum(1, keepdim=True) > 0
     return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)
-
-
-def _joined(pieces: Mapping[int, bytes]) -> bytes:
-    return b"".join(pieces[index] for index in sorted(pieces))
 
 
 def _bytes(data: bytes) -> Tensor:

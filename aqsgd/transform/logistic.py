@@ -77,7 +77,6 @@ def _scale(model: int) -> Decimal:
 
 
 def _above(edge: Decimal, scale: Decimal) -> Decimal:
-    """Probability of more than `edge`."""
     return 1 / (1 + (edge / scale).exp())
 
 

@@ -20,8 +20,7 @@ from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
 _HEAD = struct.Struct("<II")
 _MOST_DROPPED = 20
-_ENTRY_MODEL = 40
-"""For a mean magnitude of 32 units."""
+_ENTRY_MODEL = 40  # for a mean magnitude of 32 units
 
 
 class Proposal(NamedTuple):
@@ -43,11 +42,6 @@ class Proposal(NamedTuple):
 
     @staticmethod
     def unpacked(data: bytes, width: int) -> "Proposal":
-        """What was sent.
-
-        Raises:
-            CodingError: the bytes are not those of a basis of this width.
-        """
         if len(data) < _HEAD.size:
             raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
         dimensions, plain = _HEAD.unpack_from(data)
@@ -90,6 +84,5 @@ def _directions(wire: Tensor, width: int, shift_K: Tensor) -> Basis:
 
 
 def _static(dimensions: int) -> tuple[Tensor, Tables]:
-    """Models of entries, and of the scales of channels."""
     each = torch.full((1, coefficients.SCALES), (1 << PROBABILITY_BITS) // coefficients.SCALES)
     return torch.full((dimensions,), _ENTRY_MODEL), Tables(each)

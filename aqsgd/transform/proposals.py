@@ -22,8 +22,7 @@ from thinpipe.pipeline.wire.thread import Worker
 
 PIECE_NBYTES = 256 * 1024
 _LONGEST_SEARCH_S = 60.0
-_MANY_TOKENS = 1 << 40
-"""So many that any saving pays."""
+_MANY_TOKENS = 1 << 40  # so many that any saving pays
 
 
 class Piece(NamedTuple):
@@ -41,7 +40,6 @@ class Proposals:
     """The sender's search, and what of the last basis found is still to be sent."""
 
     def __init__(self, width: int, share: float) -> None:
-        """Of tokens of `width` channels, of whose directions this share is sent."""
         self._width, self._search = width, BasisSearch(width, share)
         self._worker = Worker("basis search")
         self._job: Future[SearchResult] | SearchResult = NOTHING
@@ -126,7 +124,6 @@ class Proposals:
             self._pieces = _cut(found.proposal.packed())
 
     def _taken(self) -> SearchResult:
-        """The result of the last search, once."""
         found, self._job = self._waited(), NOTHING
         self.spectrum = found.spectrum or self.spectrum
         return found

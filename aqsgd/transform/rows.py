@@ -74,7 +74,6 @@ class Rows:
     """The samples that one end caches, and which bases their rows are in."""
 
     def __init__(self, memory: SampleMemory, learned: Learned) -> None:
-        """`memory` holds rows of `row_nbytes`."""
         self.memory, self._learned = memory, learned
         self._version_of: dict[int, int] = {}
         self._staged: dict[int, int] = {}
@@ -96,7 +95,6 @@ class Rows:
         return held._replace(version=learned.version, q_TK=q_TK)
 
     def stage(self, sample: int, held: StoredSample) -> None:
-        """Cache this at the end of the step, in the current basis."""
         width = self._learned.width
         row = pack(held, self._learned.basis, width)
         self.memory.renew(sample, row, len(held.q_TK) * width)

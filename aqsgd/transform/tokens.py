@@ -22,8 +22,7 @@ NEUTRAL = 3
 and 4 times coarser."""
 SHARES = torch.tensor([4, 3, 2, 0])
 """Of what is cached, in quarters, by their number."""
-_MASSIVE = 8.0
-"""Times the median size, from where on steps grow with a token."""
+_MASSIVE = 8.0  # times the median size, from where on steps grow with a token
 
 
 class Choice(NamedTuple):
@@ -44,7 +43,6 @@ class Choice(NamedTuple):
         return Choice(number_N & COARSEST, number_N >> 3)
 
     def counted(self, held_NK: Tensor) -> Tensor:
-        """What counts of cached coefficients (int32)."""
         return (held_NK * SHARES[self.share_N, None].int() + 2) >> 2
 
 

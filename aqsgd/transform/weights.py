@@ -30,7 +30,6 @@ class TokenWeights:
         self._staged: dict[int, Tensor] = {}
 
     def take(self, ids_B: Tensor, gradient_BTD: Tensor) -> None:
-        """Note the gradients of samples until the end of the step."""
         octave_BT = gradient_BTD.detach().float().square().mean(2).sqrt().log2().cpu()
         known_BT = torch.isfinite(octave_BT)
         size_BT = (_PER_OCTAVE * octave_BT).round().where(known_BT, _UNKNOWN).to(torch.int16)

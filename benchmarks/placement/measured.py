@@ -26,7 +26,7 @@ from benchmarks.harness import (
 )
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
-from benchmarks.placement.dtfm_search import genetic_search
+from benchmarks.placement.dtfm_search import DtfmCost, DtfmSizes, genetic_search
 from benchmarks.replicas.rank import Method, Plan, RankResult, run_host
 from thinpipe.launch.cuts.message_cost import measure_message
 from thinpipe.launch.host.links import PAYLOAD_SHARE
@@ -36,7 +36,6 @@ from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.memory.exchange import measure_exchange
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
-from thinpipe.launch.plan.placement.dtfm import DtfmCost
 from thinpipe.launch.plan.placement.solve import solve_step
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
@@ -114,7 +113,7 @@ def workload(shape: PaperShape, parameters: int, method: Method) -> Workload:
 def layouts(cluster: Cluster, work: Workload, seed: int) -> dict[str, Ints]:
     """[R, P] of each."""
     shape = (_REPLICAS, _STAGES)
-    theirs_SR, _ = genetic_search(DtfmCost.of(cluster, work.sizes), seed=seed)
+    theirs_SR, _ = genetic_search(DtfmCost.of(cluster, DtfmSizes.of(work)), seed=seed)
     return {
         "random": np.random.default_rng(seed).permutation(cluster.devices).reshape(shape),
         "DT-FM": theirs_SR.T,

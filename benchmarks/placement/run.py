@@ -14,15 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Records, command_line, format_table
-from benchmarks.placement.dtfm_search import genetic_search
+from benchmarks.placement.dtfm_search import CASE_STUDY, DtfmCost, DtfmSizes, genetic_search
 from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
-from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
 from thinpipe.launch.plan.placement.solve import ROUNDS, hop_seconds, solve_step
 from thinpipe.launch.plan.placement.starts import greedy_layout
-from thinpipe.launch.plan.placement.step import StepModel
+from thinpipe.launch.plan.placement.step import StepModel, step_bound
 from thinpipe.launch.plan.placement.workload import Workload
 
 _COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "both": (8, 100)}
@@ -73,7 +71,7 @@ def step_row(name: str, cluster: Cluster, work: Workload, *, rounds: int = ROUND
     seconds = time.perf_counter() - begin_s
     theirs = None
     if cluster.devices == work.ranks * work.replicas <= 64:
-        grid_SR, _ = genetic_search(DtfmCost.of(cluster, work.sizes), seed=0)
+        grid_SR, _ = genetic_search(DtfmCost.of(cluster, DtfmSizes.of(work)), seed=0)
         theirs = model(grid_SR.T).step_s
     draws, used = np.random.default_rng(0), shape[0] * shape[1]
     random = [draws.permutation(cluster.devices)[:used].reshape(shape).T for _ in range(5)]

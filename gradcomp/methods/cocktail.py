@@ -29,7 +29,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
@@ -45,8 +45,7 @@ from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 
 REPLICAS_EQUAL = False
-_SEED = 0
-"""Of subsets: the same on all replicas."""
+_SEED = 0  # of subsets: the same on all replicas
 
 
 _LADDER: Sequence[tuple[dict[str, float], float]] = [
@@ -67,14 +66,12 @@ _LADDER: Sequence[tuple[dict[str, float], float]] = [
 (normal changes)."""
 
 
-class Config(ExchangeOptions):
+class Config(ExchangeOptions, populate_by_name=True):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
     The names of the authors' environment variables are accepted too. The first `warmup_steps`
     steps average gradients exactly instead.
     """
-
-    model_config = ConfigDict(populate_by_name=True)
 
     subset: float = Field(0.1, gt=0, le=1, validation_alias=AliasChoices("subset", "RANDOMP_RATIO"))
     topk: float = Field(0.2, gt=0, le=1, validation_alias=AliasChoices("topk", "TOPK_RATIO"))
@@ -87,7 +84,6 @@ class Config(ExchangeOptions):
 
     @property
     def codec(self) -> SparseCodec:
-        """Values that are kept, and where they are."""
         return SparseCodec(self.topk, self.bits, self.group)
 
     @model_validator(mode="after")
@@ -105,7 +101,6 @@ class Cocktail(BaseSync):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
-        """Parameters become views of flat vectors; they keep their values."""
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
         self.overlaps = config.delayed
         nbytes = config.bucket_nbytes
@@ -126,13 +121,11 @@ class Cocktail(BaseSync):
         self._steps, self._exchanges = 0, 0
 
     def begin_step(self, step: int, passes: int) -> None:
-        """The first step finds replicas equal: what they hold becomes the global model."""
         if not self._captured:
             self._capture()
         self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
-        """Apply what was exchanged meanwhile; gradients become those of this replica alone."""
         self._join()  # the optimizer then moves parameters from the new global model
         if self._warming_up:
             self._warmup.before_step()
@@ -147,7 +140,9 @@ class Cocktail(BaseSync):
         if warming_up:
             self._capture()
             return
-        self._launch()
+        for bucket in self._buckets:
+            bucket.check_storage()
+        self._overlap.launch(partial(self._exchange_all, self._exchanges))
         if not self._config.delayed:
             self._join()
 
@@ -193,18 +188,12 @@ class Cocktail(BaseSync):
             bucket.capture()
         self._captured = True
 
-    def _launch(self) -> None:
-        for bucket in self._buckets:
-            bucket.check_storage()
-        self._overlap.launch(partial(self._exchange_all, self._exchanges))
-
     def _exchange_all(self, number: int) -> tuple[list[Any], None]:
         """What was found for each bucket; changes nothing. Checkpoints hold it as a pair."""
         owned = zip(self._buckets, self._parts, self._errors, strict=True)
         return [self._exchange(*each, number) for each in owned], None
 
     def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
-        """Whose turn it is in an exchange, by server."""
         return [
             random_subset(
                 part.stop - part.start,
@@ -256,17 +245,12 @@ class Cocktail(BaseSync):
 
 
 def _parts(local_N: Tensor, size: int) -> list[slice]:
-    """Each server's part of a bucket."""
     lengths = [len(part_n) for part_n in local_N.tensor_split(size)]
     return [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
-    """Make the method.
-
-    Raises:
-        ValueError: parameters are in fp16, in which small moves would be lost.
-    """
+    """Make the method."""
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ValueError(
             'gradcomp.method = "cocktail": the model has parameters in fp16; use fp32 or bf16'

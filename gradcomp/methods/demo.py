@@ -17,17 +17,17 @@ answer is not applied. Learning rates are a fraction of Adam's.
 Axes: T tiles, S the side of one, N coefficients of all tiles.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
 from thinpipe.gradcomp.buckets import device_of
-from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.gradcomp.overlap import Overlap
@@ -35,13 +35,12 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.tile_topk import TileTopK
 
+SIDE = 64
 REPLICAS_EQUAL = True
 
 
-class Config(BaseModel):
+class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """`kept` of the 4,096 coefficients of a tile are sent; the published settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kept: int = 32
     decay: float = Field(0.999, ge=0, le=1)
@@ -66,8 +65,7 @@ class DeMo(BaseSync):
         device = device_of(parameters)
         self._tiles = Tiles([p.shape for p in self._parameters], device)
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
-        self._left: list[Tensor] = []
-        """What this step leaves of the momenta, once it counts."""
+        self._left: list[Tensor] = []  # what this step leaves of the momenta, once it counts
         self._overlap = Overlap(device)
         self._counts = False  # whether the step of what is under way was made
         self._unapplied: Tensor | None = None
@@ -194,3 +192,82 @@ def optimizer(
 ) -> torch.optim.Optimizer:
     """Sign descent."""
     return SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)
+
+
+def basis(device: torch.device) -> Tensor:
+    """The orthonormal DCT-II: F F^T = 1."""
+    wave = torch.arange(SIDE, dtype=torch.float64)
+    matrix = torch.cos(math.pi / SIDE * wave[:, None] * (wave + 0.5)) * math.sqrt(2 / SIDE)
+    matrix[0] /= math.sqrt(2)
+    return matrix.float().to(device)
+
+
+class Tiles:
+    """Tensors as 64 x 64 tiles of their cosine transform, one after the other.
+
+    Matrices are padded with zeros; what has more dimensions is a matrix of its first one. Vectors
+    are rows of 64, transformed by themselves. DCT-II is orthonormal, so lengths stay as they are.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        self._shapes, self._basis = tuple(shapes), basis(device)
+        self._counts = [_rows(s) // SIDE * (_columns(s) // SIDE) for s in shapes]
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def transform(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Coefficients (fp32) of tensors with the shapes of these tiles: [T, S, S]."""
+        parts = [self._cut(t.float(), s) for t, s in zip(tensors, self._shapes, strict=True)]
+        return torch.cat([self._turn(p, s) for p, s in zip(parts, self._shapes, strict=True)])
+
+    def invert(self, coefficients_TSS: Tensor) -> list[Tensor]:
+        """The tensors that have these coefficients, less what padding would hold."""
+        parts = torch.split(coefficients_TSS, self._counts)
+        return [
+            self._join(self._turn_back(part, shape), shape)
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+
+    def _turn(self, tile_TSS: Tensor, shape: torch.Size) -> Tensor:
+        turned = tile_TSS @ self._basis.T
+        return self._basis @ turned if _is_matrix(shape) else turned
+
+    def _turn_back(self, tile_TSS: Tensor, shape: torch.Size) -> Tensor:
+        turned = tile_TSS @ self._basis
+        return self._basis.T @ turned if _is_matrix(shape) else turned
+
+    @staticmethod
+    def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
+        rows, columns = _rows(shape), _columns(shape)
+        padded = torch.zeros(rows, columns, device=tensor.device)
+        if _is_matrix(shape):
+            matrix = tensor.flatten(1)
+            padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+        else:
+            padded.view(-1)[: tensor.numel()] = tensor.flatten()
+        grid = padded.view(rows // SIDE, SIDE, columns // SIDE, SIDE)
+        return grid.transpose(1, 2).reshape(-1, SIDE, SIDE)
+
+    @staticmethod
+    def _join(tile_TSS: Tensor, shape: torch.Size) -> Tensor:
+        rows, columns = _rows(shape), _columns(shape)
+        grid = tile_TSS.view(rows // SIDE, columns // SIDE, SIDE, SIDE).transpose(1, 2)
+        padded = grid.reshape(rows, columns)
+        if not _is_matrix(shape):
+            return padded.flatten()[: shape.numel()].view(shape)
+        return padded[: shape[0], : shape.numel() // shape[0]].reshape(shape)
+
+
+def _is_matrix(shape: torch.Size) -> bool:
+    return len(shape) > 1
+
+
+def _rows(shape: torch.Size) -> int:
+    lines = shape[0] if _is_matrix(shape) else -(-shape.numel() // SIDE)
+    return SIDE * -(-lines // SIDE)
+
+
+def _columns(shape: torch.Size) -> int:
+    return SIDE * -(-(shape.numel() // shape[0]) // SIDE) if _is_matrix(shape) else SIDE

@@ -60,7 +60,6 @@ class DiLoCo(Staged):
         self._peers, self._config, self._codec = peers, config, config.codec
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        """SGD with Nesterov momentum on the mean distance."""
         mean_N = sum_sharded(self._peers, key, distance_N, codec=self._codec) / self._peers.size
         momentum, old_N = self._config.outer_momentum, self.get(str(index), mean_N.device)
         new_N = mean_N.clone() if old_N is None else mean_N + momentum * old_N

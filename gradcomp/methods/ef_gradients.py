@@ -6,14 +6,16 @@ the bytes do not grow with the number of replicas as they do where each sends to
 `delayed`, sums travel during the next step and are applied with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from thinpipe.gradcomp.delayed_sync import DelayedGradientSync
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.feedback import ServedReducer
-from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.gradient_sync import GradientSync, Reducer, flat_gradients
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
@@ -46,3 +48,73 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> G
     """Make the method."""
     kind = DelayedGradientSync if config.delayed else GradientSync
     return kind(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)
+
+
+class DelayedGradientSync(GradientSync):
+    """A `GradientSync` whose sums are a step late: a bucket has that time to be exchanged.
+
+    The first step has none, its gradients are zeroed, and the last ones are not applied. What a
+    reducer left out of a bucket is needed by the next exchange, before the optimizer applied this
+    one: it counts as soon as the sum is there, unless that is not finite. All replicas see that
+    alike, and the step that would apply it is skipped. A finite sum of a skipped step is applied
+    with the next, as its residual counts already; what was not finite is dropped.
+    """
+
+    overlaps = True
+
+    _unapplied: Sequence[Tensor] = ()  # what gradients are, until the step counts
+
+    def before_step(self) -> None:
+        """Put the sums of the step before in place of the gradients; zeros in the first step."""
+        self._readiness.finish()
+        if self._step:
+            late = self._overlap.join(len(self._buckets))
+            if self._unapplied:
+                late = [_both(*pair) for pair in zip(self._unapplied, late, strict=True)]
+            self._put(late)
+            self._unapplied = late
+        else:
+            for parameter in (p for bucket in self._buckets for p in bucket.parameters):
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        self._step += 1
+
+    def after_step(self) -> None:
+        self._unapplied = ()
+
+    def finish(self) -> None:
+        self._overlap.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        under_way = self._overlap.save()  # waits: residuals of the reducer count then
+        return {**super().state_dict(), **under_way, "unapplied": list(self._unapplied)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._overlap.restore(state)
+        super().load_state_dict(state)
+        devices = [bucket.parameters[0].device for bucket in self._buckets]
+        self._unapplied = [
+            s.to(device) for s, device in zip(state["unapplied"], devices, strict=False)
+        ]
+
+    def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """A copy made now: `before_step` overwrites gradients while they travel."""
+        flat_N = flat_gradients(bucket)
+        return lambda: flat_N
+
+    @staticmethod
+    def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        """What is left out counts once a sum is there."""
+        sum_N = reducer.reduce(bucket, flat_N, key)
+        if bool(sum_N.isfinite().all()):
+            reducer.keep()
+        else:
+            reducer.drop()
+        return sum_N
+
+
+def _both(old_N: Tensor, new_N: Tensor) -> Tensor:
+    """What is finite of them; the newer one if neither is."""
+    if not bool(old_N.isfinite().all()):
+        return new_N
+    return old_N + new_N if bool(new_N.isfinite().all()) else old_N

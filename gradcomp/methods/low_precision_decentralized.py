@@ -46,7 +46,6 @@ class Changes(Staged):
         self._ring = [(peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size]
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
-        """All have the same parameters now."""
         for bucket in buckets:
             for replica in {self._peers.rank, *self._ring}:
                 self.set(f"{bucket.index}-{replica}", bucket.local_N.float().clone())

@@ -5,7 +5,7 @@ Replicas drift apart; use it for timing, not for training.
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch import nn
 
 from thinpipe.gradcomp.base import BaseSync, Stateless
@@ -14,10 +14,8 @@ from thinpipe.pipeline.comm.transport import Peers
 REPLICAS_EQUAL = False
 
 
-class Config(BaseModel):
+class Config(BaseModel, frozen=True, extra="forbid"):
     """Replicas exchange nothing."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class NoExchange(BaseSync, Stateless):

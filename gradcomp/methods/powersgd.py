@@ -100,7 +100,6 @@ class PowerSGD(FeedbackReducer):
         return 2 * self._config.rank * (n + m) <= n * m
 
     def _start(self, name: str, target: Tensor) -> Tensor:
-        """Q of the last step, or the same random one on all replicas."""
         Q = self._Q.get(name, target.device)
         if Q is None:
             generator = torch.Generator().manual_seed(0)

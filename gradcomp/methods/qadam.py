@@ -68,7 +68,6 @@ class Momentum(ServedReducer):
 
     @property
     def warming_up(self) -> bool:
-        """Whether gradients are summed exactly."""
         return self.steps < self._config.warmup_steps
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
@@ -131,7 +130,6 @@ class QAdamSync(GradientSync):
 
     @property
     def leaves(self) -> Literal["gradients", "updates"]:  # type: ignore[override]
-        """What `before_step` of this step leaves."""
         return "gradients" if self._momentum.warming_up else "updates"
 
 

@@ -31,8 +31,7 @@ from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.thread import Worker
 
 _EXACT = Cast("fp32")
-_AHEAD = 2
-"""So many messages may be encoded and not sent yet."""
+_AHEAD = 2  # so many messages may be encoded and not sent yet
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,6 @@ class Exchanges:
 
 
 class _Collective:
-    """What FSDP's two collectives of a unit have in common."""
-
     def __init__(self, unit: Unit, exchanges: Exchanges, *, weights: bool) -> None:
         self.unit, self.exchanges = unit, exchanges
         self.codec = segments(unit, exchanges.config, exchanges.peers.size, weights=weights)
@@ -264,11 +261,6 @@ class ScatterGradients(_Collective):
         self._futures.append(self.exchanges.scatter(self.unit.index, self.codec, parts, use))
 
     def finish(self) -> None:
-        """Wait for the gradients of a step.
-
-        Raises:
-            TransportError, DesyncError: an exchange failed.
-        """
         for future in self._futures:
             future.result()
         self._futures.clear()
@@ -288,14 +280,11 @@ class ScatterGradients(_Collective):
 
 
 class _Pending(dist.Work):
-    """A handle that FSDP waits for."""
-
     def __init__(self, future: "Future[None]") -> None:
         super().__init__()
         self._future = future
 
     def wait(self, timeout: Any = None) -> bool:
-        """Raises what the exchange raised."""
         self._future.result()
         return True
 

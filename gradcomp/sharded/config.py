@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 WeightRounding = Literal["shift", "stochastic", "nearest", "learned"]
 GradientRounding = Literal["shift", "stochastic", "nearest"]
@@ -17,7 +17,7 @@ def _representable(bits: int) -> int:
 Bits = Annotated[int, AfterValidator(_representable)]
 
 
-class ShardsConfig(BaseModel):
+class ShardsConfig(BaseModel, frozen=True, extra="forbid"):
     """How `pipeline.shards` ranks hold a stage together.
 
     `method = "fsdp"` sends weights and gradients in 32 bits, or 16; `method = "qsdp"` quantizes
@@ -29,8 +29,6 @@ class ShardsConfig(BaseModel):
     slow. `ranks_per_site` neighbours have fast links among each other: between sites every value is
     sent once, and inside them gradients are exact.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["fsdp", "qsdp"] = "fsdp"
     gather: Literal["step", "microbatch"] = "step"
@@ -86,6 +84,5 @@ class ShardsConfig(BaseModel):
         return self
 
     def bits_of(self, what: Literal["weight", "gradient"]) -> int:
-        """Bits per value that are sent."""
         given = self.weight_bits if what == "weight" else self.gradient_bits
         return given or (32 if self.method == "fsdp" else 8)

@@ -30,7 +30,6 @@ class Remembered:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to send differences to."""
         return not self._value and not self.rows
 
     @property

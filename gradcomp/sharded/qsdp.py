@@ -31,8 +31,7 @@ from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.kernels.reference.uniform import pack, uniform16, unpack
 from thinpipe.pipeline.wire.uniform import Uniform
 
-_SAMPLE = 8192
-"""Values at most that levels learn from at a time."""
+_SAMPLE = 8192  # values at most that levels learn from at a time
 _SCALE_NBYTES = 8
 
 
@@ -59,11 +58,6 @@ class Shifted:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the row's bytes.
-
-        Raises:
-            ValueError: there is no noise.
-        """
         if noise is None:
             raise ValueError("random shifts need noise: pass the key of the run and place")
         x_KG = _buckets(x_BN, self.bucket)
@@ -129,7 +123,6 @@ class Learned:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the row's values: an fp32 product, then a sum."""
         levels = 4 << self.bits
         level_L = wire_BW[0, :levels].clone().view(torch.float32)
         scales_2K, code_BN = _read(wire_BW[:, levels:], out_BN.shape[1], self, rows=2)

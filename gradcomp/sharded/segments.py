@@ -68,11 +68,6 @@ class Segmented:
         return at
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the segments' values.
-
-        Raises:
-            CodingError: the bytes are damaged, or those of other segments.
-        """
         if self.coded and wire_BW.shape[1] < self.capacity(out_BN.shape[1]):
             plain_BW = wire_BW.new_empty(1, self.capacity(out_BN.shape[1]))
             expand(wire_BW[0], plain_BW[0])

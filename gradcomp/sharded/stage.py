@@ -62,7 +62,6 @@ class ShardedStage(nn.Module):
         return y
 
     def train(self, mode: bool = True) -> "ShardedStage":
-        """Set the mode of the stage that runs."""
         self.inner.train(mode)
         return super().train(mode)
 
@@ -76,13 +75,11 @@ class ShardedStage(nn.Module):
         ]
 
     def tied_weight(self) -> nn.Parameter | None:
-        """This rank's part of the weight that the stage shares with another one."""
         whole = self.inner.tied_weight()
         return None if whole is None else self._local[id(whole)]
 
     @property
     def base(self) -> Mapping[str, str]:
-        """Digests of whole parameters that a checkpoint leaves out."""
         found: Mapping[str, str] = getattr(self.inner, "base", {})
         return found
 
@@ -141,12 +138,10 @@ class StageShards:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights this rank has sent to other sites so far, headers included."""
         return self._exchanges.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients this rank has sent to other sites so far, headers included."""
         return self._exchanges.gradient_bytes
 
     def begin_step(self, step: int, backwards: int) -> None:
@@ -184,7 +179,6 @@ class StageShards:
         return [tensor for memory in memories for tensor in memory.tensors]
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the gathers, by unit."""
         return {
             f"{unit}.{name}": value
             for unit, gather in enumerate(self._gathers)

@@ -71,11 +71,7 @@ class Agreement:
         self._thread.start()
 
     def ask(self, what: Ask) -> None:
-        """Have all ranks do it after a step that is soon; asking again changes nothing.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Have all ranks do it after a step that is soon; asking again changes nothing."""
         with self._changed:
             heir, number = self._heir, self._round
             if heir is None:
@@ -124,9 +120,6 @@ class Agreement:
         """Ranks have left, or came, and make another; this one's thread has ended then.
 
         What was asked for here and not done, and what will be, `heir` is asked for.
-
-        Raises:
-            RuntimeError: the store is gone, or does not answer in time.
         """
         self.release()
         with self._changed:

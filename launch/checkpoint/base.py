@@ -1,6 +1,6 @@
 """Frozen weights that files hold: a checkpoint has their digests, and they are read again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,7 @@ def saved_base(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_base(held: Digests, saved: Digests, folder: Path) -> None:
-    """Check that weights which were read are those that a checkpoint was trained on.
-
-    Raises:
-        CheckpointError: they are others; names the first.
-    """
+    """Check that weights which were read are those that a checkpoint was trained on."""
     differing = sorted(name for name in held.keys() & saved.keys() if held[name] != saved[name])
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -47,17 +43,9 @@ def check_base(held: Digests, saved: Digests, folder: Path) -> None:
 def check_present(
     module: nn.Module, tensors: Mapping[str, Tensor], base: Digests, folder: Path
 ) -> None:
-    """Check that a checkpoint has a stage's tensors, or what is left out of them was read.
-
-    Raises:
-        CheckpointError: one is missing, or what was read is not what was left out.
-    """
+    """Check that a checkpoint has a stage's tensors, or what is left out of them was read."""
     held = base_of(module)
     check_base(held, base, folder)
     missing = sorted(module.state_dict().keys() - tensors.keys() - (held.keys() & base.keys()))
     if missing:
-        raise CheckpointError(f"{folder}: no part has {_listed(missing)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4])
+        raise CheckpointError(f"{folder}: no part has {', '.join(missing[:4])}")

@@ -169,7 +169,6 @@ class CheckpointChoice:
         return Manifest(**sent)
 
     def _lacking(self, manifest: Manifest, folder: Path, names: Sequence[str]) -> dict[str, str]:
-        """Problems of the files that this rank needs, by part."""
         parts = {part.name: part for part in manifest.parts}
         found = {}
         for name in names:
@@ -225,7 +224,6 @@ def _unnamed(root: Path, step: int) -> Path:
 
 
 def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> str | None:
-    """Write the manifest where it is missing, and publish what is only prepared."""
     try:
         if not held:
             files.write_manifest(folder, manifest)
@@ -239,7 +237,6 @@ def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool
 
 
 def _first_words(broken: Sequence[Mapping[str, str]], concerns: Callable[[int], bool]) -> list[str]:
-    """Problems of manifests, once per step."""
     texts: dict[str, str] = {}
     for rank, own in enumerate(broken):
         for number, text in own.items():

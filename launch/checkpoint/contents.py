@@ -114,7 +114,6 @@ def distribute(built: Built, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def _sharded(built: Built) -> dict[str, Any]:
-    """Which shard this is, of which of its tensors, and what shards know."""
     if built.shards is None:
         return {}
     names = [
@@ -134,7 +133,6 @@ def _gpus(built: Built) -> list[torch.device]:
 
 
 def _global_model(built: Built) -> dict[str, Any] | None:
-    """The replicas' common model, if it differs from their own weights."""
     if built.sync.replicas_equal:
         return None
     with built.sync.global_parameters():

@@ -58,7 +58,6 @@ def run_transfers(peers: Peers, folder: Path, transfers: Iterable[Transfer]) -> 
 
 
 def _chunks(nbytes: int) -> Iterable[tuple[int, int]]:
-    """(number, length) of the messages of a file."""
     for number, start in enumerate(range(0, nbytes, _CHUNK_NBYTES)):
         yield number, min(_CHUNK_NBYTES, nbytes - start)
 

@@ -14,11 +14,7 @@ from thinpipe.launch.net.ranks.handshake import differences
 def check_facts(
     folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], data: DataConfig
 ) -> None:
-    """Check that data and settings that may not change are those of the checkpoint.
-
-    Raises:
-        CheckpointError: naming each that differs.
-    """
+    """Check that data and settings that may not change are those of the checkpoint."""
     try:
         changed = changed_settings(_as_set(saved), _as_set(now))
     except ValueError as error:
@@ -53,7 +49,6 @@ def _as_set(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:
-    """Describe how the samples differ from those of a checkpoint."""
     from thinpipe.launch.data.load import files
 
     saved_s = saved_at(folder)

@@ -74,11 +74,7 @@ def part_name(mesh: Mesh) -> str:
 
 
 def parts_of(folder: Path, *, replica: int) -> list[str]:
-    """Names of a replica's parts in a checkpoint.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """Names of a replica's parts in a checkpoint."""
     names = names_of(checkpoint.read_manifest(folder))
     return [name for name in names if name.startswith(f"replica-{replica}.")]
 
@@ -167,9 +163,6 @@ def read_replica(folder: Path, parts: list[str]) -> ReplicaState:
     """Join the parts of one replica, with the common model of all replicas.
 
     Not with the replica's own weights: a reset exchange assumes that replicas are equal.
-
-    Raises:
-        CheckpointError: a part is missing or damaged.
     """
     saved = ReplicaState({}, {}, {}, {}, {})
     states = [checkpoint.read_part(folder, part, mapped=ROWS) for part in parts]
@@ -310,7 +303,6 @@ def moved_samples(before: int, now: int) -> tuple[int, int]:
 
 
 def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -> list[str]:
-    """Log lines of what resharding keeps and resets."""
     lines = [
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
         "read by name; dropout draws different numbers"

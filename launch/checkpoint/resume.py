@@ -31,7 +31,6 @@ class Resume(NamedTuple):
 
     @property
     def epochs(self) -> int:
-        """Whole epochs that the chosen checkpoint has done."""
         if self.chosen is None:
             return 0
         step, meta = self.chosen.manifest.step, self.chosen.manifest.meta
@@ -88,11 +87,7 @@ def common_resume(session: Session, root: Path, resume: Resume, layout: Layout |
 def choose(
     session: Session, root: Path, step: int | None, layout: Layout | None
 ) -> ChosenCheckpoint:
-    """`step`, or the newest that is whole for this layout on all machines.
-
-    Raises:
-        CheckpointError: on every rank, if there is none.
-    """
+    """`step`, or the newest that is whole for this layout on all machines."""
     place = place_of(session, root)
 
     def needed(manifest: Manifest, anywhere: Collection[str]) -> Sequence[str]:

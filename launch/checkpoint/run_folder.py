@@ -25,11 +25,7 @@ _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
 
 
 def check_folder(path: Path, name: str = "run.folder") -> None:
-    """Check that a folder can be at `path`, which comes from the setting or option `name`.
-
-    Raises:
-        ConfigError: it is a file, or below one, or in a folder that cannot be written.
-    """
+    """Check that a folder can be at `path`, which comes from the setting or option `name`."""
     try:
         nearest = disk.existing(path)
         if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
@@ -146,7 +142,6 @@ def _holds_a_run(path: Path) -> bool:
 
 
 def _move_aside(path: Path) -> Path:
-    """Where the folder is now."""
     older = next(older for older in _renamed(path) if not older.exists())
     path.rename(older)
     _log.warning("%s held an earlier run and was renamed to %s", path, older)

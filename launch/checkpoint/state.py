@@ -11,21 +11,11 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
-from thinpipe.launch.checkpoint.manifest import (
-    CheckpointError,
-    Manifest,
-    step_name,
-    through_json,
-)
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, step_name, through_json
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
 from thinpipe.launch.checkpoint.store_gather import StoreGather
-from thinpipe.launch.checkpoint.transaction import (
-    Gather,
-    Place,
-    Save,
-    Transaction,
-)
+from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.config import DataConfig
@@ -38,8 +28,7 @@ from thinpipe.pipeline.comm.transport import Peers
 _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
-_SERIAL_BITS = 20
-"""Of a save's number, those that count within a generation of ranks (`regroup`)."""
+_SERIAL_BITS = 20  # of a save's number, those that count within a generation of ranks (`regroup`)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
 """Wait before a failed save is retried; each failure in a row doubles it."""
 
@@ -124,7 +113,6 @@ class Checkpoints:
         return self._serial, self._generation, self._last_step
 
     def follow(self, serial: int, generation: int, last_step: int | None) -> None:
-        """Go on where others are."""
         self._serial, self._generation, self._last_step = serial, generation, last_step
 
     def start(self, step: int, *, last: bool = False) -> None:
@@ -150,7 +138,6 @@ class Checkpoints:
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
-        """Wait for the save that is under way; whether it succeeded."""
         if self._under_way is None:
             return True
         under_way, self._under_way = self._under_way, None
@@ -187,11 +174,6 @@ class Checkpoints:
         return saved
 
     def save_last(self, step: int) -> None:
-        """Save the end of the run.
-
-        Raises:
-            CheckpointError: that was not possible.
-        """
         if not self._save(step):
             resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
@@ -200,7 +182,6 @@ class Checkpoints:
             )
 
     def held_up(self) -> str:
-        """For how long saves have held training up, in words."""
         return f"saving held training up for {self._stall_s:.2f} s"
 
     def restore(self, step: int | None) -> int:
@@ -213,11 +194,7 @@ class Checkpoints:
         return self.resume(choose(self._session, self._root, step, layout))
 
     def resume(self, chosen: ChosenCheckpoint) -> int:
-        """Restore what was chosen; return the steps done.
-
-        Raises:
-            CheckpointError: on every rank, if it is of another run.
-        """
+        """Restore what was chosen; return the steps done."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
         manifest, problem = chosen.manifest, None
@@ -231,11 +208,7 @@ class Checkpoints:
         return manifest.step
 
     def check_own(self) -> None:
-        """Check that what this machine saved before is of this run; a collective.
-
-        Raises:
-            CheckpointError: on every rank, if it is of another.
-        """
+        """Check that what this machine saved before is of this run; a collective."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
         problem = None
@@ -251,9 +224,6 @@ class Checkpoints:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
 
         What these processes save themselves may be here too, where the folder is shared.
-
-        Raises:
-            CheckpointError: it went on from an earlier one, elsewhere.
         """
         others = [m for m in files.complete(self._root) if m.run != self._session.run_id]
         saved = max(others, key=lambda m: (m.serial, m.step), default=None)
@@ -291,7 +261,6 @@ class Checkpoints:
         return self._failed(problem, None if last else step)
 
     def _failed(self, problem: str, step: int | None) -> bool:
-        """Try again later, and warn of a step."""
         self._problem = problem
         if self._session.local_rank == 0 and step is not None:
             _log.warning(
@@ -316,7 +285,6 @@ class Checkpoints:
         return gather_json(self._session.transport, value)
 
     def _gather_in_background(self, value: Any) -> list[Any]:
-        """As `_gather`, for the thread that writes."""
         if self._board is None:
             mesh, store = self._session.mesh, self._session.store
             self._board = StoreGather(
@@ -334,12 +302,9 @@ class Checkpoints:
             self._made_peers = self._session.transport.peers("world")
         return self._made_peers
 
-    def _layouts(self, manifest: Manifest) -> tuple[Layout, Layout]:
-        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
-        return Layout.of(saved), Layout.of(mine)
-
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        before, now = self._layouts(manifest)
+        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
+        before, now = Layout.of(saved), Layout.of(mine)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
             distribute(self._built, state, folder)

@@ -44,8 +44,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 """Types that a file can hold, and their names there."""
-_LARGEST_HEADER = 100_000_000
-"""Limits that readers accept."""
+_LARGEST_HEADER = 100_000_000  # limits that readers accept
 _PIECE_NBYTES = 2**22
 
 
@@ -68,11 +67,7 @@ def save_state(path: Path, state: object) -> str:
 
 
 def pack_state(state: object) -> tuple[Any, dict[str, Tensor]]:
-    """The tree of a state, as JSON, and its tensors on the CPU, by name; see `save_state`.
-
-    Raises:
-        TypeError: a value or key of another type.
-    """
+    """The tree of a state, as JSON, and its tensors on the CPU, by name; see `save_state`."""
     packer = _Packer()
     return packer.pack(state, "state"), packer.tensors
 
@@ -162,11 +157,7 @@ class _Packer:
 
 
 def unpack_state(node: Any, take: Callable[[str], Tensor]) -> Any:
-    """The state of a tree; `take` finds a tensor by its name.
-
-    Raises:
-        ValueError: an entry is of no known kind.
-    """
+    """The state of a tree; `take` finds a tensor by its name."""
     if isinstance(node, list):
         return [unpack_state(item, take) for item in node]
     if not isinstance(node, dict):

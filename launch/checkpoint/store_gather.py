@@ -16,8 +16,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
-_SOON_S = 2.0
-"""Polls are frequent at first, then rare, to spare the store while disks are slow."""
+_SOON_S = 2.0  # polls are frequent at first, then rare, to spare the store while disks are slow
 _LOOK_S = 1.0
 
 

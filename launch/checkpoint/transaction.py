@@ -127,7 +127,6 @@ class Transaction:
         return self._agree("; ".join(found) or None)
 
     def _all(self, act: Callable[[], object]) -> bool:
-        """Do something on this rank; whether all could."""
         return self._agree(self._attempt(act))
 
     def _agree(self, problem: str | None) -> bool:

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from thinpipe.aqsgd.config import AqsgdConfig, GradientAqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.pipeline.config import DirectConfig, GuardConfig, RawConfig, StatelessConfig
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _known_names(value: Any) -> Any:
@@ -42,14 +40,12 @@ BackwardConfig = Annotated[
 Spec = ForwardConfig | BackwardConfig
 
 
-class BoundaryConfig(BaseModel):
+class BoundaryConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """How a cut is compressed. Without `cut` it applies to every cut that has no table of its own.
 
     The names of AC-SGD are accepted too: `kind = "fixpoint"` is "direct", "delta" is "aqsgd" and
     "delta-lowbits" is "aqsgd" with `memory = 8`.
     """
-
-    model_config = _STRICT
 
     cut: int | None = None
     forward: ForwardConfig = AqsgdConfig()

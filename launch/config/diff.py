@@ -78,12 +78,10 @@ def epochs_hint(changes: Sequence[Change]) -> str:
 
 
 def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prefixes of settings that may; epochs if no learning rate depends on them."""
     return (*_MAY_CHANGE, _EPOCHS, _STEPS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:
-    """Every setting that differs between two tables; either may lack some."""
     if before == now:
         return
     if not isinstance(before, dict) and not isinstance(now, dict):
@@ -113,7 +111,6 @@ def _boundary_changes(before: BoundaryConfig, now: BoundaryConfig) -> Iterator[C
 
 
 def _short(spec: ForwardConfig) -> dict[str, Any]:
-    """A boundary's table without defaults."""
     given: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     return {"kind": spec.kind, **given}
 

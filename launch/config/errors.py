@@ -69,8 +69,7 @@ _VERY_NEAR = 0.75
 _UNKNOWN = ": unknown key; "
 _TABLES = ("model_type", "model_attributes_type", "dict_type")
 """Errors about a value where a table belongs."""
-_LENGTHS = ("tuple_type", "too_long", "missing")
-"""Errors about a list that has a fixed length."""
+_LENGTHS = ("tuple_type", "too_long", "missing")  # errors about a list that has a fixed length
 
 
 def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[str]:
@@ -141,7 +140,6 @@ class _Problem(NamedTuple):
 
 
 def _join(problems: Sequence[_Problem]) -> str:
-    """One line with all remedies for one key."""
     chosen = [problem for problem in problems if problem.sure] or problems
     remedies = dict.fromkeys(problem.remedy for problem in chosen)
     return f"{chosen[0].what}{', or '.join(remedies)}"
@@ -204,7 +202,8 @@ def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Pro
     if kind == "extra_forbidden":
         return _Problem(name, f"{name}{_UNKNOWN}", _known(place, root))
     if kind == "missing" and not isinstance(detail["loc"][-1], int):
-        return _Problem(name, f"{name}: not given; ", _missing(place))
+        what = f"write at least one table [[{name}]]" if place.many else "it has no default"
+        return _Problem(name, f"{name}: not given; ", what)
     if kind == "union_tag_not_found":
         kinds = ", ".join(sorted(place.here))
         return _Problem(name, f"{name}.kind: not given; ", f"use one of {kinds}")
@@ -223,12 +222,6 @@ def _path_of(message: str, place: _Place) -> str:
         return f"{place.name}: " if place.name else ""
     same = place.key == key[1].partition(".")[0]
     return place.name.removesuffix(place.key) if same else f"{place.name}."
-
-
-def _missing(place: _Place) -> str:
-    if place.many:
-        return f"write at least one table [[{place.name}]]"
-    return "it has no default"
 
 
 def _remedy(detail: ErrorDetails, place: _Place) -> str:
@@ -272,7 +265,6 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def _known(place: _Place, root: type[BaseModel]) -> str:
-    """Keys in place of an unknown one: there, or in a section of the file."""
     known = [key for model in place.holder.values() for key in written_keys(model)]
     section, _, key = place.name.rpartition(".")
     elsewhere: dict[str, list[str]] = {}
@@ -314,7 +306,6 @@ def known_keys(key: str, known: Iterable[str]) -> str:
 
 
 def _by_likeness(word: str, known: Iterable[str]) -> list[str]:
-    """Known words by likeness to an unknown one, the likeliest first."""
     likeness = difflib.SequenceMatcher(b=word)
 
     def unlike(other: str) -> tuple[float, str]:
@@ -331,7 +322,6 @@ def written_keys(model: type[BaseModel]) -> list[str]:
 
 
 def _nearest(value: Any, detail: ErrorDetails) -> str:
-    """The nearest allowed value, as a hint."""
     ctx = detail.get("ctx", {})
     allowed = re.findall(r"'([^']+)'", f"{ctx.get('expected', '')}{ctx.get('expected_tags', '')}")
     by_lower = {word.lower(): word for word in allowed}

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from thinpipe.launch.host.interfaces import parse_endpoint
 
@@ -60,7 +60,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-class NetworkConfig(BaseModel):
+class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """The key that all machines of a run share, and where they find each other.
 
     `key_file` is made with `thinpipe key new`. `name` is this machine's in the run, by default
@@ -73,8 +73,6 @@ class NetworkConfig(BaseModel):
     can disturb or change the run.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     key_file: str | None = None
     name: str | None = Field(None, pattern=r"^[\w.-]{1,63}$")
     listen: Annotated[str, AfterValidator(_as_listen)] | None = None
@@ -83,11 +81,6 @@ class NetworkConfig(BaseModel):
     patience_s: float = Field(30.0, ge=3)
 
     def find_key(self) -> Path:
-        """The file with the key.
-
-        Raises:
-            ValueError: none is set.
-        """
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
             raise ValueError(NO_KEY)
@@ -98,7 +91,6 @@ class NetworkConfig(BaseModel):
         return own or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:
-        """Where this machine takes connections; by default at this address and port."""
         if self.listen == NOT_LISTENING:
             return None
         return parse_endpoint(self.listen) if self.listen else (address, port)

@@ -69,11 +69,7 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What was read of a run file, without settings that say what holds anyway.
-
-    Raises:
-        ValueError: some say something else; the message has each, and its remedy.
-    """
+    """What was read of a run file, without settings that say what holds anyway."""
     problems: list[str] = []
     found = dict(_kept(tree, "", problems))
     if problems:
@@ -96,7 +92,9 @@ def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a run whose weights alone are of interest: what was sent is past."""
     found = renewed(saved)
     if "boundary" in found:
-        found["boundary"] = _specs_changed(found["boundary"], _without_rate)
+        found["boundary"] = _specs_changed(
+            found["boundary"], lambda spec: {key: spec[key] for key in spec if key != "rate"}
+        )
     exchange = found.get("gradcomp", {})
     gone = exchange.get("method") in ("ef_updates", "quantize")
     if gone or exchange.get("demo", {}).get("look_ahead"):
@@ -107,7 +105,6 @@ def of_weights(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _specs_changed(
     tables: Sequence[Mapping[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The [[boundary]] tables with each direction changed."""
     return [
         {key: change(each) if isinstance(each, Mapping) else each for key, each in table.items()}
         for table in tables
@@ -120,10 +117,6 @@ def _uncoded(spec: Mapping[str, Any]) -> dict[str, Any]:
     if spec.get("coding") == "rans" and spec.get("kind") == "aqsgd":
         found["delta"] = spec.get("delta") or "uniform"
     return found
-
-
-def _without_rate(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in spec.items() if key != "rate"}
 
 
 def _kept(tree: Mapping[str, Any], above: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import tomlkit
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, ValidationError, ValidationInfo, model_validator
 
 from thinpipe.aqsgd.config import MemoryConfig
 from thinpipe.gradcomp.registry import method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config import checks
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
-from thinpipe.launch.config.devices import check_devices, check_offload
+from thinpipe.launch.config.devices import (
+    check_devices,
+    check_offload,
+    check_shards,
+    shards_notices,
+)
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
     ModelSection,
@@ -49,7 +48,6 @@ from thinpipe.launch.config.sections import (
     TrainConfig,
     WatchConfig,
 )
-from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
@@ -59,7 +57,6 @@ from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
     "run": {"folder"},
     "memory": True,
@@ -74,10 +71,8 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
 }
 
 
-class RunConfig(BaseModel):
+class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Everything about a run. `gradcomp` holds `method` and one table of options per method."""
-
-    model_config = _STRICT
 
     run: RunSection = RunSection()
     model: ModelSection = TransformerConfig()
@@ -113,24 +108,13 @@ class RunConfig(BaseModel):
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
-        """The same run with these cuts instead of `cuts = "auto"`."""
         pipeline = self.pipeline.model_dump(exclude_none=True) | {"cuts": list(cuts)}
         return self.updated(pipeline=pipeline)
 
     def updated(self, **sections: Any) -> "RunConfig":
-        """The same run with other sections, checked as a whole.
-
-        Raises:
-            ValidationError: they do not fit.
-        """
         return RunConfig.model_validate({**dict(self), **sections})
 
     def with_train(self, **settings: Any) -> "RunConfig":
-        """The same run with other settings of [train].
-
-        Raises:
-            ConfigError: they do not fit.
-        """
         try:
             return self.updated(train={**dict(self.train), **settings})
         except ValidationError as error:
@@ -142,11 +126,6 @@ class RunConfig(BaseModel):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
-        """Check that a custom model can be cut where the cuts are.
-
-        Raises:
-            ValueError: it cannot; names layer and shape, or how many places there are.
-        """
         if self.pipeline.auto_cuts:
             self.model.check_stages(self.pipeline.stages)
         else:
@@ -165,7 +144,6 @@ class RunConfig(BaseModel):
 
     @property
     def stage_ranks(self) -> dict[int, int]:
-        """The rank of each stage, within its pipeline."""
         pipeline = self.pipeline
         return stage_to_rank(
             pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks

@@ -5,9 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from pydantic import AfterValidator, BaseModel, Field, field_validator
 
 
 def _as_folder(name: str) -> str:
@@ -16,10 +14,8 @@ def _as_folder(name: str) -> str:
     return name
 
 
-class RunSection(BaseModel):
+class RunSection(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Name, folder and seed of a run."""
-
-    model_config = _STRICT
 
     name: Annotated[str, AfterValidator(_as_folder)] = "run"
     folder: str | None = None
@@ -34,7 +30,7 @@ class RunSection(BaseModel):
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """AdamW with linear warm-up, then decay to zero.
 
     `optimizer = "adamw8bit"` is AdamW whose moments take 1 byte per value instead of 4, by
@@ -47,8 +43,6 @@ class TrainConfig(BaseModel):
     Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
     So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
     """
-
-    model_config = _STRICT
 
     epochs: int = Field(3, ge=1, le=10**9)
     max_steps: int | None = Field(None, ge=1, le=10**12)
@@ -65,12 +59,11 @@ class TrainConfig(BaseModel):
     verify_every: int = Field(100, ge=0)
 
     def steps(self, per_epoch: int) -> int:
-        """How many steps a run has, of epochs of so many."""
         whole = self.epochs * per_epoch
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
-class EvalConfig(BaseModel):
+class EvalConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Evaluate on held-out data every `every_epochs` epochs, and after the last.
 
     `metrics` are measured besides the loss: "accuracy", "f1", "matthews", "pearson", "perplexity",
@@ -79,8 +72,6 @@ class EvalConfig(BaseModel):
     "min NAME" of one of your own. After `patience` evaluations that are no better the run ends.
     At the end of a run, show `samples` texts that its language model writes.
     """
-
-    model_config = _STRICT
 
     every_epochs: int = Field(1, ge=1)
     metrics: tuple[str, ...] | None = None
@@ -114,7 +105,7 @@ class EvalConfig(BaseModel):
         return metrics
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
 
     Once all epochs are done, the last alone is kept, unless `keep` is set or `train.decay = "none"`
@@ -123,8 +114,6 @@ class CheckpointConfig(BaseModel):
     On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
     """
 
-    model_config = _STRICT
-
     every_epochs: int = Field(1, ge=1)
     every_steps: int | None = Field(None, ge=1)
     keep: int = Field(2, ge=1)
@@ -132,40 +121,33 @@ class CheckpointConfig(BaseModel):
     grace_s: float = Field(20.0, ge=1, le=25)
 
 
-class ElasticConfig(BaseModel):
+class ElasticConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """With `min_replicas`, a run goes on without the replicas that it loses, down to so many.
 
     The others do the step under way again, and share the samples of a lost replica. Unless set, all
     replicas are needed: the run ends, or restarts (--max-restarts).
     """
 
-    model_config = _STRICT
-
     min_replicas: int | None = Field(None, ge=1)
 
     def goes_on(self, replicas: int) -> bool:
-        """Whether a run of so many replicas may lose some."""
         return self.min_replicas is not None and self.min_replicas < replicas
 
 
-class ReportConfig(BaseModel):
+class ReportConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Trackers that get the numbers of every step, next to `metrics.jsonl` and `report.html`.
 
     Each needs a package, which the extra of its name installs. `project` is W&B's and Trackio's.
     """
 
-    model_config = _STRICT
-
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     project: str = Field("thinpipe", min_length=1)
 
 
-class WatchConfig(BaseModel):
+class WatchConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """A live page of the run at `http://localhost:port`, on the machine of rank 0 alone.
 
     It is the one of `thinpipe watch`, in a process of its own, and ends with the run.
     """
-
-    model_config = _STRICT
 
     port: int | None = Field(None, ge=1, le=65535)

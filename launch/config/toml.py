@@ -17,10 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from thinpipe.launch.config.errors import explain, first_misread
 
-_MOST_NBYTES = 16 << 20
-"""Largest run file; a larger file is something else."""
-_SHOWN = 60
-"""Characters shown of a line that cannot be read."""
+_MOST_NBYTES = 16 << 20  # largest run file; a larger file is something else
+_SHOWN = 60  # characters shown of a line that cannot be read
 _TOML_REMEDIES = (
     ("^Invalid", r"^\{", "that is JSON; write [section] and key = value"),
     ("^Invalid", "^//", "comments begin with #"),
@@ -204,7 +202,6 @@ def _read(
 
 
 def _toml_remedy(text: str, problem: str) -> str:
-    """The remedy, with the line that cannot be read."""
     place = re.search(r"line (\d+)", problem)
     lines = text.splitlines()
     line = (lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else "").strip()
@@ -221,7 +218,6 @@ def _toml_remedy(text: str, problem: str) -> str:
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:
-    """Replace aliases by the settings' names."""
     for alias, name in aliases.items():
         *sections, written = alias.split(".")
         table: Any = tree

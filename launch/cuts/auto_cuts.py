@@ -47,9 +47,6 @@ def decide_cuts(
     ones. Links are not
     measured here: messages are equally long at every cut of these models, so a link is equally
     slow wherever the cut is.
-
-    Raises:
-        ValueError: on every rank, if the machines have too little memory.
     """
     if not config.pipeline.auto_cuts:
         return config
@@ -148,9 +145,6 @@ def find_cuts(
     `memory_limit` has the bytes of each stage's machine, for a run of so many `sequences`.
     `spare_cores`: for each stage, whether its codecs have cores of their own; by default as on
     this machine.
-
-    Raises:
-        ValueError: no cuts fit the memory, or a custom model has too few places.
     """
     stages, count = config.pipeline.stages, len(blocks[0])
     if stages == 1:

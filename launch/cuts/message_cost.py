@@ -17,10 +17,8 @@ from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _REPEATS = 5
-_CHANGE = 0.1
-"""Relative change of a value between two visits."""
-_TOKENS = 8
-"""Tokens per channel that a basis is found from."""
+_CHANGE = 0.1  # relative change of a value between two visits
+_TOKENS = 8  # tokens per channel that a basis is found from
 _DECAY = (1.1, 1.2)
 """Powers by which energy falls from direction to direction, forward and backward. With these a
 transform takes the bits that it was measured to take at GPT-2's shape
@@ -127,7 +125,6 @@ def _settle(
     *,
     known: bool,
 ) -> None:
-    """Let both ends know what a run learns."""
     shape_ND = torch.Size((_TOKENS * width, width))
     value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction, random) for _ in range(2))
     sent_ND = _CHANGE * other_ND if known else value_ND

@@ -25,9 +25,6 @@ class Problem:
     in any case. `cut_s[s][k]` is the transfer time of the link after stage s if stage s + 1 begins
     with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`, as do
     `fixed_memory[s]`, which the stage takes in any case.
-
-    Raises:
-        ValueError: there are fewer blocks than stages.
     """
 
     compute_s: Sequence[Sequence[float]]
@@ -54,17 +51,14 @@ class Problem:
 
 
 def best_cuts(problem: Problem) -> tuple[int, ...]:
-    """The cuts with the least bottleneck: first blocks of all stages but the first.
-
-    Raises:
-        ValueError: no cuts fit the memory.
-    """
+    """The cuts with the least bottleneck: first blocks of all stages but the first."""
     least_s, _ = _search(problem, max, ceiling_s=math.inf)
     if least_s == math.inf:
         need = min(sum(row) for row in problem.memory) + sum(problem.fixed_memory)
+        limits = ", ".join(f"{limit / 1e9:.3g}" for limit in problem.memory_limit)
         raise ValueError(
             f"the {problem.blocks} blocks need {need / 1e9:.3g} GB in total, which do not fit "
-            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB in "
+            f"{problem.stages} stages with {limits} GB in "
             "this order; use more stages, fewer microbatches in flight or smaller batches"
         )
     _, cuts = _search(problem, lambda a, b: a + b, ceiling_s=least_s)
@@ -114,7 +108,3 @@ def _search(
             for stop in range(stage + 1, problem.blocks + 1)
         }
     return plans[problem.blocks]
-
-
-def _gigabytes(limits: Sequence[float]) -> list[str]:
-    return [f"{limit / 1e9:.3g}" for limit in limits]

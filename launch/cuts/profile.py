@@ -22,17 +22,12 @@ from thinpipe.launch.optimizer import our_optimizer
 from thinpipe.pipeline.timing import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
-_MOST_S = 3.0
-"""Of all blocks, for more rounds on a busy machine."""
-_WIDE = 1.5
-"""Ratio of upper to lower quartile from which timings of the same work vary too much."""
-_IDLE_CORES = 0.25
-"""Cores that other processes keep busy on an idle machine, at most."""
-_ALIKE = 1.15
-"""Rounds up to this many times the shortest ran without interference."""
+_MOST_S = 3.0  # of all blocks, for more rounds on a busy machine
+_WIDE = 1.5  # ratio of upper to lower quartile from which timings of the same work vary too much
+_IDLE_CORES = 0.25  # cores that other processes keep busy on an idle machine, at most
+_ALIKE = 1.15  # rounds up to this many times the shortest ran without interference
 
-_Shapes = tuple[torch.Size, ...]
-"""Of a block's parameters."""
+_Shapes = tuple[torch.Size, ...]  # of a block's parameters
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,6 @@ class BlockCost:
     optimizer_s: float = 0.0
 
     def on(self, speed: float) -> "BlockCost":
-        """The same on a device that is `speed` times as fast."""
         return BlockCost(self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
 
     def of_microbatches(self, share: float) -> "BlockCost":

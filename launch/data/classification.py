@@ -72,7 +72,6 @@ class LabelledSet:
         return Batch(inputs_BT, targets, ids_B, mask_BT, types_BT=types)
 
     def select(self, indices: Tensor) -> "LabelledSet":
-        """Some of the samples, renumbered from 0."""
         chosen = Chosen(self.documents, indices.numpy())
         return LabelledSet(chosen, self.length, self.labelling, self.notes)
 

@@ -3,7 +3,7 @@
 from typing import Literal, Self
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 Field = str | int
 """A name, or the number of a column (from 0) in a TSV file without a header."""
@@ -12,7 +12,7 @@ Fields = Field | tuple[Field, ...]
 Kind = Literal["text", "labelled", "instructions"]
 
 
-class RowFields(BaseModel):
+class RowFields(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Fields are names, or numbers of columns in TSV files without a header.
 
     `text_field` alone is running text; with `label_field` (and `pair_field`, a second text) it is
@@ -26,8 +26,6 @@ class RowFields(BaseModel):
     `document_marks` are tokens between documents of text: those of the tokenizer, an end mark
     alone, or none.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     text_field: Field | None = None
     pair_field: Field | None = None
@@ -85,14 +83,12 @@ class RowFields(BaseModel):
 
     @property
     def prompt_fields(self) -> tuple[Field, ...]:
-        """The fields that make a prompt."""
         if self.prompt_field is None:
             return ()
         return self.prompt_field if isinstance(self.prompt_field, tuple) else (self.prompt_field,)
 
     @property
     def fields(self) -> list[Field]:
-        """The fields that rows must have; empty for plain text."""
         named = (self.text_field, self.pair_field, self.label_field, *self.prompt_fields)
         return [f for f in (*named, self.response_field, self.messages_field) if f is not None]
 

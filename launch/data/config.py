@@ -2,17 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from thinpipe.launch.data.columns import RowFields
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-class SourceConfig(BaseModel):
+class SourceConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """One source of a mixture: a path as in `data.path`, and its relative share of the samples."""
-
-    model_config = _STRICT
 
     path: str = Field(min_length=1)
     weight: float = Field(gt=0)

@@ -18,8 +18,7 @@ from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
 from thinpipe.launch.data.tokenizer_files import digest_of_folder
 
-_VERSION = 2
-"""Raised when the same rows and settings give other tokens."""
+_VERSION = 2  # raised when the same rows and settings give other tokens
 Marks = Literal["tokenizer", "end", "none"]
 
 
@@ -27,9 +26,6 @@ def document_marks(tokenizer: Tokenizer, marks: Marks) -> tuple[tuple[int, ...],
     """Tokens before and after a document.
 
     A byte tokenizer has none of its own, and one without an end mark writes none.
-
-    Raises:
-        ValueError: an end mark is asked for and the vocabulary has none.
     """
     if marks == "none" or (marks == "tokenizer" and not isinstance(tokenizer, FolderTokenizer)):
         return (), ()
@@ -50,12 +46,7 @@ def describe_marks(tokenizer: Tokenizer, marks: Marks) -> str:
 def encoder_for(
     config: DataConfig, tokenizer: Tokenizer, labelling: Labelling | None = None
 ) -> Encoder:
-    """The encoder of a run's prompts, conversations or labelled texts.
-
-    Raises:
-        ValueError: a file of the settings is missing, or an end mark.
-        ImportError: an optional package is needed and not installed.
-    """
+    """The encoder of a run's prompts, conversations or labelled texts."""
     labelling = labelling or Labelling()
     key = _key(config, tokenizer, labelling)
     columns: tuple[Column, ...]

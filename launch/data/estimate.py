@@ -20,21 +20,15 @@ from thinpipe.launch.data.streams.blocks import make_of
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.words import format_bytes, format_count
 
-_LARGE_NBYTES = 64 << 20
-"""Less than this is read as in a run, within a minute."""
+_LARGE_NBYTES = 64 << 20  # less than this is read as in a run, within a minute
 _HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000
-_PACKED = 4
-"""How many times as long text is when it is unpacked, roughly."""
+_PACKED = 4  # how many times as long text is when it is unpacked, roughly
 
 
 def estimate(
     config: DataConfig, *, seed: int, labelling: Labelling
 ) -> tuple[SampleSet, SampleSet] | None:
-    """Samples to train and to evaluate on; None if the data are small, or not files.
-
-    Raises:
-        ValueError: there are no such data, or the beginning does not fit the settings.
-    """
+    """Samples to train and to evaluate on; None if the data are small, or not files."""
     named = [path for path in config.paths.values() if path is not None]
     datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:

@@ -32,11 +32,7 @@ Selectable = TypeVar("Selectable", LabelledSet, PackedSet, WindowSet)
 
 
 def files(config: DataConfig) -> list[Path]:
-    """The files that samples are read from: texts, tokenizer and chat template.
-
-    Raises:
-        ValueError: a path is missing or matches nothing.
-    """
+    """The files that samples are read from: texts, tokenizer and chat template."""
     if config.factory is not None:
         return []
     paths = config.paths
@@ -174,7 +170,6 @@ def _packed(
 
 
 def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documents:
-    """The documents of all sources, in proportion to their weights."""
     if not config.sources:
         return parts[0]
     weights = [source.weight for source in config.sources]

@@ -70,11 +70,7 @@ class OwnSet:
         reading: Reading | None = None,
         block: int = 0,
     ) -> None:
-        """`name` is how messages call the dataset, `block` its number among those of a stream.
-
-        Raises:
-            ValueError: it is not a map-style dataset, or empty.
-        """
+        """`name` is how messages call the dataset, `block` its number among those of a stream."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError(
                 f"{name}: {type(dataset).__name__} is not a map-style dataset; it needs "
@@ -120,7 +116,6 @@ class OwnSet:
         return digest.hexdigest()
 
     def _checked(self, index: int, item: Any) -> PyTree:
-        """An item as tensors."""
         try:
             found = _tensors(item)
         except (TypeError, ValueError, RuntimeError):
@@ -161,11 +156,7 @@ class OwnSet:
 def own_set(
     samples: Any, name: str, *, size: int | None = None, reading: Reading | None = None
 ) -> tuple[OwnSet, int]:
-    """Samples and their batch size, of a dataset or a DataLoader.
-
-    Raises:
-        ValueError: a DataLoader asks for what is not done here, or there is no size.
-    """
+    """Samples and their batch size, of a dataset or a DataLoader."""
     reading = reading or Reading()
     if isinstance(samples, DataLoader):
         samples, name, size, reading = _of_loader(samples, size, reading)
@@ -248,7 +239,6 @@ def _tensors(value: Any, *, whole: bool = True) -> PyTree:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether nested lists hold numbers alone."""
     if isinstance(value, tuple | list):
         return all(map(_is_array, value))
     return isinstance(value, int | float)
@@ -261,7 +251,6 @@ def _has_target(batch: PyTree) -> bool:
 
 
 def _parted(batch: PyTree) -> tuple[PyTree, PyTree]:
-    """Inputs and targets."""
     if isinstance(batch, Mapping):
         (target,) = (name for name in _TARGETS if name in batch)
         return {name: part for name, part in batch.items() if name != target}, batch[target]
@@ -285,11 +274,7 @@ def _drawing_alike(ids_B: Tensor, block: int) -> Iterator[None]:
 
 
 def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[OwnSet, OwnSet]:
-    """The datasets that two functions return; without the second, the last samples of the first.
-
-    Raises:
-        ValueError: a function cannot be imported, fails, or returns something else.
-    """
+    """The datasets that two functions return; without the second, the last samples of the first."""
     training = made(factory, "data.factory")
     name = f'data.factory = "{factory}"'
     if eval_factory is not None:

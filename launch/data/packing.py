@@ -64,7 +64,6 @@ class Packing:
         return len(self.starts) - 1
 
     def select(self, sequences: _Ints) -> "Packing":
-        """Some of the sequences, renumbered."""
         parts = [self.order[self.starts[s] : self.starts[s + 1]] for s in sequences]
         sizes = [len(part) for part in parts]
         order = np.concatenate(parts) if parts else self.order[:0]
@@ -115,7 +114,6 @@ class PackedSet:
         )
 
     def select(self, indices: Tensor) -> "PackedSet":
-        """Some of the samples, renumbered from 0."""
         chosen = self.packing.select(indices.numpy())
         return PackedSet(self.documents, self.layout, self.pieces, chosen, self.notes)
 

@@ -33,9 +33,6 @@ class SampleSet(Protocol):
     def batch(self, ids: Ids) -> Batch:
         """Return samples on the CPU, in the order of `ids`; inputs are int64, and targets, too,
         unless they are numbers to predict.
-
-        Raises:
-            ValueError: an id is negative or past the last sample.
         """
 
     @property
@@ -84,7 +81,6 @@ class WindowSet:
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
     def select(self, indices: Tensor) -> "WindowSet":
-        """Some of the samples, renumbered from 0."""
         return WindowSet(Chosen(self.documents, indices.numpy()), self.notes)
 
     @property
@@ -104,7 +100,6 @@ class Counted:
         return self.count
 
     def batch(self, ids: Ids) -> Batch:
-        """Raises ValueError for samples that are not known."""
         return self.samples.batch(ids)
 
     @property
@@ -113,11 +108,7 @@ class Counted:
 
 
 def checked_ids(ids: Ids, count: int) -> Tensor:
-    """The ids of samples as int64, 1-d.
-
-    Raises:
-        ValueError: one is not of a set of `count`.
-    """
+    """The ids of samples as int64, 1-d."""
     ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
     wrong = ids_B[(ids_B < 0) | (ids_B >= count)]
     if len(wrong):

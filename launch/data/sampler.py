@@ -40,14 +40,11 @@ def paced(step: int, changes: Sequence[Change], steps: int) -> float:
 
 
 class _Order(NamedTuple):
-    """The order of `n` samples in an epoch."""
-
     n: int
     seed: int
     shuffle: bool
 
     def of(self, count: int, purpose: str) -> Tensor:
-        """The first `count` samples."""
         return shuffled(count, self.seed, purpose) if self.shuffle else torch.arange(count)
 
 
@@ -106,7 +103,6 @@ class _Stretch:
         return range(self._first if epoch == self.epoch else stop - self.per_epoch, stop)
 
     def ids(self, step: int, replica: int) -> Tensor:
-        """A replica's samples of a step."""
         epoch, at = self.place(step)
         return self._until(epoch, at + 1, replica)[len(self._until(epoch, at, replica)) :].clone()
 
@@ -131,7 +127,6 @@ class _Stretch:
         return _Stretch(self._order, share, first=step, epoch=epoch, rest=rest)
 
     def _until(self, epoch: int, count: int, replica: int) -> Tensor:
-        """A replica's samples of the first steps of an epoch, or of its rest."""
         if self.rest is not None and epoch == self.epoch:
             own = self.rest[replica]
             size, more = divmod(len(own), max(1, self._rest_steps))
@@ -190,7 +185,7 @@ class EpochSampler:
     `shuffle` in that of their ids. Sample i
     always belongs to replica i % replicas, so cached activations stay valid.
     All replicas take equally many samples in each step; hence when the samples do not divide
-    evenly, the last n % replicas of them are never used (`dropped`). `batch_size` counts the
+    evenly, the last n % replicas of them are never used. `batch_size` counts the
     sequences of one step over all replicas; an epoch's last step may have fewer.
 
     What was left of an epoch when the number of replicas changed is visited too, each sample once,
@@ -240,7 +235,7 @@ class EpochSampler:
             self._now = self._now.followed(change.step, share)
         self._replica = replica
         self._own = torch.arange(replica, n // replicas * replicas, replicas)
-        self.dropped, self.left_out = n % replicas, self._now.left_out
+        self.left_out = self._now.left_out
 
     def all_ids(self) -> Tensor:
         """Return the ids of all samples of this replica (int64, 1-d), in ascending order."""
@@ -251,7 +246,6 @@ class EpochSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the number of optimizer steps in which every sample is visited once."""
         return self._now.per_epoch
 
     def steps_of(self, epoch: int) -> range:
@@ -259,16 +253,11 @@ class EpochSampler:
         return self._now.steps_of(epoch)
 
     def steps(self, epochs: int, most: int | None) -> int:
-        """Return how many steps so many epochs have, no more than `most`."""
         whole = self.steps_of(epochs - 1).stop
         return whole if most is None else min(whole, most)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch (from 0) of a global optimizer step (from 0), after the last change.
-
-        Raises:
-            ValueError: the step is negative.
-        """
+        """Return the epoch (from 0) of a global optimizer step (from 0), after the last change."""
         return self._place(step)[0]
 
     def ids(self, step: int) -> Tensor:
@@ -276,15 +265,11 @@ class EpochSampler:
 
         Depends on nothing but the arguments here and of the constructor, so a resume needs no
         state.
-
-        Raises:
-            ValueError: the step is negative.
         """
         self._place(step)
         return self._now.ids(step, self._replica)
 
     def counted(self, step: int) -> int:
-        """Return how many of them, from the first, count in the loss."""
         return self._now.counted(step, self._replica)
 
     def samples(self, step: int) -> int:

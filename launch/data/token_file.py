@@ -29,15 +29,12 @@ _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
 _VERSION = 2
 _TYPES: Mapping[str, npt.DTypeLike] = {"counts": bool, "types": np.uint8, "targets": np.float64}
-_TRUSTED_S = 3600.0
-"""For so long a file that does not change is not compared with its digest again."""
+_TRUSTED_S = 3600.0  # for so long a file that does not change is not compared with its digest again
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20
 """Of pages, before they are given back, and those that Linux maps around one that is read: without
 this a rank's resident set became that of the whole file (2 GB: 1.5 GB after 6,400 reads)."""
-_FLUSH_S = 5.0
-"""Between what an interrupted process need not do again."""
-_NAMED = 3
-"""Rejected rows named for each reason."""
+_FLUSH_S = 5.0  # between what an interrupted process need not do again
+_NAMED = 3  # rejected rows named for each reason
 
 
 class DamagedError(ValueError):
@@ -96,20 +93,14 @@ class TokenFile:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document."""
         return np.diff(self._stops, prepend=0)
 
     @property
     def size(self) -> int:
-        """Tokens of all documents."""
         return len(self._tokens.array)
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
-        """Read one, or some of its tokens.
-
-        Raises:
-            IndexError: there is no such document.
-        """
+        """Read one, or some of its tokens."""
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)}")
         first = 0 if number == 0 else int(self._stops[number - 1])
@@ -174,7 +165,6 @@ class TokenWriter:
             self._files[name].write(getattr(part, name).astype(_TYPES[name]).tobytes())
 
     def reject(self, rejected: Rejected) -> None:
-        """Count a row that gives no document."""
         found = self.rejected.setdefault(rejected.reason, [0, []])
         found[0] += 1
         if len(found[1]) < _NAMED:
@@ -238,7 +228,6 @@ class _Mapped:
         self.array: npt.NDArray[Any] = np.frombuffer(self._map or b"", dtype=kind)
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """A copy of a part."""
         part = self.array[start:stop].copy()
         self._read += part.nbytes + _AROUND_NBYTES
         if self._map is not None and self._read > _MAPPED_NBYTES:

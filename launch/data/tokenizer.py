@@ -60,18 +60,11 @@ class Tokenizer(Protocol):
         """One or two texts to classify, with special tokens, in at most `length` tokens.
 
         Of two texts the longer one is truncated first.
-
-        Raises:
-            ValueError: special tokens alone take as many.
         """
 
     @property
     def end(self) -> int:
-        """The id that is written to end an example.
-
-        Raises:
-            ValueError: the vocabulary has no such token.
-        """
+        """The id that is written to end an example."""
 
 
 class Bytes:
@@ -187,11 +180,7 @@ class FolderTokenizer:
 
 
 def check_room(room: int, length: int, marks: int) -> None:
-    """Check that there is room for text beside special tokens.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Check that there is room for text beside special tokens."""
     if room < 1:
         raise ValueError(
             f"data.sequence_length = {length}: no room for text beside {marks} special tokens; "
@@ -200,10 +189,5 @@ def check_room(room: int, length: int, marks: int) -> None:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a `data.tokenizer`.
-
-    Raises:
-        ValueError: there is no such folder, or no tokenizer in it.
-        ImportError: the optional package is not installed.
-    """
+    """Return the tokenizer of a `data.tokenizer`."""
     return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())

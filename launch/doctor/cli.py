@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from thinpipe.launch import preflight
 from thinpipe.launch.config.cli_options import (
@@ -21,18 +22,28 @@ from thinpipe.launch.config.cli_options import (
 )
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
-from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
 from thinpipe.launch.doctor.group import DoctorError, join_group
-from thinpipe.launch.doctor.host import HostInfo, check_host, check_key, describe_host
-from thinpipe.launch.doctor.links import listen, measure_links
-from thinpipe.launch.doctor.report import as_network, show_links, show_results
+from thinpipe.launch.doctor.host import (
+    MEASURING_S,
+    HostInfo,
+    as_hosts,
+    check_host,
+    check_key,
+    describe_host,
+    own_devices,
+    untimed,
+)
+from thinpipe.launch.doctor.links import LinkInfo, listen, measure_links
 from thinpipe.launch.doctor.result import CheckResult, problem
 from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint, reachable_address
+from thinpipe.launch.host.links import MAX_RATE_BPS, MIN_RATE_BPS, PAYLOAD_SHARE, format_rate
+from thinpipe.launch.host.network import Host, Network, Rate
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks.network import HostNetwork
 
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 EXIT_OK, EXIT_PROBLEM = 0, 1
 
 
@@ -82,8 +93,6 @@ def doctor(  # noqa: PLR0913  # one parameter per option
 
 
 class _Diagnosis:
-    """Runs all checks; `results` are those of this host so far."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -100,7 +109,6 @@ class _Diagnosis:
     def run(
         self, console: Console, endpoint: tuple[str, int], save: Path | None
     ) -> list[CheckResult]:
-        """The results of all hosts, the same on each."""
         with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
             sized = self._check_host()
@@ -125,7 +133,6 @@ class _Diagnosis:
         return [*own, *hidden, *check_all(hosts, links), *untimed(names, devices)]
 
     def _check_host(self) -> RunConfig | None:
-        """Check this host; the config with the sizes of its messages, if they can be had."""
         try:
             ready = preflight.check_settings(self._config, self._shares)
         except (ValueError, OSError, ImportError) as error:
@@ -148,3 +155,47 @@ class _Diagnosis:
             limit_s=self._wait_s,
             log=typer.echo,
         )
+
+
+def show_results(console: Console, results: Sequence[CheckResult]) -> None:
+    """Print all results, the worst last, so that they stay visible in a terminal."""
+    order = list(_STYLES)
+    for result in sorted(results, key=lambda f: order.index(f.level)):
+        head = f"[{_STYLES[result.level]}]{result.level:7}[/] {result.where}: "
+        console.print(head, end="", highlight=False)
+        console.print(result.text, markup=False, highlight=False, soft_wrap=True)
+        if result.remedy:
+            console.print(f"        -> {result.remedy}", markup=False, soft_wrap=True)
+
+
+def show_links(console: Console, names: Sequence[str], links: Sequence[LinkInfo]) -> None:
+    """Rate and round trip: a row per sender, a column per receiver."""
+    table = Table("from \\ to", *names, title="payload rate, round trip", title_justify="left")
+    by_pair = {(link.source, link.target): link for link in links}
+    for source, name in enumerate(names):
+        cells = [_cell(by_pair.get((source, target))) for target in range(len(names))]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def as_network(links: Sequence[LinkInfo], known: tuple[Host, ...]) -> Network:
+    """The network of these hosts as `plan` reads it; a closed link has the lowest rate.
+
+    Latency is half of a round trip.
+    """
+    hosts = len(known)
+    rates: list[list[Rate]] = [[None] * hosts for _ in range(hosts)]
+    delays = [[0.0] * hosts for _ in range(hosts)]
+    for link in links:
+        nominal_bps = link.rate_bps / PAYLOAD_SHARE
+        rates[link.source][link.target] = min(max(nominal_bps, MIN_RATE_BPS), MAX_RATE_BPS)
+        delays[link.source][link.target] = link.round_trip_s / 2
+    return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)), known)
+
+
+def _cell(link: LinkInfo | None) -> str:
+    if link is None:
+        return ""
+    if link.closed:
+        return "closed"
+    return f"{format_rate(link.rate_bps)}, {link.round_trip_s * 1e3:.3g} ms"

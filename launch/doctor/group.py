@@ -30,7 +30,6 @@ class HostGroup:
     wait_s: float
 
     def gather(self, key: str, value: Any, wait_s: float | None = None) -> list[Any]:
-        """Every host's value, in order."""
         self.publish(f"{key}/{self.index}", value)
         return [self.wait_for(f"{key}/{index}", wait_s) for index in range(self.hosts)]
 
@@ -42,31 +41,17 @@ class HostGroup:
             self.wait_for(f"left/{index}")
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a value once.
-
-        Raises:
-            DoctorError: the host of the store is gone.
-        """
         with _name_lost_host(f"publishing {key!r}"):
             self.store.set(key, json.dumps(value))
 
     def wait_for(self, key: str, wait_s: float | None = None) -> Any:
-        """Wait for a value.
-
-        Raises:
-            DoctorError: the value was not published in time.
-        """
         with _name_lost_host(f"waiting for {key!r}"):
             self.store.wait([key], timedelta(seconds=wait_s or self.wait_s))
             return json.loads(self.store.get(key))
 
 
 def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
-    """Wait until all hosts have come to the store of their network.
-
-    Raises:
-        DoctorError: the store cannot be reached, or a host did not join in time.
-    """
+    """Wait until all hosts have come to the store of their network."""
     where = network.endpoint or format_endpoint(*network.store)
     is_server = network.server is not None
     store = _open(network, wait_s)
@@ -87,7 +72,6 @@ def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
 
 @contextlib.contextmanager
 def _name_lost_host(doing: str) -> Iterator[None]:
-    """Turn failures of the store into `DoctorError`s."""
     try:
         yield
     except DoctorError:
@@ -111,7 +95,6 @@ def _open(network: HostNetwork, wait_s: float) -> TCPStore:
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:
-    """Wait until the port accepts connections."""
     reason = ""
 
     def connected() -> bool:

@@ -1,4 +1,4 @@
-"""Inspects one host: interface, kernel settings, memory and disk, versions, config."""
+"""Inspects one host: interface, kernel settings, memory and disk, versions, config, devices."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,13 @@ import torch
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import device_type, free_gpu_memory, host_notices
-from thinpipe.launch.host.packages import versions
-from thinpipe.launch.host.resources import usable_cores
+from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count, host_notices
+from thinpipe.launch.host.network import Host
+from thinpipe.launch.host.packages import explain, versions
+from thinpipe.launch.host.resources import free_memory, usable_cores
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.host import gpu_nbytes, host_needs
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
@@ -24,6 +26,9 @@ from thinpipe.launch.memory.space import check_space
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share
 
+_DIGITS, _LEAST = 3, 1e-3
+MEASURING_S = 300.0
+"""How long other hosts may take to measure theirs."""
 _SOON_DAYS = 14
 _SYSCTL = Path("/proc/sys/net/ipv4")
 
@@ -70,11 +75,7 @@ def describe_host(
 
 
 def check_key(config: NetworkConfig) -> CheckResult:
-    """Whether this host's key can be used, and for how long.
-
-    Raises:
-        ValueError: it does not exist, or is not a key.
-    """
+    """Whether this host's key can be used, and for how long."""
     path, name = config.find_key(), config.own_name()
     info, now = keys.read(path), datetime.now(UTC)
     left = (info.not_after - now).days
@@ -133,7 +134,6 @@ def _gpu(
     shares: Sequence[Share],
     models: Sequence[ModelMemory],
 ) -> list[CheckResult]:
-    """Memory of a GPU against what the share needs that needs most, if ranks are to use one."""
     if device_type(config.pipeline.device) == "cpu":
         return []
     here = free_gpu_memory(config.pipeline.devices_per_rank)
@@ -161,3 +161,45 @@ def _sysctl(name: str, default: str) -> str:
         return (_SYSCTL / name).read_text(encoding="utf-8").strip()
     except OSError:
         return default
+
+
+def own_devices(config: RunConfig) -> dict[str, Any]:
+    """This host's: their number, bytes that are free on each, seconds of a block of the model; or
+    why it could not be timed.
+    """
+    gpus = gpu_count() if config.pipeline.device != "cpu" else 0
+    free = (free_gpu_memory() or 0) if gpus else free_memory()
+    found: dict[str, Any] = {"devices": max(1, gpus), "memory": free}
+    try:
+        return found | {"block_s": typical_block_s(config)}
+    except (RuntimeError, MemoryError, ValueError, OSError, ImportError) as error:
+        reason = explain(error) or type(error).__name__
+        return found | {"failed": reason.splitlines()[0]}
+
+
+def untimed(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[CheckResult]:
+    """A warning for each host whose speed is not known."""
+    remedy = "add its speed to `hosts` of the file, or run doctor on it again"
+    return [
+        warning(name, f"a block of the model could not be timed ({own['failed']})", remedy)
+        for name, own in zip(names, devices, strict=False)  # none where nobody saves
+        if "failed" in own
+    ]
+
+
+def as_hosts(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> tuple[Host, ...]:
+    """`hosts` of a network file; speeds are relative to the first host that has one."""
+    first_s = next((own["block_s"] for own in devices if "block_s" in own), None)
+    return tuple(
+        Host(
+            name=name,
+            devices=own["devices"],
+            memory_gb=max(_LEAST, round(own["memory"] / 1e9, _DIGITS)),
+            **(
+                {"speed": max(_LEAST, round(first_s / own["block_s"], _DIGITS))}
+                if "block_s" in own
+                else {}
+            ),
+        )
+        for name, own in zip(names, devices, strict=True)
+    )

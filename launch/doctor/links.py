@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, replace
 
 from thinpipe.launch.doctor.group import DoctorError, HostGroup
 from thinpipe.launch.doctor.host import HostInfo
-from thinpipe.launch.doctor.rounds import Progress, own_links
 from thinpipe.launch.host.interfaces import serve
 from thinpipe.launch.host.links import Pair
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.ranks.network import HostNetwork
 
+_PAUSE_S = 5.0
 _CONNECT_S = 3.0
 _POLL_S = 0.05
 _MTU_OF = {
@@ -70,9 +71,6 @@ def measure_links(
 
     Disjoint pairs at once: first the round trips of all, which floods would lengthen where links
     share an uplink, then the rates. `report` is told how far this host is.
-
-    Raises:
-        DoctorError: a host was lost.
     """
     server.settimeout(group.wait_s)
     own = list(own_links(group.index, group.hosts))
@@ -165,7 +163,6 @@ def _rate(group: HostGroup, link: LinkInfo, connection: socket.socket, window_s:
 
 @contextlib.contextmanager
 def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
-    """Say between which hosts a measurement failed."""
     try:
         yield
     except (OSError, DoctorError) as error:
@@ -175,7 +172,6 @@ def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
 
 
 def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
-    """The link with the overlay's figures, if it is from this host."""
     if link.source != host or link.closed is not None:
         return link
     state = overlay.client().ask("status")["links"][overlay.peer_list.hosts[link.target].name]
@@ -210,3 +206,49 @@ def _number(connection: socket.socket) -> float:
 def _clock(connection: socket.socket) -> float:
     connection.recv(1)
     return time.time()
+
+
+def rounds(hosts: int) -> list[list[Pair]]:
+    """All pairs (lower, higher) of `hosts`, in rounds of pairs that share no host.
+
+    The circle method of round-robin tournaments: one host stays, the others move on by a place.
+    """
+    players: list[int | None] = list(range(hosts))
+    if hosts % 2:
+        players.append(None)  # who meets it pauses
+    found = []
+    for _ in range(len(players) - 1):
+        opposite = reversed(players)
+        half = zip(players[: len(players) // 2], opposite, strict=False)
+        found.append([(min(a, b), max(a, b)) for a, b in half if a is not None and b is not None])
+        players.insert(1, players.pop())
+    return found
+
+
+def own_links(host: int, hosts: int) -> Iterator[Pair]:
+    """The links (from, to) that a host takes part in, in order; both directions of a pair."""
+    for pairs in rounds(hosts):
+        for a, b in pairs:
+            if host in (a, b):
+                yield a, b
+                yield b, a
+
+
+class Progress:
+    """Says how many of a host's links are measured, at most every few seconds."""
+
+    def __init__(self, total: int, report: Callable[[str], None]) -> None:
+        self._total, self._report, self._done = total, report, 0
+        self._begin_s = self._said_s = time.monotonic()
+
+    def advance(self, what: str) -> None:
+        self._done += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s < _PAUSE_S or self._done == self._total:
+            return
+        self._said_s = now_s
+        left_s = (now_s - self._begin_s) / self._done * (self._total - self._done)
+        self._report(
+            f"measured {self._done} of this host's {self._total} links, the last {what}; "
+            f"{format_duration(left_s)} left"
+        )

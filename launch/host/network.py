@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE, delay_in_range, links, rate_in_range
 
 Rate = float | None
 """Bits per second; None is unlimited."""
-STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class Host(BaseModel):
+class Host(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     """A machine: `devices` alike, each `speed` times as fast as the one that is measured on."""
-
-    model_config = STRICT
 
     name: str
     site: str = ""
@@ -38,9 +35,7 @@ class Host(BaseModel):
 Matrix = tuple[tuple[float | None, ...], ...]
 
 
-class _File(BaseModel):
-    model_config = STRICT
-
+class _File(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     rate_bps: Matrix | None = None
     latency_s: Matrix | None = None
     hosts: tuple[
@@ -84,11 +79,7 @@ class Network:
 
     @classmethod
     def read(cls, path: Path, option: str = "--network") -> Self:
-        """Read a network file.
-
-        Raises:
-            ValueError: names option, file and the error in it.
-        """
+        """Read a network file."""
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -101,11 +92,7 @@ class Network:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The network that a file's content describes; null is unlimited, or no delay.
-
-        Raises:
-            ValueError: names what is wrong in it.
-        """
+        """The network that a file's content describes; null is unlimited, or no delay."""
         found = read_json(_File, text)
         hosts = range(len(found.rate_bps or found.latency_s or ()))
         pairs = [[(i, j, i == j) for j in hosts] for i in hosts]
@@ -117,7 +104,6 @@ class Network:
         )
 
     def write(self, path: Path) -> None:
-        """Write what `read` reads."""
         content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
         if self.known:
             content["hosts"] = [host.model_dump(exclude_unset=True) for host in self.known]
@@ -128,11 +114,7 @@ class Network:
         return len(self.rate_bps)
 
     def for_ranks(self, ranks: int) -> "Network":
-        """Links between ranks, equally many on each host, in order; unlimited within a host.
-
-        Raises:
-            ValueError: the ranks cannot be divided evenly among the hosts.
-        """
+        """Links between ranks, equally many on each host, in order; unlimited within a host."""
         if ranks % self.hosts:
             raise ValueError(
                 f"the network has {self.hosts} hosts, among which {ranks} ranks cannot be "
@@ -154,7 +136,6 @@ class Network:
         return Network(rates, self.latency_s)
 
     def link_s(self, source: int, target: int, nbytes: int) -> float:
-        """Seconds to send `nbytes` over the link alone."""
         return seconds(nbytes, self.rate_bps[source][target])
 
     def uplink_s(self, host: int, nbytes: int) -> float:
@@ -165,7 +146,6 @@ class Network:
 
     @property
     def limited(self) -> bool:
-        """Whether any rate is known."""
         return any(self.rate_bps[i][j] is not None for i, j in links(self.hosts))
 
     @property
@@ -197,11 +177,7 @@ def _delay(delays: Matrix | None, i: int, j: int, own: bool) -> float:
 
 
 def read_json(model: type[_Model], text: str) -> _Model:
-    """JSON as such a model.
-
-    Raises:
-        ValueError: names the first key that is wrong, its value and what it should be.
-    """
+    """JSON as such a model."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -223,11 +199,7 @@ def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
 
 
 def check_square(rows: Matrix, size: int, where: str) -> None:
-    """Check that a matrix has a row per sender, with a number per receiver.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a matrix has a row per sender, with a number per receiver."""
     if len(rows) != size:
         raise ValueError(f"{where}: needs {size} rows, one per sender")
     if any(len(row) != size for row in rows):

@@ -86,21 +86,13 @@ def versions() -> dict[str, str]:
 
 
 def require(package: str) -> None:
-    """Check that a package is installed, before a process that imports it is started.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """Check that a package is installed, before a process that imports it is started."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def check_writers(tools: Iterable[str]) -> None:
-    """Check that the packages of `report.writers` are installed.
-
-    Raises:
-        ValueError: one is not; names its extra.
-    """
+    """Check that the packages of `report.writers` are installed."""
     for tool in tools:
         try:
             require(tool)

@@ -163,7 +163,6 @@ class BackgroundLoad:
         return time.perf_counter() - self._start[0]
 
     def cores(self) -> float:
-        """How many cores other processes have kept busy on average."""
         wall_s, busy_s, own_s = self._since()
         return max(0.0, busy_s - own_s) / wall_s
 
@@ -191,7 +190,6 @@ class BackgroundLoad:
 
 
 def _family_s() -> float:
-    """Processor seconds of this process and of its siblings."""
     total_s = 0.0
     with contextlib.suppress(OSError):  # /proc is hidden
         parent = psutil.Process().parent()

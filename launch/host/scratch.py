@@ -17,8 +17,7 @@ from thinpipe.launch.host import disk
 _PREFIX, _LOCK = "thinpipe-run-", "lock"
 _SHORT, _MEMORY, _LONGEST = Path("/tmp"), Path("/dev/shm"), 108 - 60
 """The name of a socket has at most 107 bytes; ours add up to 60 to the folder's."""
-_AFTER_MULTIPROCESSING = -200
-"""Its own folder, which lies in this one, is removed at -100."""
+_AFTER_MULTIPROCESSING = -200  # its own folder, which lies in this one, is removed at -100
 
 
 def use_scratch_folder() -> Path:

@@ -152,8 +152,6 @@ def _sinks(host: int, keep: deque[bytes] | None) -> list[Callable[[bytes], None]
 
 
 class _Lines:
-    """Splits a stream into lines and prefixes each."""
-
     def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
         self._prefix = prefix
         self._write = write

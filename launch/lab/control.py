@@ -25,8 +25,7 @@ _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/n
 _LARGEST = 65536
 _TIMEOUT_S = 60.0
 """Guards against hanging: a run may still be building its network, on a busy machine."""
-_CLIENT_S = 5.0
-"""How long other clients wait for one that has connected and sends nothing."""
+_CLIENT_S = 5.0  # how long other clients wait for one that has connected and sends nothing
 _MOST_PAIRS = 6
 
 
@@ -92,11 +91,7 @@ def runs() -> list[int]:
 
 
 def request(change: Change, run: int | None = None) -> str:
-    """Change the rates of a run (the only one if `run` is None); return which, and its rates.
-
-    Raises:
-        ValueError: no such run, several without `run`, or the change is rejected.
-    """
+    """Change the rates of a run (the only one if `run` is None); return which, and its rates."""
     known = runs()
     if run is None and len(known) != 1:
         found = f"runs {', '.join(map(str, known))}; choose one with --run" if known else "no run"

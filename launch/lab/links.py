@@ -45,11 +45,7 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
 
 
 def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
-    """Set every link to the rates of `spec`.
-
-    Raises:
-        ShapedError: the kernel rejects one; links after that are as they were.
-    """
+    """Set every link to the rates of `spec`."""
     for index, host in enumerate(hosts):
         for direction, shaper, shape in (
             ("uplink", host.up, uplink(spec, index)),
@@ -65,7 +61,6 @@ def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
 
 
 def _no_ipv6() -> None:
-    """Keep new interfaces from sending unsolicited packets."""
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     if switch.exists():
         switch.write_text("1", encoding="utf-8")
@@ -97,7 +92,6 @@ def _build_host(
 
 
 def _connect(host: int, switch: IPRoute, net_fd: int) -> int:
-    """Connect the switch's port `h0` to the host's `eth0`."""
     end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
     with needs("veth"):
         switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)

@@ -68,7 +68,6 @@ class ShapedNetwork:
         self.close()
 
     def close(self) -> None:
-        """End all processes on the hosts, then the hosts."""
         if self._socket.fileno() < 0:
             return
         self._socket.shutdown(
@@ -85,7 +84,6 @@ class ShapedNetwork:
         self._shared, self._own = [], []
 
     def start(self, host: int, body: Callable[[], int]) -> int:
-        """Fork a process into a host; see `ranks.start`."""
         net, uts = self._own[2 * host : 2 * host + 2]
         namespaces = [*self._shared, (net, linux.NEW_NET), (uts, linux.NEW_UTS)]
         return start(namespaces, body)
@@ -133,11 +131,7 @@ class ShapedNetwork:
         down: str | None = None,
         pairs: Sequence[str] = (),
     ) -> None:
-        """Change rates while traffic flows, also from inside `run`; as in `NetworkSpec.of`.
-
-        Raises:
-            ValueError: a rate is invalid or out of range.
-        """
+        """Change rates while traffic flows, also from inside `run`; as in `NetworkSpec.of`."""
         change = control.Change(rate=rate, up=up, down=down, pairs=list(pairs))
         control.request(change, self.run_id)
         self.spec = self.spec.changed(rate=rate, up=up, down=down, pairs=pairs)
@@ -170,7 +164,6 @@ def _start_supervisor(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[by
 
 
 def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int) -> int:
-    """Run in a host: call, and write the pickled result or the traceback."""
     os.environ.update(environment(host, hosts))
     try:
         answer, code = pickle.dumps(function(host)), 0

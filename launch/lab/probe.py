@@ -9,7 +9,6 @@ from thinpipe.launch.host.links import FRAME_BYTES
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
-from thinpipe.launch.lab.spec import NetworkSpec
 
 _PORT = 5201
 _CONNECT_S = 10.0
@@ -38,17 +37,14 @@ class LinkProbe:
 def probe_link(network: ShapedNetwork, source: int, target: int) -> LinkProbe:
     """Measure the link from `source` to `target` while nothing else runs."""
     nominal_bps = network.spec.rate_bps(source, target)
-    round_trip_s = _round_trip_s(network.spec, source, target)
+    delay_s = network.spec.delay_s
+    round_trip_s = delay_s.get((source, target), 0.0) + delay_s.get((target, source), 0.0)
     window_s = _window_s(nominal_bps, round_trip_s)
     warm_up_s = window_s / 2 + 10 * round_trip_s  # slow start doubles the rate once a round trip
     job = partial(_measure, source=source, target=target, warm_up_s=warm_up_s, window_s=window_s)
     limit_s = 2 * _CONNECT_S + 4 * (warm_up_s + window_s)
     ping_s, achieved_bps = network.run(job, hosts=(source, target), timeout_s=limit_s)
     return LinkProbe(source, target, nominal_bps, achieved_bps, round_trip_s, ping_s)
-
-
-def _round_trip_s(spec: NetworkSpec, source: int, target: int) -> float:
-    return spec.delay_s.get((source, target), 0.0) + spec.delay_s.get((target, source), 0.0)
 
 
 def _window_s(nominal_bps: float | None, round_trip_s: float) -> float:

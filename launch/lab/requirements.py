@@ -32,11 +32,7 @@ _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOENT, errno.EAFNOSUPPORT, errno.ENOPROTO
 
 @contextlib.contextmanager
 def needs(feature: str) -> Iterator[None]:
-    """Around what uses a kernel feature.
-
-    Raises:
-        ShapedError: the kernel lacks it; the message has its remedy.
-    """
+    """Around what uses a kernel feature."""
     try:
         yield
     except (NetlinkError, OSError) as error:

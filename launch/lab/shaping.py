@@ -61,10 +61,6 @@ class Shaper:
         """Change the limits; without losing packets unless limits are added or removed.
 
         If that fails, set them up from scratch.
-
-        Raises:
-            NetlinkError: the kernel rejects it; the next call sets up its limits from scratch.
-            ShapedError: the kernel lacks a feature.
         """
         if shape != self._shape:
             old, self._shape = self._shape, None

@@ -69,11 +69,7 @@ class NetworkSpec:
         down: str | None = None,
         pairs: Sequence[str] = (),
     ) -> "NetworkSpec":
-        """The same network with other rates; `0,1=none` removes the limit of a pair.
-
-        Raises:
-            ValueError: as `of`.
-        """
+        """The same network with other rates; `0,1=none` removes the limit of a pair."""
         uplinks = _rates(up or rate or "none", self.hosts, "--up" if up else "--rate")
         downlinks = _rates(down or rate or "none", self.hosts, "--down" if down else "--rate")
         return replace(
@@ -114,7 +110,6 @@ def _rates(text: str, hosts: int, where: str) -> Rates:
 def _with_pairs(
     limits: Mapping[Pair, float], texts: Sequence[str], hosts: int
 ) -> dict[Pair, float]:
-    """`limits`, changed by `--pair`."""
     changes = _parse_pairs(texts, hosts)
     for (a, b), bps in changes.items():
         if bps is None and not limits.keys() & {(a, b), (b, a)}:

@@ -14,12 +14,7 @@ from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count,
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
-from thinpipe.launch.memory.model import (
-    BlockRun,
-    ModelMemory,
-    on_rank,
-    rank_memory,
-)
+from thinpipe.launch.memory.model import BlockRun, ModelMemory, on_rank, rank_memory
 from thinpipe.launch.memory.rows import (
     End,
     HostBytes,
@@ -37,8 +32,7 @@ _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
 _LIBRARY_NBYTES = 45 * 2**20
 """What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
-_REPORTING_NBYTES = 45 * 2**20
-"""Bytes of the first rank for metrics, display and report."""
+_REPORTING_NBYTES = 45 * 2**20  # bytes of the first rank for metrics, display and report
 _GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.2, 0.2
 """What an allocator cannot use again between tensors that come and go: of activations, and of the
 few large tensors of a loss (`memory_count_cpu_202611.md` has measured both); of all on a GPU.
@@ -66,7 +60,6 @@ class HostNeeds:
         return held + self.unused + self.memories.ram + self.processes
 
     def compared(self, available: int) -> str:
-        """All of it in words, and how much is free."""
         parts = {
             "weights": self.model.weights,
             "gradients": self.model.gradients,
@@ -99,9 +92,6 @@ def host_needs(
     """RAM of these ranks, all on this host; stages on a GPU need its memory too (`gpu_nbytes`).
 
     `models` are the `rank_memory` of the config, which takes a while, if it is known.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
     """
     positions = [config.mesh(rank).position for rank in ranks]
     models = models or rank_memory(config)
@@ -112,11 +102,7 @@ def host_needs(
 def device_nbytes(
     config: RunConfig, sequences: int, models: Sequence[ModelMemory] | None = None
 ) -> list[int]:
-    """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM."""
     models, ends = models or rank_memory(config), _ends(config, sequences)
     return [_on_device(config, ends, *one) for one in enumerate(models)]
 
@@ -127,11 +113,7 @@ def added_nbytes(
     blocks: Sequence[BlockRun],
     exchange: ExchangeCost | None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Bytes that each block adds to each stage, and those that a stage takes without any.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes that each block adds to each stage, and those that a stage takes without any."""
     heaviest = max(block.weights for block, _ in blocks)
     # that of the last block is for its loss, and no other stage's
     usual = max((block.transient for block, _ in blocks[:-1]), default=0)
@@ -208,11 +190,7 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
 
 
 def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
-    """Check that this host has enough memory and disk for these ranks; what else to know of it.
-
-    Raises:
-        ConfigError, ValueError: naming what is too small or missing, and the remedy.
-    """
+    """Check that this host has enough memory and disk for these ranks; what else to know of it."""
     check_memory(config, sequences, ranks)
     found, here = host_needs(config, sequences, ranks), free(config).ram
     if found.total > here:
@@ -236,21 +214,13 @@ def gpu_nbytes(
     ranks: Sequence[int],
     models: Sequence[ModelMemory] | None = None,
 ) -> int:
-    """Bytes of the busiest GPU of a host with these ranks, without CUDA's own of each process.
-
-    Raises:
-        ConfigError: the activation cache's budget is too small for one sample.
-    """
+    """Bytes of the busiest GPU of a host with these ranks, without CUDA's own of each process."""
     each, per_rank = device_nbytes(config, sequences, models), config.pipeline.devices_per_rank
     return busiest([each[config.mesh(rank).position] // per_rank for rank in ranks], per_rank)
 
 
 def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_rank: int) -> None:
-    """Check that the GPU of a rank holds all ranks that share it; that rank calls it.
-
-    Raises:
-        ConfigError: naming what they need, what is free, and the remedy.
-    """
+    """Check that the GPU of a rank holds all ranks that share it; that rank calls it."""
     if device_type(config.pipeline.device) == "cpu":
         return
     per_rank = config.pipeline.devices_per_rank

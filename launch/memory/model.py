@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.models.kind import ModelKind
 
 _WORD = 4  # bytes of an fp32 number
-_MOST_REPLICAS = 4
-"""More of them keep no more each."""
-_MOST_KINDS = 64
-"""Models with more blocks are taken to repeat their second one up to the last."""
+_MOST_REPLICAS = 4  # more of them keep no more each
+_MOST_KINDS = 64  # models with more blocks are taken to repeat their second one up to the last
 _MOST_MIXED = 100_000
 """With more blocks it counts as if none were computed again: such a run is a mistake."""
 _BLOCKS_UNDER_WAY = 7

@@ -73,11 +73,7 @@ def row_nbytes(config: RunConfig, spec: Spec) -> int:
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:
-    """Samples that the budget of a rank holds at each of its ends; None without a budget.
-
-    Raises:
-        ConfigError: it is too small for a single sample.
-    """
+    """Samples that the budget of a rank holds at each of its ends; None without a budget."""
     budget = config.memory.budget
     per_sample = _per_sample(config, position)
     if budget is None or not per_sample:
@@ -96,11 +92,7 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
 
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
-    """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike.
-
-    Raises:
-        ConfigError: the budget is too small for a single sample.
-    """
+    """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike."""
     samples = sequences // config.pipeline.dp_size
     ends = _ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
@@ -130,11 +122,7 @@ def free(config: RunConfig) -> Free:
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
-    """Check that this host has enough memory and disk for these ranks.
-
-    Raises:
-        ConfigError, ValueError: naming what is too small or missing, and the remedy.
-    """
+    """Check that this host has enough memory and disk for these ranks."""
     if config.pipeline.offload and device_type(config.pipeline.device) == "cpu":
         chosen = config.pipeline.device == "cpu"
         why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
@@ -240,7 +228,6 @@ def _ends(config: RunConfig) -> list[End]:
 
 
 def _per_sample(config: RunConfig, position: int) -> int:
-    """Bytes of one sample in all caches of a pipeline rank."""
     return sum(end.row_nbytes for end in _ends(config) if end.position == position)
 
 

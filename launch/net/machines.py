@@ -1,5 +1,6 @@
 """Joining the machines of a run: over the overlay, or openly where its network is trusted."""
 
+import contextlib
 import os
 import socket
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
-from thinpipe.launch.config.network import NOT_LISTENING, NetworkConfig
+from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.interfaces import (
     Interface,
     family_of,
@@ -56,26 +57,23 @@ def several_machines(
             endpoint cannot be resolved or reached.
         OverlayError: not all hosts joined.
     """
-    if hosts > MOST_HOSTS:
-        raise ValueError(f"--nnodes = {hosts}: a run has at most {MOST_HOSTS} machines")
     limit_lookups()
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if joins:
         _find(address, port, endpoint)
-    if ip_address(address).is_loopback:
-        return openly(endpoint, LOOPBACK, (address, port), config.own_name(), holds=not joins)
-    if config.trusted:
-        own = _chosen_interface(address).address
+    here = ip_address(address).is_loopback
+    if here or config.trusted:
+        own = LOOPBACK if here else _chosen_interface(address).address
         return openly(endpoint, own, (address, port), config.own_name(), holds=not joins)
-    _check(config, limit_s)
+    _check(config, hosts, limit_s)
     coordinates = is_own_address(address) and not joins
-    if coordinates and config.listen == NOT_LISTENING:
+    listen = config.listens_at(_chosen_interface(address).address, port)
+    if coordinates and listen is None:
         raise ValueError(
             f'network.listen = "none": {endpoint} (--rdzv) is this machine, which the others must '
             "reach; remove the setting here, or name another machine with --rdzv"
         )
-    listen = config.listens_at(_chosen_interface(address).address, port)
     server = serve((LOOPBACK, 0)) if coordinates else None
     overlay = Overlay(
         Settings(
@@ -89,20 +87,19 @@ def several_machines(
                 for name, where in config.peers.items()
             },
             patience_s=config.patience_s,
-            store_port=server.getsockname()[1] if server is not None else None,
+            store_port=server and server.getsockname()[1],
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
     what = "joining the run" if joins else f"waiting for {hosts} machines"
     log(f"{what} at {endpoint}, at most {limit_s:.0f} s")
-    try:
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(overlay.close)
         overlay.join(limit_s, log, expected=expected)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))
-    except BaseException:
-        overlay.close()
-        raise
+        on_error.pop_all()
     own, order = overlay.address(overlay.name), [overlay.peer_list.index(overlay.name)]
-    return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+    return HostNetwork(endpoint, own, store, server, order, overlay.name, overlay)
 
 
 def _find(address: str, port: int, endpoint: str) -> None:
@@ -121,8 +118,10 @@ def _find(address: str, port: int, endpoint: str) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _check(config: NetworkConfig, limit_s: float) -> None:
+def _check(config: NetworkConfig, hosts: int, limit_s: float) -> None:
     """Before anybody is waited for."""
+    if hosts > MOST_HOSTS:
+        raise ValueError(f"--nnodes = {hosts}: a run has at most {MOST_HOSTS} machines")
     if config.patience_s >= limit_s:
         raise ValueError(
             f"network.patience_s = {config.patience_s:g}: ranks wait for each other only "

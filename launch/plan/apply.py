@@ -18,8 +18,7 @@ from tomlkit.exceptions import TOMLKitError
 from thinpipe.launch.config.toml import ConfigError, read_text, toml_value
 
 _OLD = "# comments of the previous boundaries:"
-_COMMENT = re.compile(r"#.*")
-"""In the values that are replaced: none of them can contain a #."""
+_COMMENT = re.compile(r"#.*")  # in the values that are replaced: none of them can contain a #
 
 
 def apply_plan(

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.cli_options import SetOption, refuse
@@ -22,18 +24,20 @@ from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.host.links import MIN_RATE_BPS, format_rate, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.host.resources import rank_threads
-from thinpipe.launch.host.words import WireKey
+from thinpipe.launch.host.words import WireKey, format_duration
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.model import BlockRun, block_memory, rank_memory
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.bits import Recommendation, recommend
-from thinpipe.launch.plan.choice.choose import choose
-from thinpipe.launch.plan.choice.show import show_choice
+from thinpipe.launch.plan.choice.choose import PlannedRun, choose
+from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import read_cluster
-from thinpipe.launch.plan.predict import predict
+from thinpipe.launch.plan.predict import predict, show_suggestions
 from thinpipe.launch.plan.replicas import show_replicas
-from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
+from thinpipe.pipeline.wire.told import DIRECTIONS
+
+_SHOWN = 5
 
 
 def plan(  # noqa: PLR0913  # one parameter per option
@@ -105,7 +109,6 @@ def _write(
     *,
     known_links: bool,
 ) -> None:
-    """Write cuts into the run file, and bits if any are recommended for links that are known."""
     tables = _tables(config, advice.specs) if advice and known_links else None
     apply_plan(path, config.pipeline.cuts, tables)
     why_not = "none are recommended" if known_links else "give --rate or --network"
@@ -123,7 +126,6 @@ def _place(
     apply: bool,
     seconds: float | None,
 ) -> None:
-    """Print the best layout, and write it into the run file."""
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
@@ -200,7 +202,6 @@ def _needed(
     memory: Sequence[BlockRun],
     limits: Sequence[float] | None,
 ) -> list[int]:
-    """Bytes that each rank needs."""
     models = rank_memory(config, memory)
     needed = device_nbytes(config, sequences, models)
     for layer in [layer for model in models for layer in model.uncounted][:1]:
@@ -265,7 +266,6 @@ def _refuse_doubtful(
 
 
 def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:
-    """Links between the ranks of a pipeline; unlimited by default."""
     if path is None:
         rate_bps = parse_rate(rate, "--rate") if rate else None
         return Network.uniform(ranks, rate_bps, parse_time(delay, "--delay") if delay else 0.0)
@@ -310,3 +310,55 @@ def _fields(spec: Spec) -> dict[str, Any]:
     """The fields of a run file; defaults are left out, except bits and format."""
     fields = spec.model_dump(mode="json", include={"bits", "format"})
     return {"kind": spec.kind} | fields | spec.model_dump(mode="json", exclude_defaults=True)
+
+
+def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun]) -> None:
+    """Print the layout, what limits the step, and what the next best would cost."""
+    best = choices[0]
+    table = Table(title="which device runs what", title_justify="left")
+    table.add_column("replica", justify="right")
+    for rank in range(best.workload.ranks):
+        table.add_column(f"stage {rank}", no_wrap=True)
+    for replica, row in enumerate(best.placement.grid_RP):
+        table.add_row(str(replica), *(_named(cluster, device) for device in row))
+    console.print(table)
+    cost = best.cost
+    console.print(
+        f"predicted step {format_duration(cost.step_s)}: {best.name}. Limit: {cost.limit} (passes "
+        f"{format_duration(cost.passes_s)}, of which compute {format_duration(cost.compute_s)}; "
+        f"exchange {format_duration(cost.exchange_s)})",
+        soft_wrap=True,
+    )
+    if best.specs:
+        console.print(f"cuts: {_sent(best)}", soft_wrap=True)
+    if best.workload.replicas > 1:
+        method = best.gradcomp["method"]
+        options = best.gradcomp.get(method, {})
+        what = ", ".join([method, *(f"{key} = {value}" for key, value in options.items())])
+        console.print(f"exchange: {what}", soft_wrap=True)
+    idle = np.setdiff1d(np.arange(cluster.devices), best.placement.grid_RP)
+    if len(idle):
+        names = ", ".join(cluster.device_name(device) for device in idle[:8])
+        console.print(f"idle: {names}{', ...' if len(idle) > 8 else ''}", soft_wrap=True)
+    for other in choices[1:_SHOWN]:
+        console.print(
+            f"  {format_duration(other.cost.step_s)} with {other.name}: "
+            f"{other.cost.step_s / cost.step_s - 1:+.0%}; limit: {other.cost.limit}",
+            soft_wrap=True,
+        )
+
+
+def _sent(choice: PlannedRun) -> str:
+    """`2 aqsgd 4-bit / direct 8-bit, 4 the same`: each cut, forward and backward."""
+    texts: list[str] = []
+    before = ""
+    for cut in choice.config.pipeline.cuts:
+        text = " / ".join(choice.specs[cut, way].words() for way in DIRECTIONS)
+        texts.append(f"{cut}: {'the same' if text == before else text}")
+        before = text
+    return ", ".join(texts)
+
+
+def _named(cluster: Cluster, device: int) -> str:
+    site = cluster.hosts[cluster.host_of_D[device]].site
+    return cluster.device_name(device) + f" ({site})" * bool(site)

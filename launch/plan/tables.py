@@ -78,7 +78,6 @@ def _between_shards(config: RunConfig) -> str:
 
 
 def _shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
-    """Bytes of weights that a shard of each stage sends to gather them once, and of gradients."""
     sent = []
     for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
         stage: Any = config.model.build(first, stop, seed=0, device="meta")  # not a custom one

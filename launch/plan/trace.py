@@ -38,11 +38,7 @@ def trace(
 
 
 def trace_run(folder: Path, out: Path) -> str:
-    """Write a run's trace; return a summary of it.
-
-    Raises:
-        ValueError: the run has no timeline, or `out` cannot be written.
-    """
+    """Write a run's trace; return a summary of it."""
     timeline = read_timeline(folder)
     title = f"step {timeline.step} of {folder}"
     events = processes(timeline.events)

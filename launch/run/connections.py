@@ -14,8 +14,7 @@ from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 
 PERIOD_S = 5.0
-_MOST_READINGS = 60
-"""Of another machine; rank 0 writes all of them whenever one comes."""
+_MOST_READINGS = 60  # of another machine; rank 0 writes all of them whenever one comes
 
 
 class Connections:
@@ -46,7 +45,6 @@ class Connections:
 
     @property
     def tells(self) -> bool:
-        """Whether this rank has something to say to rank 0."""
         return bool(self.trace.host) and self._rank > 0
 
     def follow(self, ranks: Collection[int]) -> None:
@@ -77,7 +75,6 @@ class Connections:
             return
 
     def _in_time(self) -> dict[str, Any] | None:
-        """What the relay says; None without one, or if it is late."""
         with suppress(OverlayError):
             return self._relay()
         return None

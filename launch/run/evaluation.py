@@ -10,8 +10,7 @@ from thinpipe.pipeline.loss import Objective, mean_loss
 from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
 from thinpipe.pipeline.models.own.functions import load_function, name_of
 
-_LARGEST_LOSS = 700.0
-"""exp() of more is not a float."""
+_LARGEST_LOSS = 700.0  # exp() of more is not a float
 
 
 class Evaluation:
@@ -42,11 +41,7 @@ class Wanted:
         given: Sequence[object] = (),
         program: Sequence[str] = (),
     ) -> None:
-        """`names` are of `NAMES`, or "module:function"; None means those of the objective.
-
-        Raises:
-            ValueError: a function cannot be imported, or two metrics have one name.
-        """
+        """`names` are of `NAMES`, or "module:function"; None means those of the objective."""
         chosen = objective.metrics if names is None else tuple(names)
         named = [name for name in chosen if name in NAMES]
         loaded = [

@@ -21,9 +21,6 @@ def begin_alike(built: Built, transport: Transport) -> int:
     """Take the weights of replica 0 where others were drawn, and tied ones of the first stage.
 
     All ranks call it before their first step. Returns the bytes that this rank sent.
-
-    Raises:
-        TransportError: a rank is gone, or weights came damaged.
     """
     nbytes = 0 if transport.mesh.replicas == 1 else _take_from_replica_0(built, transport)
     tied = built.engine.tied

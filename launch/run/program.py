@@ -237,7 +237,6 @@ def _found(config: RunConfig) -> None:
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """What the run's config records of the optimizer."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -63,6 +63,7 @@ class Proof:
             found[f"global model at position {mesh.position}{self._shard}"] = digest(alike)
         if not self._built.sync.replicas_equal:
             return found
+        shard = f", shard {mesh.shard}" if mesh.shards > 1 else ""
         for stage in self._built.stages:
             parameters = list(module_of(stage).parameters())
             moments = [
@@ -71,18 +72,12 @@ class Proof:
                 for value in self._built.optimizer.state.get(parameter, {}).values()
                 if isinstance(value, Tensor)
             ]
-            place = f"stage {stage.stage_index}{self._shard}"
+            place = f"stage {stage.stage_index}{shard}"
             found[f"weights of {place}"] = digest(parameters)
             found[f"optimizer state of {place}"] = digest(moments)
         return found
 
-    @property
-    def _shard(self) -> str:
-        mesh = self._transport.mesh
-        return f", shard {mesh.shard}" if mesh.shards > 1 else ""
-
     def _memories(self) -> dict[str, int]:
-        """Summaries of this rank's ends of cuts, by DP rank and channel."""
         return {
             f"{self._transport.mesh.dp_rank}/{channel_name(channel)}": memory.summary()
             for channel in self._built.engine.channels

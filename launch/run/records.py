@@ -25,15 +25,14 @@ from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.launch.view.terminal.final import what_is_left
 from thinpipe.pipeline.comm.transport import Transport
-from thinpipe.pipeline.models.build import parameter_count, stage_counts
+from thinpipe.pipeline.models.build import stage_counts
 from thinpipe.pipeline.wire.told import ComputeEvent
 
 if TYPE_CHECKING:
     from thinpipe.launch.view.report.journal import Journal, Place
-    from thinpipe.launch.view.writers.writer_thread import WriterThread
+    from thinpipe.launch.view.writers.writer import WriterThread
 
-_LOAD_S = 20.0
-"""Window over which the load of other processes is measured."""
+_LOAD_S = 20.0  # window over which the load of other processes is measured
 _kept: list[subprocess.Popen[str]] = []
 """Servers whose input ends with this process; unless they are kept, Python ends it."""
 _REPORT_SHARE = 0.01
@@ -85,8 +84,7 @@ class Records:
             place = error.filename or path
             disk.warn_once("steps", f"steps are not recorded: {place}: {disk.why(error, path)}")
         if tools := self._config.report.writers:
-            from thinpipe.launch.view.writers.writer import destination, open_writer
-            from thinpipe.launch.view.writers.writer_thread import WriterThread
+            from thinpipe.launch.view.writers.writer import WriterThread, destination, open_writer
 
             run, project = self._config.run, self._config.report.project
             settings = self._config.model_dump(mode="json")
@@ -127,7 +125,6 @@ class Records:
             self._load = None
 
     def planned(self, steps: int, hosts: Mapping[int, str]) -> None:
-        """So many steps are to be done in all, by these ranks on their machines."""
         self._info = replace(self._info, total_steps=steps)
         self._places = places_of(self._config, hosts)
         if self._journal is not None:
@@ -135,7 +132,6 @@ class Records:
         self._display.planned(steps)
 
     def ends_early(self, why: str) -> None:
-        """The run is going to end before its last step."""
         self._display.note(why)
         if self._journal is not None:
             self._journal.why = why
@@ -179,7 +175,6 @@ class Records:
         *,
         shows: bool,
     ) -> None:
-        """Write the report where the run folder is, and show the summary."""
         if not self._records or not (self._writes or shows):
             return
         summary = summarize(self._info, self._records, edges_of(hosts))
@@ -260,7 +255,7 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
         cuts=config.pipeline.cuts,
         methods={key: spec.words() for key, spec in config.specs.items()},
         total_steps=steps,
-        parameters=parameter_count(config.model),
+        parameters=stage_counts(config.model, ()).held,
         exchanged=stage_counts(config.model, config.pipeline.cuts).trained,
         machine=f"{platform.machine()}, {usable_cores()} cores",
         versions=versions(),

@@ -15,14 +15,7 @@ from thinpipe.launch.run.records import describe_run
 from thinpipe.launch.view.report.compare import write_page
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.html import write_report
-from thinpipe.launch.view.report.journal import (
-    STATE,
-    Journal,
-    Told,
-    add_note,
-    read_notes,
-    silent_s,
-)
+from thinpipe.launch.view.report.journal import STATE, Journal, Told, add_note, read_notes, silent_s
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline import FILE_NAME, read_timeline

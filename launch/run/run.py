@@ -183,7 +183,6 @@ class RankRun:
         return self._opened("run.done_before").nothing_left
 
     def _stop_here(self) -> NoReturn:
-        """All ranks save the last step, and end."""
         assert self._training is not None, "it says that all stop"
         self._training.save_now(self._done)
         refuse_restarts(STOPPED)
@@ -304,11 +303,7 @@ def _problem_if_writing(config: RunConfig) -> str | None:
 
 
 def check_stream(config: RunConfig, samples: object) -> None:
-    """Check that nothing is cached of samples that come once.
-
-    Raises:
-        ConfigError: a boundary does, or there are several epochs.
-    """
+    """Check that nothing is cached of samples that come once."""
     if not isinstance(samples, StreamSet):
         return
     for (cut, direction), spec in config.specs.items():

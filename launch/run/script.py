@@ -16,8 +16,7 @@ from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.program import RunRequested, run_program
 from thinpipe.pipeline.models.own.program import LOOKING
 
-_LOOK_S = 600.0
-"""How long a program may take to reach its `Run`."""
+_LOOK_S = 600.0  # how long a program may take to reach its `Run`
 
 
 class LaunchSpec(NamedTuple):

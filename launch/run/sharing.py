@@ -37,11 +37,9 @@ class Plan:
 
     @property
     def first_steps(self) -> int:
-        """How many steps were planned before any change."""
         return self._first
 
     def pace(self, step: int) -> float:
-        """As `paced`, of `first_steps`."""
         return paced(step, self._changes, self.steps)
 
     def share_anew(self, mesh: Mesh, done: int) -> None:
@@ -52,11 +50,9 @@ class Plan:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a replica that joins has to know of it."""
         return {"changes": self._changes, "share": self._share}
 
     def take(self, state: Mapping[str, Any], mesh: Mesh) -> None:
-        """Be at the same place as the plan of others, which are in this mesh."""
         self._changes = [Change(*change) for change in state["changes"]]
         self._mesh, self._share = mesh, state["share"]
         self._set()
@@ -80,7 +76,6 @@ class Plan:
         return facts
 
     def words(self) -> str:
-        """How samples and steps go on after the last change."""
         change, now = self._changes[-1], self._mesh.dp_size
         epoch = self.sampler.epoch(change.step)
         rest = range(change.step, min(self.sampler.steps_of(epoch).stop, self.steps))
@@ -104,7 +99,6 @@ class Plan:
         self.steps = self.sampler.steps(train.epochs, train.max_steps)
 
     def _changes_before(self, resumed: Manifest) -> list[Change]:
-        """Those of the run that is resumed."""
         changes = [Change(*change) for change in resumed.meta.get("changes", ())]
         saved = resumed.meta["config"]
         pipeline = PipelineConfig.model_validate(saved["pipeline"])

@@ -43,7 +43,6 @@ class Skips:
 
     @property
     def state(self) -> list[int]:
-        """What was counted, for a replica that joins."""
         return [self._row, self._empty, self._steps]
 
     @state.setter

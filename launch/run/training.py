@@ -36,7 +36,6 @@ from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.step_stats import StepTotals
 
 _T = TypeVar("_T")
 _ENDED = "the run ends early, as evaluations are no better (eval.patience)"
@@ -107,7 +106,6 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """How many there are in all."""
         return self._plan.steps
 
     @property
@@ -121,7 +119,6 @@ class Training:
 
     @property
     def ends_early(self) -> bool:
-        """Whether evaluations have not become better for as long as settings say."""
         return self.built.best.enough
 
     def begin(self, stack: ExitStack) -> None:
@@ -182,7 +179,6 @@ class Training:
 
     @property
     def first_epoch(self) -> int:
-        """That of the step which it begins with."""
         return self._sampler.epoch(min(self.start, self.steps - 1))
 
     def _agreement(self, store: Store, agreed: tuple[int, int] = (0, Ask.NOTHING)) -> Agreement:
@@ -198,7 +194,6 @@ class Training:
         )
 
     def stop(self, whole: bool) -> threading.Event:
-        """Have all ranks stop; the event is set once they know when."""
         return self.agreement.stop_all()
 
     def _full_step(self, step: int) -> int:
@@ -207,7 +202,6 @@ class Training:
         return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
-        """The steps of an epoch that are still to be done."""
         steps = self._sampler.steps_of(epoch)
         stop = min(steps.stop, self.steps)
         return range(stop if self._ended_before else max(self.start, steps.start), stop)
@@ -235,7 +229,8 @@ class Training:
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals, epoch, samples = self._train(batch, step)
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        epoch, samples = self._sampler.epoch(step), self._sampler.samples(step)
         self._done = step + 1
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
@@ -268,13 +263,7 @@ class Training:
             self._all_do(lambda: self._proof.compare(record.step))
         return record
 
-    def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
-        """Numbers of the step, its epoch, and how many samples count in it."""
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
-        return totals, self._sampler.epoch(step), self._sampler.samples(step)
-
     def _all_do(self, do: Callable[[], _T]) -> _T:
-        """What all ranks do together, with messages of each to each."""
         return do()
 
     def _finish_sync(self) -> None:
@@ -307,12 +296,10 @@ class Training:
         return metrics
 
     def end_epoch(self, epoch: int, done: int) -> None:
-        """Save if that is due."""
         self.together.passes("the end of the epoch", done)
         self.save_if_due(epoch, done)
 
     def save_if_due(self, epoch: int, done: int) -> None:
-        """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(epoch, done):
             self.together.passes("a checkpoint", done)
             self.records.flush()
@@ -367,7 +354,6 @@ class Training:
             self.display.note_repaired(dict(repaired))
 
     def _ids(self, step: int) -> torch.Tensor:
-        """This replica's samples of a step; none after the last."""
         over = step >= self.steps
         return torch.empty(0, dtype=torch.int64) if over else self._sampler.ids(step)
 

@@ -19,8 +19,7 @@ from thinpipe.pipeline.comm.transport import WEIGHTS
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
-_PIECE_NBYTES = 16 << 20
-"""Sent at a time, so that a slow link brings one within the timeout."""
+_PIECE_NBYTES = 16 << 20  # sent at a time, so that a slow link brings one within the timeout
 
 
 def save_model(session: Session, built: Built, path: Path) -> None:
@@ -84,11 +83,7 @@ def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
 
 
 def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
-    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors.
-
-    Raises:
-        TransportError: the sender is gone, or a tensor came damaged.
-    """
+    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors."""
     number = 0
     for name, tensor in tensors.items():
         for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
@@ -104,11 +99,7 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
 def make_described(
     rank: int, listed: Sequence[tuple[str, str, Sequence[int]]], device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Empty tensors by name, as a rank describes those that it is going to send.
-
-    Raises:
-        TransportError: it offers what is no tensor.
-    """
+    """Empty tensors by name, as a rank describes those that it is going to send."""
     found = {}
     for name, dtype, shape in listed:
         kind = getattr(torch, dtype, None)

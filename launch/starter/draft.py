@@ -1,8 +1,9 @@
 """Settings that `thinpipe init` finds by itself: the kind of model, of data, and where to cut."""
 
 import importlib.util
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,28 @@ from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
+from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.documents import Document
 from thinpipe.launch.data.encode import encoder_for
 from thinpipe.launch.data.reading.source import first_rows
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.data.tokenizer_files import has_chat_template, has_tokenizer
-from thinpipe.launch.starter.fields import find_fields
 from thinpipe.pipeline.models.own.functions import load_function
 
-_LENGTHS = (128, 64, 32, 16, 8)
-"""Of sequences, the first for which there is enough text."""
+_TEXT = ("text", "content", "document")
+_CHAT = ("messages", "conversations", "conversation")
+_PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+_SEPARATED = "prompt"
+"""By custom it ends in a separator; other questions need a template that sets off the answer."""
+_LENGTHS = (128, 64, 32, 16, 8)  # of sequences, the first for which there is enough text
 _NEARLY, _MOST_CONTEXT = 0.95, 1024
 """Share of conversations that fit; the longest context of a new model."""
 _BATCH = 16
@@ -48,11 +61,7 @@ class Draft:
 
 
 def look(model: str | None, data: str | None, stages: int) -> Draft:
-    """Find out what there is; `model` is a folder or "module:function", `data` a path or the same.
-
-    Raises:
-        ValueError, ImportError: it is neither, or nothing can be trained on it.
-    """
+    """Find out what there is; `model` is a folder or "module:function", `data` a path or one."""
     own = model is not None and is_function(model)
     if own != (data is not None and is_function(data)):
         raise ConfigError(
@@ -136,7 +145,6 @@ def _look_at_data(found: Draft, data: str | None) -> None:
 
 
 def _fit(found: Draft, stages: int) -> None:
-    """Choose lengths, counts and cuts that the model and the data allow."""
     small = {"batch_size": 1}
     if "factory" in found.data:
         config = _config(found, data={"eval_sequences": 1}, train=small)
@@ -200,3 +208,47 @@ def _config(found: Draft, **changes: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(sections | changed)
     except ValidationError as error:
         raise ConfigError("; ".join(explain(error, RunConfig))) from error
+
+
+def find_fields(row: Row, data: str, *, has_template: bool) -> dict[str, Any]:
+    """Settings of [data] for rows like this one; `has_template` is the tokenizer's."""
+    names = list(row.fields)
+    template = {"chat_template": OWN if has_template else PLAIN}
+    for name in _CHAT:
+        if name in names and _is_chat(row.fields[name]):
+            return {"messages_field": name, "loss_on": "assistant", **_checked(template)}
+    for prompt, response in _PAIRS:
+        if prompt not in names or response not in names:
+            continue
+        first = [prompt, "input"] if prompt == "instruction" and "input" in names else prompt
+        found: dict[str, Any] = {"prompt_field": first, "response_field": response}
+        if has_template or prompt != _SEPARATED or _is_chat(row.fields[prompt]):
+            found |= _checked(template)
+        return found
+    for name in _TEXT:
+        if name in names:
+            return {"text_field": name}
+    known = ", ".join((*_TEXT, *_CHAT))
+    raise ConfigError(
+        f"--data = {data!r}: it has the fields {', '.join(map(str, names))}, none of which is "
+        f"known as text or messages ({known}) or as prompt and response; rename them, or begin "
+        "with a run file of examples/ and name them in [data]"
+    )
+
+
+def _is_chat(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, Mapping) and ({"role", "content"} <= first.keys() or "from" in first)
+
+
+def _checked(template: dict[str, Any]) -> dict[str, Any]:
+    if importlib.util.find_spec("transformers") is None:  # which renders templates
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    return template

@@ -122,7 +122,6 @@ def generate_text(  # noqa: PLR0913  # one parameter per option
 
 
 def _talk(conversation: Conversation, prompt: str | None, sampling: Sampling) -> None:
-    """Answer one question, or those of every line of the input."""
     if prompt is not None:
         _print(conversation.answer(prompt, sampling))
         return

@@ -71,22 +71,14 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
 
 
 def check_folders(run_folder: Path, out: Path) -> None:
-    """Check that both may be folders.
-
-    Raises:
-        ConfigError: one is a file, or cannot be written.
-    """
+    """Check that both may be folders."""
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
         check_folder(folder, name)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `out` at the end and is removed if that fails.
-
-    Raises:
-        ConfigError: `out` holds something.
-    """
+    """A folder to fill, which gets the name `out` at the end and is removed if that fails."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
@@ -118,11 +110,7 @@ def _copy_tokenizer(source: Path, tokenizer: str, folder: Path) -> list[str]:
 
 
 def _write_template(data: DataConfig, folder: Path) -> list[str]:
-    """In place of the tokenizer's own chat templates, the one that the run file names.
-
-    Raises:
-        ValueError: its file cannot be read.
-    """
+    """In place of the tokenizer's own chat templates, the one that the run file names."""
     if data.chat_template in (None, OWN) or data.tokenizer == BYTES:
         return []
     source = template_text(data.chat_template)
@@ -162,11 +150,7 @@ class WholeModel:
             self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
-        """Write everything to an empty folder; return notes on deviations from the source.
-
-        Raises:
-            ConfigError: a weight overflows the dtype.
-        """
+        """Write everything to an empty folder; return notes on deviations from the source."""
         tied, untied = self._tied(), self._untied()
         names = [name for name in self._whole.state_dict() if name not in tied]
         stored = self._stored(names)
@@ -269,11 +253,7 @@ class WholeModel:
 
 
 def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor in another dtype.
-
-    Raises:
-        ConfigError: a value is too large for it.
-    """
+    """The tensor in another dtype."""
     cast = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
         raise ConfigError(

@@ -160,7 +160,6 @@ def _prompts(config: RunConfig) -> list[list[int]]:
 
 
 def _no_text(config: RunConfig) -> str | None:
-    """Why the model writes no text, if it does not."""
     if config.model.task != "language":
         return "its model classifies texts, and writes none"
     if isinstance(config.model, OwnModelConfig) and getattr(config.data, "factory", None):
@@ -175,8 +174,6 @@ def _tokenizer_of(config: RunConfig) -> "Tokenizer":
 
 
 class _Writer:
-    """Draws tokens from a model's predictions."""
-
     def __init__(
         self, config: RunConfig, model: nn.Module, tokenizer: "Tokenizer", ends: frozenset[int]
     ) -> None:

@@ -62,7 +62,6 @@ class Trained:
         return merge_lora(merged, model.lora, inputs_first=stores_inputs_first(model.whole()))
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What the checkpoint holds, by the names in the library's model."""
         return _named(self.tensors)
 
     def _read_base(self, model: HuggingFaceConfig) -> dict[str, Tensor]:
@@ -103,7 +102,10 @@ def read_trained(
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]
     model = config.model
-    if isinstance(model, HuggingFaceConfig) and facts["model"].get("folder") != model.digest():
+    if (
+        isinstance(model, HuggingFaceConfig)
+        and facts["model"].get("folder") != model.facts()["folder"]
+    ):
         raise CheckpointError(
             f"{folder}: {model.folder}/config.json or the weights index has changed since; "
             "restore the original files"
@@ -130,7 +132,6 @@ def read_trained(
 
 
 def _number(root: Path, step: Step) -> int:
-    """The number of a step."""
     if isinstance(step, int):
         return step
     found = checkpoint.best(root) if step == "best" else checkpoint.newest(root)
@@ -203,12 +204,7 @@ def save_safetensors(trained: Trained, file: Path) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Check that the run that `model.from_run` names can be read, without reading weights.
-
-    Raises:
-        ConfigError: it is this run's own folder, or not a run's.
-        CheckpointError: it has no complete checkpoint.
-    """
+    """Check that the run that `model.from_run` names can be read, without reading weights."""
     source = _source(config)
     if source is None:
         return
@@ -249,7 +245,6 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
 
 
 def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
-    """Check that weights of that run mean the same in this one."""
     adapted = [config.model.is_frozen, trained.config.model.is_frozen]
     if adapted[0] != adapted[1]:
         which = "this run" if adapted[0] else "that one"

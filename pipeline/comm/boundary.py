@@ -122,15 +122,27 @@ class Boundary(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class LearnsNothing:
+    """What a boundary without a cache has of the contract."""
+
+    memory: ClassVar[None] = None
+    take_gradients: ClassVar[None] = None
+
+    def finish_step(self, *, keep: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True)
-class Stateless:
+class Stateless(LearnsNothing):
     """One codec for every message: direct quantization, or a cast (`raw`)."""
 
     codec: Codec
     key: int = 0
     error_meter: ErrorMeter = field(default_factory=ErrorMeter, compare=False)
-    memory: ClassVar[None] = None
-    take_gradients: ClassVar[None] = None
 
     @property
     def codec_id(self) -> int:
@@ -164,15 +176,6 @@ class Stateless:
         rows = out_BTD.shape[0]
         near = brought_to(out_BTD.device, wire)
         self.codec.decode(near.view(rows, -1), out_BTD.view(rows, -1))
-
-    def finish_step(self, *, keep: bool) -> None:
-        """Nothing was learned."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def raw(cast: CastFormat = "fp32") -> Stateless:

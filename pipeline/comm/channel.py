@@ -28,8 +28,7 @@ _AHEAD = 2
 """Decoded microbatches that may wait for the schedule: one that is ready when it asks, and one more
 to even out work of unequal length. Decoded values take many times the memory of messages."""
 
-_SETTLE_S = 20.0
-"""For jobs whose connections are broken."""
+_SETTLE_S = 20.0  # for jobs whose connections are broken
 
 Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None]
 """Takes what was done, for which microbatch, and from when to when (`time.perf_counter`)."""
@@ -73,7 +72,7 @@ class OutgoingChannel:
     def __init__(self, codec: MessageCodec, link: Link) -> None:
         self.codec = codec
         self._link, self._stream = link, SideStream(codec.device)
-        self._worker = _worker(codec, link, "send")
+        self._worker = Worker(f"send {codec.name}")
         self._traffic = Traffic()
         self._last: Future[None] | None = None
 
@@ -89,30 +88,19 @@ class OutgoingChannel:
         """
         # the schedule may detach its own in place
         job = partial(self._send, m, x_BTD.detach(), self._stream.now())
-        if self._worker is None:
-            with _no_autocast(x_BTD.device):
-                job()
-            return
         self._pass.first_error.check()
         self._last = self._pass.first_error.watch(self._worker.submit(job))
 
     def end_pass(self) -> None:
-        """Wait until everything is encoded and on its way."""
         if self._last is not None:
             self._pass.first_error.wait_for(self._last)
 
     def abandon_pass(self) -> None:
-        """Wait until nothing is under way, whatever came of it, and be ready for another pass.
-
-        Raises:
-            TimeoutError: something still is.
-        """
         if self._last is not None:
             self._last.exception(_SETTLE_S)
-        self._worker, self._last = _worker(self.codec, self._link, "send"), None
+        self._worker, self._last = Worker(f"send {self.codec.name}"), None
 
     def take_traffic(self) -> Traffic:
-        """Return what was sent, and count from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
@@ -135,7 +123,7 @@ class IncomingChannel:
     def __init__(self, codec: MessageCodec, link: Link) -> None:
         self.codec = codec
         self._link, self._stream = link, SideStream(codec.device)
-        self._worker = _worker(codec, link, "receive")
+        self._worker = Worker(f"receive {codec.name}")
         self._coming: deque[int] = deque()
         self._jobs: dict[int, Future[tuple[Tensor, CudaEvent]]] = {}
 
@@ -153,16 +141,6 @@ class IncomingChannel:
         self._coming, self._jobs = deque(order), {}
 
     def receive(self, m: int) -> Tensor:
-        """Wait for a microbatch.
-
-        Raises:
-            TransportError: the peer is gone.
-            DesyncError: the message is not the expected one.
-            CodingError: its payload does not expand to the expected size.
-        """
-        if self._worker is None:
-            with _no_autocast(self.codec.device):
-                return self._stream.hand_over(*self._take(m))
         first_error = self._pass.first_error
         while self._coming and len(self._jobs) <= _AHEAD:  # the one asked for, and those ahead
             coming = self._coming.popleft()
@@ -174,34 +152,20 @@ class IncomingChannel:
         return self._stream.hand_over(x_BTD, decoded)
 
     def abandon_pass(self) -> None:
-        """As that of the outgoing end."""
         for job in self._jobs.values():
             job.exception(_SETTLE_S)
-        self._worker, self._jobs = _worker(self.codec, self._link, "receive"), {}
+        self._worker, self._jobs = Worker(f"receive {self.codec.name}"), {}
         self._coming.clear()
 
     def _take(self, m: int) -> tuple[Tensor, CudaEvent]:
-        start = time.perf_counter()
         known = self._pass.microbatches[m]
         message = self._link.take(m)
         arrived = time.perf_counter()
         with self._stream.after(None):
             x_BTD = self.codec.decode(m, message, known.samples.ids_B, known.shape_BTD)
             decoded = self._stream.now()
-        if self._worker is None:
-            self._record("wait", m, start, arrived)
         self._record("decode", m, arrived, time.perf_counter())
         return x_BTD, decoded
 
 
 Channel = OutgoingChannel | IncomingChannel
-
-
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """A codec computes as it does on a thread of its own, which no model's autocast reaches."""
-    return torch.autocast(device.type, enabled=False)
-
-
-def _worker(codec: MessageCodec, link: Link, what: str) -> Worker | None:
-    """None where both ends take turns on one thread: nothing arrives while one of them waits."""
-    return None if link.in_turns else Worker(f"{what} {codec.name}")

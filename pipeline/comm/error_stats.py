@@ -69,7 +69,6 @@ class ErrorMeter:
     _seen: set[bool] = field(default_factory=set)
 
     def count(self, *, known: int, first_visits: int) -> None:
-        """Samples that were sent."""
         self._sums = self._sums.plus(_Sums(known, first_visits))
 
     def wants(self, *, known: bool) -> bool:

@@ -4,7 +4,7 @@ Forward and backward messages of a pipeline travel on groups of their own, so th
 behind the other; so do control vectors, and exchanges between replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
-from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, payload_nbytes
 from thinpipe.pipeline.wire.header import DesyncError
 
 Traffic = Literal["control", "pipeline", "exchange"]
@@ -36,12 +36,7 @@ class GlooTransport:
         timeout_s: float,
         shards: int = 1,
     ) -> None:
-        """Make the groups; every rank of the world calls it.
-
-        Raises:
-            ValueError: the world has not pipeline_ranks * replicas * shards ranks.
-            TransportError: a rank did not join within `timeout_s`.
-        """
+        """Make the groups; every rank of the world calls it."""
         self._timeout_s = timeout_s
         self._links: list[GlooLink] = []
         self._peers: list[tuple[Scope, GlooPeers]] = []
@@ -52,9 +47,6 @@ class GlooTransport:
 
         It has so many replicas, and this rank keeps its place in its own. What was under way is
         forgotten; every rank of the new group calls it.
-
-        Raises:
-            TransportError: a rank did not join in time.
         """
         before = self.mesh
         self._make_groups(before.pipeline_ranks, replicas, before.shards)
@@ -76,8 +68,7 @@ class GlooTransport:
         self._control = self._group(range(self.mesh.world_size), "control")
         self._numbers = [0] * self.mesh.world_size
         """Of the next control message to and from each rank."""
-        self._agreed: dict[Scope, float] = {}
-        """A digest of all vectors shared so far."""
+        self._agreed: dict[Scope, float] = {}  # a digest of all vectors shared so far
 
     def link(
         self,
@@ -95,7 +86,7 @@ class GlooTransport:
         self._links.append(link)
         return link
 
-    def peers(self, scope: Scope, what: str = "replica") -> GlooPeers:
+    def peers(self, scope: Scope, what: str = "replica") -> "GlooPeers":
         peers = GlooPeers(self._two_groups(scope), what)
         self._peers.append((scope, peers))
         return peers
@@ -123,7 +114,6 @@ class GlooTransport:
         return all_RN[:, :-1]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Lengths first, then the bytes."""
         mine = torch.empty(0, dtype=torch.uint8)
         if data:
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -138,7 +128,6 @@ class GlooTransport:
         self.share(torch.zeros(0, dtype=torch.float64), "world")
 
     def _swap(self, mine: Tensor, ranks: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-        """The bytes of each of these ranks, whose lengths are known."""
         me, works = self.mesh.rank, []
         buffers = {
             peer: torch.empty(length + CHECKSUM_NBYTES, dtype=torch.uint8)
@@ -189,3 +178,68 @@ class GlooTransport:
             )
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+
+class GlooPeers:
+    """The ranks of two groups, which nothing else may use meanwhile.
+
+    Both groups hold all ranks; messages to higher ones travel on the first, those to lower ones on
+    the second. With a single one, gloo's own message that a receive is posted would queue behind
+    the data that goes the same way, and half of a full-duplex link would be used.
+    """
+
+    def __init__(
+        self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], what: str = "replica"
+    ) -> None:
+        self._what = what
+        self.bytes_sent = 0
+        self.reset(groups)
+
+    def reset(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+        self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._groups = groups
+
+    def exchange(
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+    ) -> dict[int, Tensor]:
+        """Send and receive everything at once; a payload's receive is posted when its length is
+        known, as gloo ends a process that is sent more.
+        """
+        headers = {}
+        for peer in sorted(sources):
+            header = torch.empty(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8)
+            headers[peer] = (self._receive(header, peer), header)
+        works = []
+        for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
+            edge, group = self._edge(self.rank, peer), self._groups[peer < self.rank]
+            message = outgoing[peer]
+            for part in (message[:EXCHANGE_HEADER_NBYTES], message[EXCHANGE_HEADER_NBYTES:]):
+                works.append((edge, isend(part, group, peer, edge=edge)))
+        incoming = {}
+        for peer, (work, header) in headers.items():
+            edge = self._edge(peer, self.rank)
+            wait(work, edge=edge)
+            incoming[peer] = self._message(header, peer, capacity)
+            payload = incoming[peer][EXCHANGE_HEADER_NBYTES:]
+            works.append((edge, self._receive(payload, peer)))
+        for edge, work in works:
+            wait(work, edge=edge)
+        self.bytes_sent += sum(message.numel() for message in outgoing.values())
+        return incoming
+
+    def _receive(self, buffer: Tensor, peer: int) -> dist.Work:
+        return irecv(buffer, self._groups[self.rank < peer], peer, edge=self._edge(peer, self.rank))
+
+    def _message(self, header: Tensor, peer: int, capacity: int) -> Tensor:
+        length = payload_nbytes(header)
+        if length > capacity:
+            raise DesyncError(
+                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of {length} bytes, "
+                f"where at most {capacity} can be; the two {self._what}s are at different exchanges"
+            )
+        message = torch.empty(EXCHANGE_HEADER_NBYTES + length, dtype=torch.uint8)
+        message[:EXCHANGE_HEADER_NBYTES] = header
+        return message
+
+    def _edge(self, source: int, target: int) -> str:
+        return f"{self._what} {source} -> {self._what} {target}: lost in an exchange"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,6 @@ MAX_MICROBATCHES = 4096
 def naming(edge: str) -> Iterator[None]:
     """Errors of gloo inside name an edge, with its first sentence, less the place in its source and
     the port, whose bytes are in the wrong order.
-
-    Raises:
-        TransportError: the peer is gone, or silent for longer than the group's timeout.
     """
     try:
         yield
@@ -72,19 +68,16 @@ class GlooLink:
     channel: int
     name: str
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
-    in_turns: ClassVar[bool] = False
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def reset(self, group: dist.ProcessGroup) -> None:
-        """Go on in another group, and forget what was under way."""
         self.group = group
         self._expected.clear()
         self._sent.clear()
 
     def begin_pass(self, number: int) -> None:
-        """Wait for earlier sends; every expected message must have been taken."""
         for work, _ in self._sent:
             wait(work, edge=self._edge("sending"))
         self._sent.clear()

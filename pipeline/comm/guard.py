@@ -16,8 +16,6 @@ from thinpipe.pipeline.wire.told import DIRECTIONS, ErrorStats
 _log = logging.getLogger(__name__)
 
 CutDirection = tuple[int, int]
-"""Cut and direction."""
-
 
 # AQ-SGD at 2 bits with levels that fail grows from 0.23 to 0.47 of the activations; with ones that
 # hold changes shrink from 0.20 to 0.11 (benchmarks/results/aqsgd_convergence_cpu_202611.md)
@@ -57,7 +55,6 @@ class _Track:
                 self.smallest = min(self.smallest, self.change)
 
     def _part(self, seen: float | None, mean: float) -> float:
-        """What a number that was measured now adds to the mean of its kind."""
         return ((seen or 0.0) - mean) / min(self.measured, _PATIENCE)
 
     def mismatch(self) -> str | None:
@@ -72,7 +69,6 @@ class _Track:
         )
 
     def problem(self) -> str | None:
-        """The problem in words."""
         if self.measured >= _PATIENCE and self.error > _ERROR:
             return f"the error is {self.error:.2f} of the values, the limit is {_ERROR:g}"
         if self.changes >= _PATIENCE and self.change > max(_RISE * self.smallest, _LEAST_CHANGE):
@@ -92,7 +88,6 @@ class Guard:
         self._remedies = remedies
 
     def judge(self, signals: Mapping[CutDirection, ErrorStats]) -> list[str]:
-        """Take in a step's numbers; returns what a user should know."""
         notes = []
         for place, track in self._tracks.items():
             track.follow(signals[place])

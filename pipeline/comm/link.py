@@ -12,10 +12,6 @@ class Link(Protocol):
     `send` and `take` may be called from another thread than the rest, one at a time.
     """
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether both ends take turns on one thread, so that `take` must not come early."""
-
     def begin_pass(self, number: int) -> None:
         """Wait for the sends of the pass before and start a new one; all ends count alike."""
 

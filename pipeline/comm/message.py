@@ -60,12 +60,7 @@ class MessageCodec:
     def decode(
         self, microbatch: int, message: Tensor, ids_B: Tensor, shape_BTD: torch.Size
     ) -> Tensor:
-        """Check a message and return its values; bytes behind its end are not looked at.
-
-        Raises:
-            DesyncError: it is not the expected one, or damaged.
-            CodingError: its payload cannot be decoded.
-        """
+        """Check a message and return its values; bytes behind its end are not looked at."""
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         length = plan.capacity if plan.exact else min(payload_length(message), plan.capacity)
         message = message[: HEADER_NBYTES + length]
@@ -83,7 +78,6 @@ class MessageCodec:
 
     @property
     def name(self) -> str:
-        """The same in every run with this cut."""
         return f"cut {self.cut} {DIRECTIONS[self.direction]}"
 
     @property
@@ -95,7 +89,6 @@ class MessageCodec:
         return self.training.memory
 
     def take_sums(self) -> list[float]:
-        """Measurements of training's values since the last call."""
         return self.training.error_meter.take()
 
     @property

@@ -25,12 +25,6 @@ def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters of the whole model."""
-    whole = config.build(0, config.layers, seed=0, device="meta")
-    return sum(parameter.numel() for parameter in whole.parameters())
-
-
 class Counts(NamedTuple):
     """Parameters that are held, and those of them that are not frozen."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -22,11 +22,7 @@ Checkpointing = bool | Annotated[int, Field(ge=1)]
 
 
 def check_range(first: int, stop: int, layers: int) -> None:
-    """Check that a stage of blocks `first` to `stop - 1` has some of the model's.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a stage of blocks `first` to `stop - 1` has some of the model's."""
     if not 0 <= first < stop <= layers:
         raise ValueError(
             f"first = {first}, stop = {stop}: not a non-empty range of the model's {layers} layers;"
@@ -34,10 +30,8 @@ def check_range(first: int, stop: int, layers: int) -> None:
         )
 
 
-class ModelKind(BaseModel):
+class ModelKind(BaseModel, frozen=True, extra="forbid"):
     """Settings of a model; kinds also have `layers`, `task`, `classes` and `from_run`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tag: ClassVar[Literal["shape", "folder", "own"]]
     """Name of the section in errors."""
@@ -63,7 +57,6 @@ class ModelKind(BaseModel):
         """
 
     def objective(self) -> "Objective":
-        """Objective of the head."""
         from thinpipe.pipeline.loss import Classification, NextToken, Regression, SeveralLabels
 
         if self.classes is None:
@@ -77,7 +70,6 @@ class ModelKind(BaseModel):
 
     @property
     def problem(self) -> Problem:
-        """What a classification head is trained for."""
         return "single_label_classification"
 
     @property
@@ -116,11 +108,7 @@ class ModelKind(BaseModel):
         return False
 
     def adapted(self, batch: "Batch") -> "Batch":
-        """Samples of the user's own as this model takes them.
-
-        Raises:
-            ValueError: it does not take such samples.
-        """
+        """Samples of the user's own as this model takes them."""
         return batch
 
     def tokens_of(self, inputs: Any) -> int:
@@ -191,54 +179,26 @@ class ModelKind(BaseModel):
         """Inputs of a block, targets and samples, for a microbatch of that shape."""
 
     def cut_places(self, _: int) -> Sequence[int]:
-        """Where it can be cut into so many stages.
-
-        Raises:
-            ValueError: in too few places.
-        """
+        """Where it can be cut into so many stages."""
         return range(1, self.layers)
 
     def check_files(self) -> None:
-        """Look at files without reading weights, unless a self-check is asked for.
-
-        Raises:
-            ValueError: they cannot be used; names file, tensor and remedy.
-        """
+        """Look at files without reading weights, unless a self-check is asked for."""
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
-        """Check that the model can be cut there.
-
-        Raises:
-            ValueError: it cannot; names layer and shape.
-        """
+        """Check that the model can be cut there."""
 
     def check_stages(self, stages: int) -> None:
-        """Check that there are places to cut it into so many.
-
-        Raises:
-            ValueError: there are not; says why.
-        """
+        """Check that there are places to cut it into so many."""
 
     def check_tokens(self, tokens: int, tokenizer: str) -> None:
-        """Check that it can take sequences of so many tokens.
-
-        Raises:
-            ValueError: it cannot; names the setting.
-        """
+        """Check that it can take sequences of so many tokens."""
 
     def check_masks(self, tokens: int) -> None:
-        """Check that sequences of so many tokens may be packed and have prefixes.
-
-        Raises:
-            ValueError: they may not.
-        """
+        """Check that sequences of so many tokens may be packed and have prefixes."""
 
     def check_packing(self) -> None:
-        """Compare packed examples with single ones, if the model is to be checked by running it.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Compare packed examples with single ones, if the model is to be checked by running it."""
 
     def recomputes(self, _: int) -> bool:
         """Whether this block's activations are computed again during backward."""

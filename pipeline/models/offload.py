@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-_SMALLEST_NBYTES = 1 << 12
-"""A smaller tensor stays: moving it takes longer than it is worth."""
+_SMALLEST_NBYTES = 1 << 12  # a smaller tensor stays: moving it takes longer than it is worth
 _AT_ONCE = 1 << 22
 """Values of the parameters that the optimizer steps over together, if one does not have more."""
 _SAME_VALUES = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0")
@@ -73,7 +72,6 @@ class StateInRam:
         optimizer.register_load_state_dict_post_hook(self._give_state)
 
     def step(self) -> None:
-        """Step over all parameters, a few at a time."""
         groups = self._optimizer.param_groups
         whole, before = [group["params"] for group in groups], [_settings(each) for each in groups]
         after = list(before)

@@ -57,7 +57,6 @@ class LocalPipeline(nn.Module):
         self._run = gpipe.forward
 
     def forward(self, x: Tensor, samples: Samples) -> Tensor:
-        """Map input to output as the stage on one device does; never returns a view."""
         device_type = self._devices[0].type
         autocast = torch.is_autocast_enabled(device_type)
         for part in self._parts:
@@ -72,13 +71,11 @@ class LocalPipeline(nn.Module):
         return super().train(mode)
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the weight this stage shares with another one; None when there is none here."""
         weights = [part.stage.tied_weight() for part in self._parts]
         return next((weight for weight in weights if weight is not None), None)
 
     @property
     def base(self) -> Mapping[str, str]:
-        """Digests of what a checkpoint leaves out, as of the plain stage."""
         parts = [getattr(part.stage, "base", {}) for part in self._parts]
         return {name: digest for part in parts for name, digest in part.items()}
 
@@ -128,7 +125,6 @@ def _to_samples(tensors: Sequence[Tensor]) -> Samples:
 
 
 def _place_tensors(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Put the parameters and buffers of the parts in place of those of the whole."""
     for stage in stages:
         for name, tensor in chain(stage.named_parameters(), stage.named_buffers()):
             owner, _, own_name = name.rpartition(".")

@@ -111,8 +111,6 @@ class TransformerConfig(TokenModel):
 
 @dataclass(frozen=True)
 class _SampleInfo:
-    """Inputs that all blocks of a stage share in one forward."""
-
     ids_B: Tensor | None
     mask_B1TT: Tensor | None
 
@@ -245,17 +243,13 @@ class TransformerStage(nn.Module):
         return list(self.blocks.values())
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the weight this stage shares with another one; None when there is none here.
-
-        When one stage holds both the embedding and the head, this is the parameter of both.
-        """
+        """The weight of embedding or head that another stage shares; None if none is here."""
         if self.config.tie_embeddings == "untied":
             return None
         layer = self.token_embedding or self.head
         return None if layer is None else layer.get_parameter("weight")
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Make the head use a weight that another stage of this process holds."""
         assert self.head is not None, "the last stage has a head"
         self.head.weight = weight
 
@@ -306,9 +300,6 @@ def build_layers(
 
     Only these layers are allocated. Values depend on the seed and the parameter's name, not on the
     cut or the device; torch's global random state is neither read nor changed.
-
-    Raises:
-        ValueError: `first` and `stop` are not a non-empty range of the model's layers.
     """
     check_range(first, stop, config.layers)
     # On the meta device constructors neither allocate nor draw from the global generator.
@@ -333,10 +324,7 @@ def _initialise(parameter: nn.Parameter, name: str, *, seed: int, layers: int) -
         return
     # Each block adds two branches to the residual stream; scaling keeps its variance in bounds.
     std = _INIT_STD / math.sqrt(2 * layers) if name.endswith(".out.weight") else _INIT_STD
-    generator = torch.Generator().manual_seed(_seed_of(seed, name))
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
     values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     parameter.copy_(values.normal_(std=std, generator=generator))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big")

@@ -4,7 +4,7 @@ Axes: B rows (samples), N values per row, W bytes per row.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -54,3 +54,26 @@ class Codec(Protocol):
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values to `out_BN` (any floating dtype)."""
+
+
+class Cached(NamedTuple):
+    """Rows that both ends hold (fp32 or bf16), and where to write what they become."""
+
+    old_BN: Tensor
+    fresh_BN: Tensor
+
+
+class ChangeCodec(Codec, Protocol):
+    """Also codes x against cached rows, which become old + change in fp32 at both ends alike.
+
+    Bytes are those of `encode` of x - old. Both return, bool [B], whether all of a fresh row is
+    finite.
+    """
+
+    def encode_change(
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
+    ) -> Tensor:
+        """Write the bytes of x - old, and the fresh rows."""
+
+    def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
+        """Write the fresh rows, and to `out_BN` old + change before rounding to their format."""

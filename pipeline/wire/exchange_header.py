@@ -62,15 +62,9 @@ class ExchangeHeader:
     run_id: int = 0
 
     def write(self, message: Tensor) -> None:
-        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
         _LAYOUT.write(message, self._fields(message))
 
     def check(self, message: Tensor) -> None:
-        """Compare the header of a received message with what this replica expects.
-
-        Raises:
-            DesyncError: naming exchange, bucket, replica and each field that differs.
-        """
         phase = ("message to the server", "answer of the server")[self.phase]
         place = f"exchange {self.step}, bucket {self.bucket}, {phase} from replica {self.sender}"
         _LAYOUT.check(message, self._fields(message), place=place, words=_WORDS)

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import TILE, Codes, load, load_kernels
 
 if TYPE_CHECKING:
@@ -107,35 +107,17 @@ class Hadamard:
         self._kernels(out_BN).scatter(tiles_BKG, plan.order(), plan.turned_BK, out_BN)
 
     def encode_change(
-        self,
-        x_BN: Tensor,
-        memory_BN: Tensor,
-        wire_BW: Tensor,
-        fresh_BN: Tensor,
-        *,
-        noise: Noise | None,
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
     ) -> Tensor:
-        """Encode x - memory and write what memory becomes to `fresh_BN`.
-
-        Returns, bool [B], whether all of a row's new memory is finite.
-        """
-        plan, order_BK, tiles_BKG, parts = self._encode(x_BN, memory_BN, wire_BW)
+        plan, order_BK, tiles_BKG, parts = self._encode(x_BN, cached.old_BN, wire_BW)
         self._dequantize(parts, x_BN.device)
-        return self._kernels(x_BN).scatter_change(
-            tiles_BKG, order_BK, plan.turned_BK, memory_BN, fresh_BN, None
-        )
+        kernels = self._kernels(x_BN)
+        return kernels.scatter_change(tiles_BKG, order_BK, plan.turned_BK, *cached, None)
 
-    def decode_change(
-        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
-    ) -> Tensor:
-        """Write memory + change to `out_BN`, and to `fresh_BN` rounded to the memory's format.
-
-        Returns, bool [B], whether all of a row's new memory is finite.
-        """
+    def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
         plan, tiles_BKG = self._received(wire_BW, out_BN)
-        return self._kernels(out_BN).scatter_change(
-            tiles_BKG, plan.order(), plan.turned_BK, memory_BN, fresh_BN, out_BN
-        )
+        kernels = self._kernels(out_BN)
+        return kernels.scatter_change(tiles_BKG, plan.order(), plan.turned_BK, *cached, out_BN)
 
     def _encode(
         self, x_BN: Tensor, memory_BN: Tensor | None, wire_BW: Tensor
@@ -156,7 +138,6 @@ class Hadamard:
         return plan, order_BK, tiles_BKG, parts
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Plan, Tensor]:
-        """Plan and tiles of a message."""
         rows, tiles = out_BN.shape[0], _tiles(out_BN.shape[1])
         maps_B3V = wire_BW[:, : 3 * _map_nbytes(tiles)].reshape(rows, 3, _map_nbytes(tiles))
         plan = _Plan(*(_unpacked(maps_B3V[:, i], tiles) for i in range(3)))
@@ -216,7 +197,6 @@ def _tiles(numel: int) -> int:
 
 
 def _sorted(x_BK: Tensor) -> Tensor:
-    """Each row in ascending order."""
     if x_BK.device.type == "cpu":  # numpy takes a fortieth of torch's time
         return torch.from_numpy(np.sort(x_BK.numpy(), axis=1))
     return torch.sort(x_BK, dim=1)[0]

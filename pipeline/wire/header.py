@@ -120,15 +120,9 @@ class Header:
     reserved: int = 0
 
     def write(self, message: Tensor) -> None:
-        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
         _LAYOUT.write(message, asdict(self))
 
     def check(self, message: Tensor) -> None:
-        """Compare the header of a received message with what this end expects.
-
-        Raises:
-            DesyncError: naming each field that differs, with both sides' values.
-        """
         direction = DIRECTIONS[self.direction]
         place = f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
         _LAYOUT.check(message, asdict(self), place=place)

@@ -111,9 +111,6 @@ class SparseCodec:
         """Write the message's values to `out_n` (any floating dtype), and zero elsewhere.
 
         `wire` may be longer than the message.
-
-        Raises:
-            CodingError: the bytes are damaged, or those of another number of values.
         """
         out_n = out_n.view(-1)
         self._place(*self._read(wire, out_n), out_n)
@@ -176,7 +173,6 @@ class SparseCodec:
             out_n.copy_(into_n)
 
     def _write(self, mask_M: Tensor, scales: Tensor, codes: Tensor, wire: Tensor) -> int:
-        """Assemble the message on the CPU; returns its length."""
         end_mask = _HEAD + self._put_mask(mask_M, wire[_HEAD:])
         end_scales = end_mask + scales.numel()
         wire[end_mask:end_scales] = scales
@@ -190,7 +186,6 @@ class SparseCodec:
         return end_scales + length
 
     def _put_mask(self, mask_M: Tensor, wire: Tensor) -> int:
-        """Write the shortest form and return its length."""
         best = mask_M
         ways = (compress, gaps.encode) if self._share < _GAPS_BELOW else (compress,)
         for kind, way in enumerate(ways):
@@ -235,7 +230,6 @@ class _Sizes(NamedTuple):
 
 
 def _lengths(wire: Tensor, sizes: _Sizes) -> tuple[int, int]:
-    """Bytes of mask and codes as the message has them."""
     mask, codes = (0, 0) if wire.numel() < _HEAD else wire[:_HEAD].clone().view(_LENGTH).tolist()
     fits = 0 <= mask <= sizes.mask and 0 <= codes <= sizes.codes
     if not fits or wire.numel() < _HEAD + mask + sizes.scales + codes:

@@ -87,9 +87,6 @@ def random_subset(
     """The runs of step `step`, out of a vector of `numel` values.
 
     `seed` has 64 bits and `bucket` numbers the vectors of a run.
-
-    Raises:
-        ValueError: the fraction is not in (0, 1], or no ratio with a denominator up to 1000.
     """
     part = exact_fraction(fraction)
     window, turn = divmod(step, part.denominator)

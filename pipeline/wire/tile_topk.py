@@ -61,11 +61,6 @@ class TileTopK:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write one row after the other.
-
-        Raises:
-            ValueError: at 1 bit a chosen value is not finite.
-        """
         for row, x_N in enumerate(x_BN):
             self._encode(x_N, wire_BW[row])
             if seen_BN is not None:
@@ -99,7 +94,6 @@ class TileTopK:
         torch.cat(parts, out=wire_W[: self.capacity(numel)])
 
     def _quantize(self, value_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the bytes that come before them."""
         if self.bits == 1:
             if not bool(value_C.isfinite().all()):
                 raise ValueError("a value that is not finite has no sign to send")

@@ -91,5 +91,4 @@ class ComputeEvent:
 
     @property
     def computes(self) -> bool:
-        """Whether the model advances in it."""
         return self.kind in ("F", "B", "W")

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,7 +49,6 @@ class Uniform:
         return self.scale_nbytes(numel) + self.bits * -(-numel // 8)
 
     def scale_nbytes(self, numel: int) -> int:
-        """Bytes of a row's scales; codes follow."""
         return -(-numel // self.group) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def encode(
@@ -76,33 +75,17 @@ class Uniform:
         self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
     def encode_change(
-        self,
-        x_BN: Tensor,
-        memory_BN: Tensor,
-        wire_BW: Tensor,
-        fresh_BN: Tensor,
-        *,
-        noise: Noise | None,
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
     ) -> Tensor:
-        """Encode x - memory and write what memory becomes to `fresh_BN`, in one pass.
-
-        The bytes and values are those of `encode` of the difference, and an addition in fp32.
-        Returns, bool [B], whether all of a row's new memory is finite.
-        """
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        finite_B = self._kernels(x_BN).delta_encode(x_BN, memory_BN, codes, fresh_BN, noise=noise)
+        old_BN, fresh_BN = cached
+        finite_B = self._kernels(x_BN).delta_encode(x_BN, old_BN, codes, fresh_BN, noise=noise)
         _write_scales(codes, wire_BW)
         return finite_B
 
-    def decode_change(
-        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
-    ) -> Tensor:
-        """Write memory + change to `out_BN`, and to `fresh_BN` rounded to the memory's format.
-
-        Returns, bool [B], whether all of a row's new memory is finite.
-        """
+    def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
         codes = self._received(wire_BW, out_BN)
-        return self._kernels(out_BN).delta_decode(codes, memory_BN, fresh_BN, out_BN)
+        return self._kernels(out_BN).delta_decode(codes, *cached, out_BN)
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:

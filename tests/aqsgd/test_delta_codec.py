@@ -11,6 +11,7 @@ from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
 from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.uniform import Uniform
 
 WIDTH = 16
@@ -75,8 +76,8 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
         codec = AqsgdConfig(bits=2, delta=name).change_codec(64)
         wire = torch.empty(2, codec.capacity(4096), dtype=torch.uint8)
         sent, received, out = (torch.full_like(x, torch.nan) for _ in range(3))
-        finite = codec.encode_change(x, memory, wire, sent, noise=None)
-        assert torch.equal(finite, codec.decode_change(wire, memory, received, out))
+        finite = codec.encode_change(x, Cached(memory, sent), wire)
+        assert torch.equal(finite, codec.decode_change(wire, Cached(memory, received), out))
         assert torch.equal(sent, received)
         assert torch.equal(sent, out)
         found[name] = float((out - x).norm() / (x - memory).norm())
@@ -102,13 +103,13 @@ def test_a_stored_memory_changes_as_if_it_were_decoded(memory: Uniform | Cast) -
     kept.stage(torch.tensor([3]), values, wire)
     kept.commit()
     visit = kept.open(3, numel, torch.device("cpu"))
-    assert delta.encode_change(x, visit.old_1N, wire, visit.fresh_1N, noise=None).all()
+    assert delta.encode_change(x, visit.cached, wire).all()
     kept.close(visit, wire[0], keep=True)
     kept.commit()
     row = torch.empty(1, memory.capacity(numel), dtype=torch.uint8)
     memory.encode(values, row, values)
     expected, fresh = torch.empty_like(wire), torch.empty_like(x)
-    delta.encode_change(x, values, expected, fresh, noise=None)
+    delta.encode_change(x, Cached(values, fresh), expected)
     memory.encode(fresh, row, fresh)
     assert torch.equal(wire, expected)
     assert torch.equal(kept.read(torch.tensor([3]), numel), fresh)

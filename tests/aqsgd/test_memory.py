@@ -23,7 +23,7 @@ def filled(codec: Any) -> CodedMemory:
 
 def visit(memory: CodedMemory, sample: int, value: float, *, keep: bool = True) -> None:
     opened = memory.open(sample, 128, torch.device("cpu"))
-    opened.fresh_1N.fill_(value)
+    opened.cached.fresh_BN.fill_(value)
     memory.close(opened, WIRE_2W[0], keep=keep)
 
 
@@ -32,7 +32,7 @@ def test_a_visit_is_visible_after_commit(codec: Any) -> None:
     memory = filled(codec)
     before = memory.read(IDS, 128)
     visit(memory, 8, 5.0)
-    assert torch.equal(memory.open(8, 128, torch.device("cpu")).old_1N.float(), before[1:])
+    assert torch.equal(memory.open(8, 128, torch.device("cpu")).cached.old_BN.float(), before[1:])
     assert torch.equal(memory.read(IDS, 128), before)
     memory.commit()
     after = memory.read(IDS, 128)

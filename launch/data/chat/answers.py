@@ -51,7 +51,6 @@ class _Text:
         self._ends = [place for token, place in pairs if token in ends]
 
     def end_mark(self, first: int, last: int) -> Place | None:
-        """The place of the first end mark that begins in a range."""
         at = bisect_left(self._ends, (first, 0))
         found = self._ends[at] if at < len(self._ends) else None
         return found if found is not None and found[0] < last else None

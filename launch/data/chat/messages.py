@@ -27,9 +27,6 @@ def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Messag
     """The conversation of a row; a field `system` beside it comes first, as a system message.
 
     It holds an answer if it has to be `answered`.
-
-    Raises:
-        RowError: it is none.
     """
     found = row.value(field)
     if isinstance(found, str):
@@ -46,11 +43,7 @@ def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Messag
 
 
 def question_and_answer(row: Row, prompt: Field, response: Field) -> list[Message]:
-    """A prompt and its completion, each a list of messages; the prompt's answers are not learnt.
-
-    Raises:
-        RowError: one of them is none.
-    """
+    """A prompt and its completion, each a list of messages; the prompt's answers are not learnt."""
     asked = [
         {**message, "weight": 0} if message["role"] == ASSISTANT else message
         for message in messages_of(row, prompt, answered=False)
@@ -59,11 +52,7 @@ def question_and_answer(row: Row, prompt: Field, response: Field) -> list[Messag
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """What a field `tools` says that the assistant may call, as a list or as JSON.
-
-    Raises:
-        RowError: it is neither.
-    """
+    """What a field `tools` says that the assistant may call, as a list or as JSON."""
     found = row.fields.get("tools")
     if isinstance(found, str):
         found = _parsed("tools", found) if found.strip() else None

@@ -37,7 +37,6 @@ def show_examples(console: Console, batch: Batch, decode: Decode) -> None:
 
 
 def _parts(batch: Batch, number: int) -> Iterator[tuple[list[int], list[bool]]]:
-    """Tokens of each example in a sample, and whether they are learnt."""
     inputs_T = batch.inputs_BT[number]
     mask_T = torch.ones_like(inputs_T) if batch.mask_BT is None else batch.mask_BT[number]
     segments_T = mask_T if batch.segments_BT is None else batch.segments_BT[number]
@@ -68,7 +67,6 @@ def _lines(ids: list[int], counts: list[bool], decode: Decode) -> Iterator[Text]
 
 
 def _escaped(text: str) -> str:
-    """On one line, whatever it holds."""
     return "".join(
         char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
         for char in text

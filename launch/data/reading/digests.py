@@ -16,8 +16,7 @@ from thinpipe.launch.host.cache import cache_folder
 _PART_NBYTES = 4 << 20
 _REMEMBERED_NBYTES = 64 << 20
 """Smaller files are read faster than what is remembered of them is looked up and trusted."""
-_LONGEST_WAIT_S = 300.0
-"""For another process that reads the same file: 300 GB at 1 GB/s."""
+_LONGEST_WAIT_S = 300.0  # for another process that reads the same file: 300 GB at 1 GB/s
 _SETTLED_S = 2.0
 """A file that was written less than so long ago may change again within its clock's resolution."""
 

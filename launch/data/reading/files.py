@@ -16,9 +16,6 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     """Regular files of a `data.path` or the like, sorted.
 
     Without a path, those of Python's standard library.
-
-    Raises:
-        ValueError: no file is found.
     """
     if path == "":
         raise ValueError(f"{setting} = '': give a path, or leave it out")
@@ -26,7 +23,8 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     if path is None:
         files = _stdlib_files(place)
     elif place.is_dir():
-        files = [file for file in place.rglob("*") if not _hidden(file.relative_to(place))]
+        parts = {file: file.relative_to(place).parts for file in place.rglob("*")}
+        files = [file for file in parts if not any(part.startswith(".") for part in parts[file])]
     elif place.is_file():
         files = [place]
     elif glob.has_magic(path):
@@ -68,7 +66,3 @@ def _stdlib_files(root: Path) -> list[Path]:
         sources = (name for name in names if name.endswith(".py"))
         files += [Path(folder, name) for name in sources if not _STDLIB_SKIPPED.match(name)]
     return files
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)

@@ -26,8 +26,7 @@ _BY_NAME: dict[str, Kind] = {
     ".arrow": "arrow",
 }
 _DELIMITERS = ",;\t|"
-_ALIKE = 3
-"""Lines of one shape that make a table of what has no table's name."""
+_ALIKE = 3  # lines of one shape that make a table of what has no table's name
 _COLUMN = re.compile(r"[^\W\d][\w .-]{0,39}")
 """A column's name, as opposed to a sentence between commas."""
 _BINARIES: tuple[tuple[bytes, int, str], ...] = (
@@ -76,11 +75,7 @@ class Form:
 
 
 def form_of(file: Path, chosen: Kind | None, *, header: bool = True) -> Form:
-    """What a file holds; `chosen` is the kind that a setting demands.
-
-    Raises:
-        ValueError: it is damaged, empty of columns, or a binary that nothing is read from.
-    """
+    """What a file holds; `chosen` is the kind that a setting demands."""
     packed = compression_of(file)
     if chosen == "text" and packed is None:
         return Form(file, "text")

@@ -20,8 +20,7 @@ from thinpipe.launch.data.rows import Row, without_nulls
 
 _CELL_NBYTES = 8 << 20
 """The longest cell of CSV: a quotation mark that nothing closes is noticed there."""
-_ROWS = 64
-"""Of Parquet and Arrow at a time: a row may be a whole document."""
+_ROWS = 64  # of Parquet and Arrow at a time: a row may be a whole document
 _BEFORE, _BETWEEN = re.compile(r"[\ufeff\s\[]*"), re.compile(r"[\ufeff\s,\]]*")
 """What stands before the first value of an array, and around others."""
 _LONGEST_WORD = 16
@@ -32,11 +31,7 @@ Record = tuple[int, Mapping[Field, Any] | str]
 
 
 class FileRows:
-    """The rows of files, one file after the other; of tables only `wanted` columns, or all.
-
-    Raises:
-        ValueError: a file is damaged, when that is met.
-    """
+    """The rows of files, one file after the other; of tables only `wanted` columns, or all."""
 
     def __init__(self, forms: Sequence[Form], wanted: Collection[Field] = ()) -> None:
         self._forms, self._wanted = forms, wanted
@@ -65,11 +60,7 @@ def parquet_count(forms: Sequence[Form]) -> int | None:
 
 
 def with_columns(form: Form) -> Form:
-    """A file of Parquet or Arrow with the names of its columns.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """A file of Parquet or Arrow with the names of its columns."""
     with _reading(form), seekable(form.path, form.compression) as file:
         if form.kind == "parquet":
             from pyarrow.parquet import ParquetFile
@@ -120,7 +111,6 @@ def _lines(form: Form) -> Iterator[Record]:
 
 
 def _record(line: bytes) -> Mapping[Field, Any] | str:
-    """The fields of a record of JSON, or what is wrong with it."""
     try:
         return _object(json.loads(line.decode()))
     except UnicodeDecodeError:
@@ -225,7 +215,6 @@ def _typed(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
 
 
 def _ipc(file: IO[bytes]) -> tuple[Any, Iterator[Any]]:
-    """Schema and batches of an Arrow file, or of a stream of Arrow."""
     import pyarrow as pa
 
     if file.read(6) == b"ARROW1":

@@ -17,8 +17,7 @@ _FORM = "hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]"
 _NAME = re.compile(
     r"hf:(?P<name>[^:@#]+)(:(?P<config>[^:@#]+))?(@(?P<revision>[^#]+))?(#(?P<split>.+))?"
 )
-_HELD_OUT = ("validation", "test")
-"""Splits to evaluate on, the first there is."""
+_HELD_OUT = ("validation", "test")  # splits to evaluate on, the first there is
 
 
 class HubName(NamedTuple):
@@ -31,11 +30,7 @@ class HubName(NamedTuple):
 
 
 def parse_hub(path: str, setting: str) -> HubName:
-    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT].
-
-    Raises:
-        ValueError: it is not of that form.
-    """
+    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]."""
     found = _NAME.fullmatch(path)
     if found is None:
         raise ValueError(
@@ -60,11 +55,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def load_saved(folder: Path, what: str) -> Any:
-    """The data set of a folder that `save_to_disk` wrote, or its splits by name.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The data set of a folder that `save_to_disk` wrote, or its splits by name."""
     from datasets import load_from_disk
 
     try:
@@ -78,20 +69,12 @@ def load_saved(folder: Path, what: str) -> Any:
 
 @functools.cache
 def load_hub(name: HubName, what: str) -> Any:
-    """The data set, or its splits by name; downloaded if it is not in the package's own cache.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """The data set, or its splits by name; downloaded if it is not in the package's own cache."""
     return _loaded(name, what)
 
 
 def stream_hub(path: str) -> "StreamedRows":
-    """The rows of a data set of the hub, downloaded as they are read.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """The rows of a data set of the hub, downloaded as they are read."""
     name = parse_hub(path, "data.path")
     name = name._replace(split=name.split or "train")
     found = _loaded(name, f"data.path = {path!r}", streaming=True)
@@ -164,11 +147,7 @@ def _row(dataset: str, number: int, cells: Mapping[str, Any]) -> Row:
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:
-    """What to train on, and what to evaluate on if there is a split for it.
-
-    Raises:
-        ValueError: several splits, and none is called train.
-    """
+    """What to train on, and what to evaluate on if there is a split for it."""
     if not isinstance(found, Mapping):
         return found, None
     if "train" not in found:

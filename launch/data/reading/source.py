@@ -24,8 +24,7 @@ _FAMILIES: tuple[set[Kind], ...] = (
     {"parquet", "arrow"},
 )
 """Kinds that may stand side by side."""
-_LOOKED_AT = 100
-"""Rows in which a field has to be once; else its name is wrong, not the rows."""
+_LOOKED_AT = 100  # rows in which a field has to be once; else its name is wrong, not the rows
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,10 @@ class Source:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is text without rows."""
         return self.all_rows is None
 
     def rows(self, fields: Sequence[Field]) -> Rows:
-        """Its rows.
-
-        Raises:
-            ValueError: it has none, or none has one of the fields.
-        """
+        """Its rows."""
         rows = self.all_rows
         assert rows is not None, "asked of rows alone"
         for field in fields:
@@ -73,11 +67,7 @@ class Source:
 
 
 def check_fields(rows: Iterable[Row], fields: Sequence[Field], what: str) -> None:
-    """Check that the first rows have each field once.
-
-    Raises:
-        ValueError: they do not, or there are none.
-    """
+    """Check that the first rows have each field once."""
     first = [*islice(rows, _LOOKED_AT)]
     if not first:
         raise ValueError(f"{what}: no rows; name a file that has some")
@@ -105,9 +95,6 @@ def open_source(
     """What a `data.path` or the like names; without a path, Python's standard library.
 
     Fields that are `optional` are read where rows have them.
-
-    Raises:
-        ValueError: there is nothing, or it does not fit `kind` and `fields`.
     """
     what = f"{setting} = {path!r}"
     wanted = [*fields, *optional] if fields else []
@@ -131,11 +118,7 @@ def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
 
 
 def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
-    """The first rows of what a path names, with all their fields; None if it is text.
-
-    Raises:
-        ValueError: there is nothing, or it is damaged.
-    """
+    """The first rows of what a path names, with all their fields; None if it is text."""
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:
@@ -164,7 +147,6 @@ def _dataset(path: str | None, setting: str) -> Any | None:
 
 
 def _facts(form: Form) -> list[Any]:
-    """What decides how a file is read."""
     place = str(form.path.resolve())
     return [place, form.kind, form.compression, form.columns, form.delimiter]
 
@@ -205,7 +187,6 @@ def _numbered(fields: Sequence[Field]) -> bool:
 
 
 def _of_dataset(found: Any, wanted: Sequence[Field], what: str, name: str) -> Source:
-    """A data set of the package datasets."""
     training, held_out = saved.chosen_splits(found, what)
     if not wanted:
         raise ValueError(

@@ -122,7 +122,6 @@ class Extent:
         return self.total / (2 * HELD_OUT) <= self.tenth <= 2 * self.total / HELD_OUT
 
     def nbytes(self, part: Part) -> int:
-        """Bytes of a part."""
         held_out = self.tenth if self.by_document else self.total // HELD_OUT
         return {"all": self.total, "held out": held_out, "training": self.total - held_out}[part]
 
@@ -135,7 +134,6 @@ class Chooser:
 
     @property
     def over(self) -> bool:
-        """Whether the limit is reached."""
         return self._extent.limit is not None and self._place >= self._extent.limit
 
     def __call__(self, number: int, size: int) -> tuple[int, int]:

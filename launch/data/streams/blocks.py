@@ -40,11 +40,7 @@ class Tally:
 
 
 def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
-    """Read a stream until there are so many samples; what was read is not trained on.
-
-    Raises:
-        ValueError: it ends before.
-    """
+    """Read a stream until there are so many samples; what was read is not trained on."""
     read: list[Any] = []
     while True:
         wanted = max(64, len(read))
@@ -62,11 +58,7 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
 
 
 def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
-    """What gives the rows of `data.path` from the first one.
-
-    Raises:
-        ValueError: there are none, or they lack a field.
-    """
+    """What gives the rows of `data.path` from the first one."""
     if config.path is not None and config.path.startswith(HUB):
         check_fields(stream_hub(config.path), config.fields, f"data.path = {config.path!r}")
         return partial(stream_hub, config.path)

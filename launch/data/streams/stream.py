@@ -83,28 +83,18 @@ class Items:
         self.go_to({"taken": 0})
 
     def take(self, count: int) -> list[Any]:
-        """The next items; fewer only at the end.
-
-        Raises:
-            ValueError: another run began to read the iterable, which has one state.
-        """
+        """The next items; fewer only at the end."""
         self._check_reader()
         found = list(itertools.islice(self._iterator, count))
         self._taken += len(found)
         return found
 
     def state(self) -> dict[str, Any]:
-        """Where it is, for `go_to` (JSON)."""
         self._check_reader()
         own = self._iterable.state_dict() if self._origin.returns and self._taken else None
         return {"taken": self._taken, "own": own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: it does not begin with the item that it began with.
-        """
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
@@ -194,11 +184,7 @@ class StreamSet:
         return self._total
 
     def batch(self, ids: Ids) -> Batch:
-        """Samples, in the order of `ids`, which ascends; going back reads from the beginning.
-
-        Raises:
-            ValueError: the stream ends before them.
-        """
+        """Samples, in the order of `ids`, which ascends; going back reads from the beginning."""
         found = self._places([int(each) for each in ids])
         if len(found) < len(ids):
             raise ValueError(
@@ -227,18 +213,15 @@ class StreamSet:
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the current block begins."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the block that began there."""
         self._state = dict(state)
         self._items.go_to(json.loads(state["items"]))
         self._read()
 
     @property
     def _stop(self) -> int:
-        """The sample after the last of the block."""
         return int(self._state["first"]) + (0 if self._samples is None else len(self._samples))
 
     def _places(self, ids: Sequence[int]) -> list[_Place]:
@@ -256,7 +239,6 @@ class StreamSet:
         return found
 
     def _next(self) -> None:
-        """Go on to the next block."""
         self._state = {
             "first": self._stop,
             "number": self._state["number"] + 1,
@@ -286,11 +268,7 @@ class StreamSet:
 
 
 def own_stream(dataset: Any, name: str, size: int, steps: int, reading: Reading) -> StreamSet:
-    """The samples of a program's dataset, in its order, of which a step takes `size`.
-
-    Raises:
-        ValueError: it can be read once only.
-    """
+    """The samples of a program's dataset, in its order, of which a step takes `size`."""
     return StreamSet(
         Items(lambda: dataset),
         partial(own_block, name, reading),
@@ -313,7 +291,7 @@ def own_block(
 class StreamSampler:
     """As EpochSampler, for samples that come in one order: a single epoch of `steps`."""
 
-    dropped = left_out = 0
+    left_out = 0
 
     def __init__(self, samples: StreamSet, *, batch_size: int, replicas: int, replica: int) -> None:
         self.steps_per_epoch = len(samples) // batch_size
@@ -328,25 +306,20 @@ class StreamSampler:
         return step // self.steps_per_epoch
 
     def steps_of(self, epoch: int) -> range:
-        """All steps: there is one epoch."""
         return range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
 
     def steps(self, epochs: int, most: int | None) -> int:
-        """How many steps so many epochs have, no more than `most`."""
         whole = self.steps_of(epochs - 1).stop
         return whole if most is None else min(whole, most)
 
     def samples(self, step: int) -> int:
-        """How many samples a step has, over all replicas, unless the stream ends."""
         return self._batch
 
     def batch(self, step: int) -> Batch | None:
-        """This replica's samples of a step; None if the stream has ended."""
         ids = range(step * self._batch, (step + 1) * self._batch)
         return self._samples.share(ids, self._replica, self._replicas)
 
     def ids(self, step: int) -> Tensor:
-        """This replica's samples of a step."""
         first = step * self._batch
         return torch.arange(first + self._replica, first + self._batch, self._replicas)
 
@@ -360,7 +333,6 @@ def position(samples: SampleSet) -> StreamSet | None:
 
 
 def _batch(places: Sequence[_Place]) -> Batch:
-    """The samples of these places; those of one block are made into a batch together."""
     parts = []
     for _, group in itertools.groupby(places, key=lambda place: id(place[1])):
         own = [*group]
@@ -372,9 +344,7 @@ def _batch(places: Sequence[_Place]) -> Batch:
     for field in fields(Batch):
         found = [getattr(part, field.name) for part in parts]
         if field.name != "ids_B":
-            columns[field.name] = None if found[0] is None else tree_map(_cat, *found)
+            columns[field.name] = (
+                None if found[0] is None else tree_map(lambda *same: torch.cat(same), *found)
+            )
     return Batch(**columns)
-
-
-def _cat(*parts: Tensor) -> Tensor:
-    return torch.cat(parts)

@@ -14,8 +14,7 @@ from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
 _VERSION = 2
-_FIRST = 64
-"""Rows whose tokens say how many there will be."""
+_FIRST = 64  # rows whose tokens say how many there will be
 
 
 def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> TokenFile:
@@ -38,7 +37,6 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
 
 
 def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
-    """Write the folder, from where an interrupted process left off."""
     count = rows.count()
     _estimate(rows, count, encoder, folder, what)
     with closing(TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)) as writer:
@@ -57,7 +55,6 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
 
 
 def _estimate(rows: Rows, count: int, encoder: Encoder, folder: Path, what: str) -> None:
-    """Check the disk before anything is written, by the first rows."""
     first = [encoder.encode(row) for row in islice(rows, _FIRST)]
     tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
     width = token_type(encoder.ids).itemsize + len(encoder.columns)

@@ -15,16 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_SIZE = 32_768
-"""Characters of a piece: tokenizers are fastest on pieces that stay in a cache."""
+_SIZE = 32_768  # characters of a piece: tokenizers are fastest on pieces that stay in a cache
 CONTEXT = 128
 """Characters on either side of a cut that decide whether text is split there."""
-_TRIES = 12
-"""Places of a kind that are tried for a cut."""
+_TRIES = 12  # places of a kind that are tried for a cut
 _LONGEST = 64
 """Pieces' worth of text without a place for a cut; then it is cut all the same, which is said."""
-_SOUGHT = 4096
-"""Characters in which a place is sought."""
+_SOUGHT = 4096  # characters in which a place is sought
 _PLACES = tuple(map(re.compile, (r"\n(?=\S)", r"\S(?=\s\S)", r"[^\w\s](?=\w)")))
 """What ends a piece, the best first."""
 
@@ -66,7 +63,6 @@ class Cutter:
             yield self._piece(context, left, forced)
 
     def encode(self, pieces: Sequence[Piece]) -> list[npt.NDArray[np.int32]]:
-        """Token ids of each piece."""
         found = self._backend.encode_batch_fast(
             [piece.context + piece.text for piece in pieces], add_special_tokens=False
         )
@@ -115,7 +111,6 @@ class Cutter:
         return pair not in self._pairs and whole[len(part)] in self._characters
 
     def _words(self, text: str) -> list[str]:
-        """The text as the tokenizer's model gets it."""
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
         text = text if normalizer is None else normalizer.normalize_str(text)
         if splitter is None:

@@ -20,7 +20,6 @@ class Progress:
         self._due_s = _FIRST_S
 
     def at(self, done: int) -> None:
-        """Say it, if it is time."""
         now = time.monotonic()
         if now - self._said < self._due_s:
             return
@@ -32,7 +31,6 @@ class Progress:
         _log.warning("%s: %.0f %%, %s/s%s", self._what, 100 * share, speed, left)
 
     def finished(self, folder: Path) -> None:
-        """Say what was written, and where, if it took long."""
         seconds = time.monotonic() - self._start
         if seconds >= _FIRST_S:
             nbytes = sum(file.stat().st_size for file in folder.iterdir())

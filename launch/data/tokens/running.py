@@ -20,8 +20,7 @@ from thinpipe.launch.data.tokens.pieces import CONTEXT, Cutter, Piece
 from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
-_VERSION = 3
-"""Of how text becomes tokens: another one makes all files again."""
+_VERSION = 3  # of how text becomes tokens: another one makes all files again
 _BATCH_SIZE, _MOST_PIECES = 1 << 20, 4096
 """Characters, or pieces, tokenized at a time: some hundred bytes of memory for each character."""
 
@@ -37,7 +36,6 @@ class Marks:
     finish: tuple[int, ...] = ()
 
     def put(self, tokens: _Ids, *, first: bool, last: bool) -> _Ids:
-        """A part of a document with the marks it needs, each once."""
         parts = [tokens]
         if first and self.begin and tuple(tokens[: len(self.begin)]) != self.begin:
             parts.insert(0, np.array(self.begin, dtype=np.int32))
@@ -114,7 +112,6 @@ class _Maker:
         return self.extent.nbytes(self.part)
 
     def make(self, folder: Path) -> None:
-        """Write the folder, from where an interrupted process left off."""
         with closing(TokenWriter(folder, ids=self.tokenizer.vocab)) as writer:
             done, context, self.utf8, self.forced = writer.done or (0, "", True, 0)
             writer.rejected.clear()  # those before are met again on the way
@@ -150,7 +147,11 @@ class _Maker:
                 for tokens, text in zip(found, batch, strict=True)
             ]
             last = batch[-1]
-            yield _Step(parts, nbytes, "" if self._ends(last.last) else _end(last.piece))
+            yield _Step(
+                parts,
+                nbytes,
+                "" if self._ends(last.last) else (last.piece.context + last.piece.text)[-CONTEXT:],
+            )
 
     def _marked(self, tokens: _Ids, *, first: bool, last: bool) -> _Ids:
         return tokens if self.marks is None else self.marks.put(tokens, first=first, last=last)
@@ -202,7 +203,6 @@ class _Maker:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Every item, and whether it is the last."""
     held: list[T] = []
     for item in items:
         if held:
@@ -210,10 +210,6 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         held.append(item)
     if held:
         yield held.pop(), True
-
-
-def _end(piece: Piece) -> str:
-    return (piece.context + piece.text)[-CONTEXT:]
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
@@ -231,7 +227,6 @@ def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
 
 
 def _documents(parts: Iterator[bytes | None], *, joined: bool) -> Iterator[Iterator[bytes]]:
-    """The parts of each document, to be read one after the other, or of all as one."""
     if joined:
         yield (part for part in parts if part)
         return

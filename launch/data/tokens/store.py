@@ -88,11 +88,7 @@ def key_of(*parts: object) -> str:
 
 
 def check_room(folder: Path, nbytes: int, what: str) -> None:
-    """Check that a disk has room for what is about to be made.
-
-    Raises:
-        OSError: it has not.
-    """
+    """Check that a disk has room for what is about to be made."""
     have = shutil.disk_usage(disk.existing(folder)).free
     held = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
     if nbytes - held > have:
@@ -187,7 +183,6 @@ def _alive(lock: Path) -> Iterator[None]:
 
 
 def _signs(folder: Path) -> list[tuple[str, int, int]]:
-    """What changes while something is made."""
     with contextlib.suppress(OSError):
         states = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
         return [(name, state.st_size, state.st_mtime_ns) for name, state in states]

@@ -114,8 +114,6 @@ class Coordinator:
 
 
 class _Joining:
-    """A host that waits for the others."""
-
     def __init__(self, connection: ssl.SSLSocket, instance: str) -> None:
         self.connection, self.instance = connection, instance
         self.sent: PeerList | None = None

@@ -13,15 +13,12 @@ from thinpipe.launch.net.overlay.links.loop import READ, Loop, rest_if_full
 from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 
 LOOPBACK = "127.0.0.1"
-_STORE = 0
-"""The port that stands for the store's on the coordinator's host."""
+_STORE = 0  # the port that stands for the store's on the coordinator's host
 _SWEEP_S = 5.0
 
 
 @dataclass
 class _Forwarded:
-    """A listening socket, and the processes that asked for it."""
-
     server: socket.socket
     owners: set[int]
 
@@ -58,7 +55,6 @@ class Forwards:
         self._exposed.setdefault(port, set()).add(owner)
 
     def exposed(self, port: int) -> tuple[str, int] | None:
-        """Where a peer's connection to a port goes."""
         if port == _STORE and self._store_port is not None:
             return LOOPBACK, self._store_port
         if port not in self._exposed or self.peer_list is None:
@@ -66,7 +62,6 @@ class Forwards:
         return loopback_address(self.peer_list.run, self.peer_list.index(self.own)), port
 
     def store_port(self, link: Callable[[str], Link]) -> int:
-        """The local port at which this host's processes find the store."""
         if self._store_port is None:
             holder = self._known().coordinator
             server = self._listen((LOOPBACK, 0), link(holder), _STORE, Traffic.CONTROL)
@@ -76,11 +71,7 @@ class Forwards:
     def forward(
         self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link], *, owner: int
     ) -> None:
-        """Have a host's address lead to it, at a port, as long as that process lives.
-
-        Raises:
-            OverlayError: there is no such host, or the port is in use here.
-        """
+        """Have a host's address lead to it, at a port, as long as that process lives."""
         peer_list = self._known()
         if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from thinpipe.launch.config.network import natural
 from thinpipe.launch.net.overlay.links.handshake import Hello, Name
@@ -13,13 +13,10 @@ from thinpipe.launch.net.overlay.links.handshake import Hello, Name
 MOST_HOSTS = 4095
 """Loopback addresses of a run, one per host."""
 _FIRST_ADDRESS = IPv4Address("127.64.0.0")
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Host(BaseModel):
+class Host(BaseModel, frozen=True, extra="forbid", strict=True):
     """A host of the run; `address` is where the coordinator saw it, and the others reach it."""
-
-    model_config = _STRICT
 
     name: Name
     address: str
@@ -28,10 +25,8 @@ class Host(BaseModel):
     instance: str
 
 
-class PeerList(BaseModel):
+class PeerList(BaseModel, frozen=True, extra="forbid", strict=True):
     """All hosts in the order of their names; those that a run still waits for are not in it."""
-
-    model_config = _STRICT
 
     run: str
     coordinator: str
@@ -42,8 +37,16 @@ class PeerList(BaseModel):
     def is_complete(self) -> bool:
         return len(self.hosts) == self.needed
 
+    @property
+    def names(self) -> list[str]:
+        return [host.name for host in self.hosts]
+
     def index(self, name: str) -> int:
-        return [host.name for host in self.hosts].index(name)
+        return self.names.index(name)
+
+    def is_of(self, other: "PeerList") -> bool:
+        same = ("run", "coordinator", "needed", "names")
+        return all(getattr(self, name) == getattr(other, name) for name in same)
 
     def dials(self, one: str, other: str) -> bool:
         """Whether `one` makes the connections between two hosts: only one need be reachable."""
@@ -80,7 +83,7 @@ class Membership:
     def refusal(self, hello: Hello) -> str:
         """Why a host cannot join; nothing if it can."""
         known = self._hosts.get(hello.name)
-        names = ", ".join(host.name for host in self.peer_list.hosts)
+        names = ", ".join(self.peer_list.names)
         if not hello.hosts and not self.peer_list.is_complete:
             return "the run has not begun; start this machine as its others, with --nnodes"
         if not hello.hosts and known is None:

@@ -11,8 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.net.overlay.settings import SILENT_S
 
-_PATIENT_S = 20.0
-"""For a relay that is busy, where an answer is needed."""
+_PATIENT_S = 20.0  # for a relay that is busy, where an answer is needed
 
 
 def open_ports(
@@ -37,21 +36,13 @@ def open_ports(
 
 
 def own_number() -> int | None:
-    """This machine's among those of the run; None if it has no relay.
-
-    Raises:
-        OverlayError: the relay is gone.
-    """
+    """This machine's among those of the run; None if it has no relay."""
     relay = os.environ.get(ADDRESS)
     return None if relay is None else int(Client(relay).ask("own_number"))
 
 
 def reach(host: int, ports: Mapping[str, int]) -> None:
-    """Forward the ports of a rank, by kind of traffic, on the machine of that number.
-
-    Raises:
-        OverlayError: the relay is gone, or a port that stands for another host is in use here.
-    """
+    """Forward the ports of a rank, by kind of traffic, on the machine of that number."""
     client = Client(os.environ[ADDRESS])
     for traffic, port in ports.items():
         client.ask("forward", host=host, port=port, traffic=traffic)
@@ -99,28 +90,15 @@ class HostWatch:
     """
 
     def __init__(self) -> None:
-        """Without a relay there are no others.
-
-        Raises:
-            OverlayError: this machine's relay is gone, or late.
-        """
+        """Without a relay there are no others."""
         self._before = {name: link["restarts"] for name, link in _links().items()}
 
     def renew(self, names: Collection[str]) -> None:
-        """Machines of these names are members as they are now.
-
-        Raises:
-            OverlayError: as before.
-        """
+        """Machines of these names are members as they are now."""
         links = _links(_PATIENT_S).items()
         self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
-        """Their names.
-
-        Raises:
-            OverlayError: as before.
-        """
         return [
             name
             for name, link in _links().items()
@@ -129,11 +107,7 @@ class HostWatch:
 
 
 def coordinates() -> bool:
-    """Whether this machine holds the run's store; also if the run does not leave it.
-
-    Raises:
-        OverlayError: this machine's relay is gone.
-    """
+    """Whether this machine holds the run's store; also if the run does not leave it."""
     status = relay_status()
     return status is None or bool(status["coordinates"])
 

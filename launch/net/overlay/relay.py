@@ -43,11 +43,6 @@ class Relay:
     """Links to all other hosts, and the local ports that lead to them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Listen.
-
-        Raises:
-            ValueError: the key cannot be used, or the port is taken.
-        """
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
         keys.check_clock(self._context, settings.key_file, settings.name)
@@ -71,7 +66,6 @@ class Relay:
         self._loop.ticks.append(self._tick)
 
     def run(self) -> None:
-        """Serve until the parent has ended."""
         parent = socket.socket(fileno=os.dup(0))
         self._loop.watch(parent, READ, lambda _: self._leave(parent))
         Server(self._loop, self._handle).listen(self._settings.socket)
@@ -82,7 +76,9 @@ class Relay:
                 self._membership,
                 lambda: self._take_peer_list(self._membership.peer_list),
             )
-            self._membership.join(self._self())
+            own = Host(name=self._settings.name, address="", port=self._port, reachable=True,
+                       instance=self._instance)  # fmt: skip
+            self._membership.join(own)
             self._take_peer_list(self._membership.peer_list)
         else:
             self._join(self._settings.coordinator)
@@ -113,15 +109,6 @@ class Relay:
 
         self._loop.ticks.append(tick)
 
-    def _self(self) -> Host:
-        return Host(
-            name=self._settings.name,
-            address="",
-            port=self._port,
-            reachable=True,
-            instance=self._instance,
-        )
-
     @property
     def _port(self) -> int:
         return self._listener.port if self._listener is not None else 0
@@ -146,7 +133,7 @@ class Relay:
         """The hosts are known, or one of them has been started again."""
         before = self._peer_list
         if not peer_list.is_complete or peer_list == before:
-            _report("waiting", joined=[host.name for host in peer_list.hosts])
+            _report("waiting", joined=peer_list.names)
             return
         self._peer_list = self._forwards.peer_list = peer_list
         for number, host in enumerate(peer_list.hosts):
@@ -169,16 +156,7 @@ class Relay:
             peer_list = PeerList.model_validate_json(data)
         except ValueError:
             raise FrameError("malformed host list") from None
-        names = [host.name for host in peer_list.hosts]
-        if peer != self._peer_list.coordinator or (
-            (peer_list.run, peer_list.coordinator, peer_list.needed, names)
-            != (
-                self._peer_list.run,
-                self._peer_list.coordinator,
-                self._peer_list.needed,
-                [host.name for host in self._peer_list.hosts],
-            )
-        ):
+        if peer != self._peer_list.coordinator or not peer_list.is_of(self._peer_list):
             raise FrameError("host list from a peer that is not the coordinator")
         self._take_peer_list(peer_list)
 

@@ -3,20 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 SILENT_S = 2.5
 """After this long without a byte (five heartbeats) a connection is replaced by a new one."""
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, frozen=True, extra="forbid"):
     """`coordinator` is where the hosts join; None on that host, whose `store_port` is a local port.
 
     `needed` hosts make the run. `peers` says where hosts are reached, if not where the coordinator
     sees them. `socket` is where processes of this host find the relay.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     key_file: Path

@@ -17,9 +17,6 @@ def seconds_ahead(transport: Transport) -> float:
     Rank 0 answers the others one after the other. Of a few round trips the quickest counts, as its
     two ways can differ least; the answer is wrong by at most half of it (Cristian 1989). Takes
     four round trips per rank.
-
-    Raises:
-        TransportError: a rank is gone.
     """
     if transport.mesh.rank == 0:
         for peer in range(1, transport.mesh.world_size):

@@ -127,7 +127,8 @@ def _launch(
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
     killed = _Killed(network.host or socket.gethostname())
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        _silence(logging.getLogger(name), killed)
+        logging.getLogger(name).addHandler(killed)
+        logging.getLogger(name).propagate = False  # child loggers too, whatever their level
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
@@ -220,9 +221,3 @@ class _Killed(logging.Handler):
             print_error(f"{process}: {how}")
             if self._store is not None:
                 report_killed(self._store, process, how)
-
-
-def _silence(logger: logging.Logger, handler: logging.Handler) -> None:
-    """Child loggers too, whatever their level."""
-    logger.addHandler(handler)
-    logger.propagate = False

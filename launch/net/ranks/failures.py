@@ -13,8 +13,7 @@ from thinpipe.launch.net.ranks.store import await_key
 
 _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
-_OWN_ACCOUNT_S = 0.2
-"""How long the main thread may take to say more, if it has noticed too."""
+_OWN_ACCOUNT_S = 0.2  # how long the main thread may take to say more, if it has noticed too
 _STUCK_S = 10.0
 _SETTLE_S = 20.0
 """Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
@@ -30,11 +29,7 @@ class Failures:
         self._store, self._who = PrefixStore("failures", store), who
 
     def report(self, message: str, *, cause: bool) -> None:
-        """Publish what failed here. A connection that broke is seldom the cause, an error is.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Publish what failed here. A connection that broke is seldom the cause, an error is."""
         number = self._store.add("count", 1)
         self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
 
@@ -55,11 +50,9 @@ class Failures:
         return self.known() or "nothing was reported"
 
     def known(self) -> str | None:
-        """The same as far as it was reported by now."""
         return self._found()[1]
 
     def _found(self) -> tuple[bool, str | None]:
-        """Whether that is a cause, and its words."""
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         if not keys:
@@ -68,11 +61,6 @@ class Failures:
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
-        """Wait for a failure.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
         await_key(self._store, _FIRST)
 
 
@@ -101,15 +89,10 @@ class Losses:
             self._store.set(str(number), json.dumps([rank, message]))
 
     def has(self, rank: int) -> bool:
-        """Whether a rank was reported."""
         return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:
-        """The rank that was lost as number so many, from 1, and what ended it; waits for it.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """The rank that was lost as number so many, from 1, and what ended it; waits for it."""
         await_key(self._store, str(number))
         rank, message = json.loads(self._store.get(str(number)))
         return int(rank), str(message)
@@ -119,11 +102,7 @@ class Losses:
         self._store.set(f"settled/{rank}", str(int(goes_on)))
 
     def settled(self, rank: int, has_failed: Callable[[], bool]) -> bool:
-        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it."""
         key = f"settled/{rank}"
         limit_s = time.monotonic() + float(self._store.get("open")) + _SETTLE_S
         while self.is_open and not self._store.check([key]) and time.monotonic() < limit_s:

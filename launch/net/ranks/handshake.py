@@ -34,11 +34,7 @@ class HandshakeError(RuntimeError):
 
 
 def store_address() -> tuple[str, int]:
-    """Where the ranks' environment says that the store is.
-
-    Raises:
-        ValueError: MASTER_ADDR or MASTER_PORT is not set.
-    """
+    """Where the ranks' environment says that the store is."""
     return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
 
 
@@ -58,7 +54,6 @@ class Lobby:
         self._said: list[int] = []
 
     def look(self, missing: Collection[int]) -> None:
-        """These ranks have not come."""
         now_s = time.monotonic()
         if missing and now_s > self._next_s and [*missing] != self._said:
             self._said, self._next_s = [*missing], now_s + _SAY_S
@@ -201,11 +196,7 @@ def agree(
 
 
 def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
-    """As `agree`, with a run that is under way, whose store this is.
-
-    Raises:
-        HandshakeError: its rank 0 has others.
-    """
+    """As `agree`, with a run that is under way, whose store this is."""
     store = PrefixStore("handshake", run)
     _, theirs = json.loads(store.get("facts/0"))
     mine = json.loads(json.dumps(facts, default=str))
@@ -218,11 +209,7 @@ def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
 
 
 def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
-    """Compare what became known after the start.
-
-    Raises:
-        HandshakeError: a rank has a problem, or differs.
-    """
+    """Compare what became known after the start."""
     own = json.loads(json.dumps([problem, facts], default=str))
     problems = _problems([(text, found) for text, found in gather_json(transport, own)])
     if problems:
@@ -230,7 +217,6 @@ def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | Non
 
 
 def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
-    """Problems that keep ranks from starting, by (problem, facts) of each."""
     own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
     if own:
         return "; ".join(f"{who}: {text}" for text, who in own.items())
@@ -252,7 +238,6 @@ def _let_read(store: Store, keys: list[str]) -> None:
 
 
 def _polled(store: Store, key: str, wait_s: float, look: Callable[[], None]) -> str:
-    """What rank 0 sets; `look` is called meanwhile."""
     limit_s = time.monotonic() + wait_s
     try:
         while not store.check([key]):

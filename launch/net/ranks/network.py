@@ -68,11 +68,7 @@ class HostNetwork:
         return self.overlay is not None and self.overlay.has_ended
 
     def open_store(self, wait_s: float) -> TCPStore:
-        """The store, which this process holds from now on if it listens there.
-
-        Raises:
-            RuntimeError: nobody answers there in time.
-        """
+        """The store, which this process holds from now on if it listens there."""
         if self.server is None:
             return connect_store(self.store, wait_s=wait_s)
         return hold_store(self.server, wait_s=wait_s)
@@ -109,10 +105,6 @@ def join_as_rank(
     """Join the machines as a rank that was started without our agent.
 
     None where there is nothing to do: the run stays on this machine or is meant to be open.
-
-    Raises:
-        ValueError: there is no key, or torchrun started the rank.
-        OverlayError: not all hosts joined.
     """
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

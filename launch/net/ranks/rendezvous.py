@@ -42,14 +42,12 @@ from thinpipe.launch.net.ranks.stopping import Stop
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
-_Come = tuple[Any, int, str]
-"""What sorts a host, the number of its post, and its name."""
+_Come = tuple[Any, int, str]  # what sorts a host, the number of its post, and its name
 _POLL_S = 0.05
 _LEAVE_S = 5.0
 _SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
 """When hosts that wait at a restart say for whom: others come within a moment."""
-_LOOK_S = 1.0
-"""How often a running host looks whether another one has come again."""
+_LOOK_S = 1.0  # how often a running host looks whether another one has come again
 
 
 def register() -> None:
@@ -255,7 +253,6 @@ class Rendezvous(RendezvousHandler):
         )
 
     def _absent(self) -> str:
-        """Hosts of the round before that have not posted since."""
         posts = range(self._posts + 1, self._store.add("posts", 0) + 1)
         keys = [f"post/{number}" for number in posts]
         come = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
@@ -265,7 +262,6 @@ class Rendezvous(RendezvousHandler):
         return f"machine{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
 
     def _receive(self) -> None:
-        """Look who has come; when all have, number them."""
         come = self._come
         posts = self._store.add("posts", 0)
         while self._handled < posts and self._store.check([f"post/{self._handled + 1}"]):
@@ -292,7 +288,6 @@ class Rendezvous(RendezvousHandler):
             self._store.set("full", f"{text}; was one of them started twice?")
 
     def _missing(self) -> str:
-        """The hosts that have not come, as far as they are known here."""
         come = {host for *_, host in self._come.values()}
         names = [host for host in dict.fromkeys(self._network.placed) if host not in come]
         return f"; missing: {', '.join(names)}" if self._holds and names else ""

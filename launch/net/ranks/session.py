@@ -79,7 +79,6 @@ class Session:
 
     @property
     def store(self) -> Store:
-        """What all of its ranks read and write."""
         entered = self.newcomer is not None and self.newcomer.has_entered
         return self.newcomer.store if entered and self.newcomer else self.first_store
 
@@ -134,7 +133,6 @@ class StopFlag:
             stop(self._whole)
 
     def is_set(self) -> bool:
-        """Whether this process was asked to stop."""
         return self.number is not None
 
     def check(self) -> None:
@@ -234,14 +232,7 @@ def join(
         yield Session(store, transport, run_id, local_rank, restart, failures.apart, newcomer)
         transport.close()
     except Exception as error:
-        since_s = failures.watch.stand_down()
-        end_soon()
-        if isinstance(error, DesyncError | TransportError):
-            first = partial(failures.all.first, since_s, ended)
-            raise PeerError(_report(failures.all, who, rank, error, first)) from error
-        if not isinstance(error, TerminatedError):  # which is often the echo of a failure
-            with contextlib.suppress(RuntimeError):
-                failures.all.report(_in_words(error), cause=True)
+        failures.end(error)
         raise
     failures.watch.stand_down()
     dist.destroy_process_group()
@@ -264,13 +255,36 @@ class _Reports:
         self._begin(name)
 
     def apart(self) -> Store:
-        """Another connection to that part."""
         return PrefixStore(self._name, connect_store(self._place, wait_s=_CONNECT_S))
 
+    def end(self, error: Exception) -> None:
+        """Tell the other ranks what failed here."""
+        since_s = self.watch.stand_down()
+        end_soon()
+        if isinstance(error, DesyncError | TransportError):
+            raise PeerError(self._report(error, since_s)) from error
+        if not isinstance(error, TerminatedError):  # which is often the echo of a failure
+            with contextlib.suppress(RuntimeError):
+                self._all.report(_in_words(error), cause=True)
+
+    def _report(self, error: Exception, since_s: float) -> str:
+        own = f"{str(error).strip()}{broken_links()}"
+        print_error(f"{self._rank}: {own}")
+        try:
+            self._all.report(own, cause=not isinstance(error, TransportError))
+            first = self._all.first(since_s, self._ended)
+        except RuntimeError:
+            return "the run's store is gone as well, so what failed first is not known here"
+        return "" if first == f"{self._who}: {own}" else f"first failure: {first}"
+
+    @property
+    def _rank(self) -> str:
+        return self._who.partition(" on ")[0]
+
     def _begin(self, name: str) -> None:
-        self._name, self.all = name, Failures(PrefixStore(name, self._met), self._who)
-        rank = self._who.partition(" on ")[0]
-        self.watch = Watch(Failures(self.apart(), self._who), rank, broken_links, self._ended)
+        self._name, self._all = name, Failures(PrefixStore(name, self._met), self._who)
+        apart = Failures(self.apart(), self._who)
+        self.watch = Watch(apart, self._rank, broken_links, self._ended)
 
 
 def _wrong_number(world: int, mesh: Mesh) -> str:
@@ -288,17 +302,3 @@ def _in_words(error: Exception) -> str:
     text, kind = str(error).strip(), type(error).__name__
     says_it = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
     return text if text and says_it else f"{kind}: {text}" if text else kind
-
-
-def _report(
-    failures: Failures, who: str, rank: int, error: Exception, first_of_all: Callable[[], str]
-) -> str:
-    """Say what failed here, then tell the other ranks; return what failed before."""
-    own = f"{str(error).strip()}{broken_links()}"
-    print_error(f"rank {rank}: {own}")
-    try:
-        failures.report(own, cause=not isinstance(error, TransportError))
-        first = first_of_all()
-    except RuntimeError:
-        return "the run's store is gone as well, so what failed first is not known here"
-    return "" if first == f"{who}: {own}" else f"first failure: {first}"

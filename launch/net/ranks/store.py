@@ -10,11 +10,7 @@ _FOREVER = timedelta(days=1)
 
 
 def connect_store(address: tuple[str, int], *, wait_s: float) -> TCPStore:
-    """The store that another process holds.
-
-    Raises:
-        RuntimeError: nobody answers there in time.
-    """
+    """The store that another process holds."""
     timeout = timedelta(seconds=max(1.0, wait_s))
     return TCPStore(*address, None, False, timeout, wait_for_workers=False)
 
@@ -35,11 +31,7 @@ def hold_store(server: socket.socket, *, wait_s: float) -> TCPStore:
 
 
 def await_key(store: Store, key: str) -> None:
-    """Wait for a key, however long that takes; the connection is blocked meanwhile.
-
-    Raises:
-        RuntimeError: the store is gone.
-    """
+    """Wait for a key, however long that takes; the connection is blocked meanwhile."""
     while not store.check([key]):
         try:
             store.wait([key], _FOREVER)

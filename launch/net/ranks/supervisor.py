@@ -66,7 +66,6 @@ def supervise(be_rank: Callable[[], None]) -> bool:
 
 
 def _report(message: str, reading: int) -> bool:
-    """Tell the others; whether they go on."""
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
         host, port, name, who, rank = json.loads(os.read(reading, 4096).splitlines()[-1])

@@ -40,11 +40,7 @@ class Start:
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
-        """Reject options of the other kind of run.
-
-        Raises:
-            ConfigError: naming option and remedy.
-        """
+        """Reject options of the other kind of run."""
         if self.is_program and self.settings:
             raise ConfigError(
                 f"--set: settings of {self.run} are in the program; change them there"
@@ -61,11 +57,7 @@ class Start:
 
 
 def ssh_commands(hosts: HostsConfig, start: Start) -> dict[str, list[str]]:
-    """Commands that start a run, by machine name.
-
-    Raises:
-        ConfigError: no machine is named `start.show`.
-    """
+    """Commands that start a run, by machine name."""
     names = [host.name for host in hosts.host]
     if start.show is not None and start.show not in names:
         raise ConfigError(

@@ -14,16 +14,11 @@ from thinpipe.launch.net.ssh.commands import Start, enter, ssh
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 from thinpipe.launch.net.ssh.processes import SSH_FAILED, not_connected, start_ssh
 
-_END_S = 60.0
-"""How long a machine may take to write what it has received."""
+_END_S = 60.0  # how long a machine may take to write what it has received
 
 
 def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
-    """A run file and those it extends, or a program; and `more` files or folders.
-
-    Raises:
-        ConfigError: one is not here.
-    """
+    """A run file and those it extends, or a program; and `more` files or folders."""
     run = Path(start.run).expanduser()
     found = [*([run] if start.is_program else files_of(run)), *more]
     for file in found:
@@ -33,11 +28,7 @@ def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
 
 
 def copy_files(hosts: HostsConfig, files: Sequence[Path]) -> None:
-    """Copy to every machine: relative paths into its checkout, absolute ones to the same place.
-
-    Raises:
-        ConfigError: ssh cannot connect, or a machine could not write them.
-    """
+    """Copy to every machine: relative paths into its checkout, absolute ones to the same place."""
     for host in hosts.host:
         _send(host, f"{enter(host.checkout)} tar -xoPf -", files)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from thinpipe.launch.config.network import NAME, as_name
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
@@ -14,9 +14,7 @@ from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 
 _RENDEZVOUS_PORT = 29500
 _OF_RUNS = {"run", "model", "pipeline", "data", "train"}
-_ALIAS_S = 10.0
-"""How long ssh may take to read its configuration, which can run commands."""
-_STRICT = ConfigDict(frozen=True, extra="forbid")
+_ALIAS_S = 10.0  # how long ssh may take to read its configuration, which can run commands
 
 
 def _matching(pattern: str, remedy: str) -> AfterValidator:
@@ -40,15 +38,13 @@ _Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "name it with letters, dig
 _FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
 
 
-class HostConfig(BaseModel):
+class HostConfig(BaseModel, frozen=True, extra="forbid"):
     """A machine: how ssh reaches it, and where things are on it.
 
     `checkout` is ThinPipe's folder, relative to the user's home; `python` and the run file are
     relative to it. `interface` is the one that the other machines can reach. `ranks` is how many
     of the run's it has, by default as many as the others.
     """
-
-    model_config = _STRICT
 
     name: _Word
     address: _Address | None = None
@@ -85,10 +81,8 @@ class HostConfig(BaseModel):
         return self
 
 
-class HostsConfig(BaseModel):
+class HostsConfig(BaseModel, frozen=True, extra="forbid"):
     """The machines of a run, with rendezvous at `rdzv`, by default on the first one."""
-
-    model_config = _STRICT
 
     rdzv: str | None = None
     host: tuple[HostConfig, ...] = Field(min_length=1)
@@ -115,11 +109,7 @@ class HostsConfig(BaseModel):
 
 
 def load_hosts(path: Path) -> HostsConfig:
-    """Read the file that lists the machines.
-
-    Raises:
-        ConfigError: naming file, key, value and remedy.
-    """
+    """Read the file that lists the machines."""
     keys = top_keys(path)
     if keys & _OF_RUNS and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
@@ -129,11 +119,7 @@ def load_hosts(path: Path) -> HostsConfig:
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
-    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts.
-
-    Raises:
-        ConfigError: naming ranks and machines.
-    """
+    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts."""
     for host in hosts.host:
         own = placed.count(host.name_in_run)
         if placed and host.ranks not in (None, own):

@@ -14,8 +14,7 @@ from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 
 INTERRUPTED = 130
 SSH_FAILED, _NOT_FOUND = 255, 127
-_REPORT_S = 3.0
-"""How long the other machines may report a failure before they are ended."""
+_REPORT_S = 3.0  # how long the other machines may report a failure before they are ended
 _END_S = GRACE_S + 5.0
 _POLL_S = 0.05
 
@@ -24,9 +23,6 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
     """Run a command of `ssh_commands` per machine; return the exit code of the first failure.
 
     Output lines are prefixed with the machine's name. A failure or Ctrl-C ends all.
-
-    Raises:
-        ValueError: this machine has no ssh.
     """
     started: dict[str, _Remote] = {}
     try:
@@ -50,11 +46,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
 
 
 def start_ssh(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start ssh with pipes.
-
-    Raises:
-        ValueError: this machine has none.
-    """
+    """Start ssh with pipes."""
     try:
         return subprocess.Popen(
             command,
@@ -100,7 +92,6 @@ class _Remote:
 
     @property
     def connected_s(self) -> float | None:
-        """Seconds since its command began; None if it did not."""
         return None if self._connected_s is None else time.monotonic() - self._connected_s
 
     def ask_to_end(self) -> None:
@@ -125,7 +116,6 @@ class _Remote:
 
 
 def _first_failure(started: Mapping[str, _Remote]) -> tuple[str, int] | None:
-    """Wait for a failure, or until all have succeeded."""
     while True:
         codes = {name: remote.code for name, remote in started.items()}
         failed = next(((name, code) for name, code in codes.items() if code), None)

@@ -22,17 +22,15 @@ from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count, microbatch_shape
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
 from thinpipe.launch.plan.choice.fidelity import CompressionLevels, Settings, raised
-from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
-from thinpipe.launch.plan.placement.step import StepCost, StepModel
+from thinpipe.launch.plan.placement.step import StepCost, StepModel, step_bound
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 _TIMES = (1, 2, 4)
-_REFINED = 3
-"""Variants that are searched with all rounds, the best first."""
+_REFINED = 3  # variants that are searched with all rounds, the best first
 _SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
 _WORTH = 0.99
 """The run file's schedule is kept unless another takes less than this share of its step."""
@@ -59,7 +57,6 @@ class PlannedRun:
         )
 
     def hosts(self, cluster: Cluster) -> list[list[str]]:
-        """`pipeline.placement`."""
         grid_RP = cluster.host_of_D[self.placement.grid_RP]
         return [[cluster.hosts[host].name for host in row] for row in grid_RP]
 
@@ -104,7 +101,6 @@ class _Variant:
             return None
 
     def scheduled(self, schedule: ScheduleName) -> "_Variant":
-        """The same under another schedule."""
         depth = self.config.pipeline.depth if schedule == "Deep1F1B" else DEPTH  # of no other
         return replace(self, config=_with(self.config, {"schedule": schedule, "depth": depth}))
 
@@ -123,9 +119,6 @@ def choose(
 
     All have one stage per rank. `memory` is that of each block, by default as counted; `seconds`
     bounds the search of the best variants, instead of a number of rounds.
-
-    Raises:
-        ValueError: nothing fits the devices.
     """
     if config.pipeline.schedule not in _SCHEDULES:
         config = _with(config, {"schedule": _SCHEDULES[0], "ranks": None})
@@ -204,7 +197,6 @@ def _refined(
 
 
 def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Variant]]:
-    """Each with the lower bound of its step."""
     config = whole.config
     base = microbatch_shape(config)[0]
     for stages in range(1, min(len(whole.blocks), cluster.devices) + 1):

@@ -19,8 +19,7 @@ from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 SMOOTH = 0.3
 _NO_LIMIT = 1 << 40
-_MISFIT_S = 1e9
-"""Added for each device with too little memory."""
+_MISFIT_S = 1e9  # added for each device with too little memory
 
 
 class Devices(NamedTuple):

@@ -104,11 +104,7 @@ class Cluster:
         return np.asarray(_off_diagonal(self.rate_HH, -1.0).max(axis=0))
 
     def check_enough(self, stages: int, replicas: int) -> None:
-        """Reject more stages and replicas than there are devices.
-
-        Raises:
-            ValueError: naming both.
-        """
+        """Reject more stages and replicas than there are devices."""
         if stages * replicas > self.devices:
             raise ValueError(
                 f"{stages} stages x {replicas} replicas need {stages * replicas} devices, the "

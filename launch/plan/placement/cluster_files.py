@@ -22,22 +22,18 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
-from thinpipe.launch.host.network import STRICT, Host, Matrix, Network, check_square, read_json
+from thinpipe.launch.host.network import Host, Matrix, Network, check_square, read_json
 from thinpipe.launch.plan.placement.cluster import Cluster, without_own
 
 
-class _Region(BaseModel):
-    model_config = STRICT
-
+class _Region(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     hosts: int = Field(1, ge=1)
     devices: int = 1
     speed: float = 1.0
     memory_gb: float | None = None
 
 
-class _Inside(BaseModel):
-    model_config = STRICT
-
+class _Inside(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     latency_ms: float = 5.0
     gbps: float = 2.0
 
@@ -46,28 +42,20 @@ def _as_region(given: Any) -> Any:
     return given if isinstance(given, dict) else {"hosts": given}
 
 
-class _Regions(BaseModel):
-    model_config = STRICT
-
+class _Regions(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     regions: dict[str, Annotated[_Region, BeforeValidator(_as_region)]] = Field(min_length=1)
     inside: _Inside = _Inside()
     links: tuple[tuple[str | float, ...], ...] = ()
 
 
-class _Dtfm(BaseModel):
-    model_config = STRICT
-
+class _Dtfm(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=True):
     labels: tuple[str, ...]
     latency_ms: Matrix
     gbps: Matrix
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a file of any of the three kinds.
-
-    Raises:
-        ValueError: names the file, what is wrong in it and the remedy.
-    """
+    """Read a file of any of the three kinds."""
     try:
         return parse_cluster(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -78,11 +66,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(content: Any) -> Cluster:
-    """A cluster from the content of such a file, as text or as an object.
-
-    Raises:
-        ValueError: names what is wrong and the remedy.
-    """
+    """A cluster from the content of such a file, as text or as an object."""
     text = content if isinstance(content, str) else json.dumps(content)
     if '"regions"' in text:
         return _regions(read_json(_Regions, text))

@@ -125,7 +125,6 @@ class Simulation:
         return self._run(cluster, grid_RP, np.empty((0, 7)))
 
     def recorded(self, cluster: Cluster, grid_RP: Ints) -> SimulatedStep:
-        """The same with everything that happens in the pass."""
         step = self._step
         messages = step.nbytes_WC.size * step.microbatches
         most = len(grid_RP) * (2 * step.order_PN3[..., 0].size + 3 * messages)
@@ -155,20 +154,13 @@ def simulate(workload: Workload, network: Network | None = None) -> SimulatedSte
     """A pass of one pipeline that begins with all ranks and links idle.
 
     `network` connects its ranks, in bit/s on the wire; None is unlimited.
-
-    Raises:
-        ValueError: the network has another number of hosts.
     """
     network = network or Network.uniform(workload.ranks)
     return Simulation(workload).recorded(*one_pipeline(workload, network))
 
 
 def one_pipeline(workload: Workload, network: Network) -> tuple[Cluster, Ints]:
-    """The devices and the layout [1, P] of a pipeline with a rank on each host.
-
-    Raises:
-        ValueError: the network has another number of hosts.
-    """
+    """The devices and the layout [1, P] of a pipeline with a rank on each host."""
     if network.hosts != workload.ranks:
         raise ValueError(
             f"network has {network.hosts} hosts for {workload.ranks} ranks: pass one for each "

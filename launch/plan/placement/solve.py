@@ -28,15 +28,11 @@ _MOVES_PER_DEVICE = 3000
 _MOST_MOVES = 600_000
 _PAIRS = 300_000_000
 """Pairs of replicas that a round may look at: a swap changes two groups that exchange."""
-_ACTIONS = 500_000
-"""Simulated actions of a round's single swaps."""
+_ACTIONS = 500_000  # simulated actions of a round's single swaps
 _MOST_SIMULATIONS = 400
-_SIMULATED_HEAT = 0.05
-"""Of single swaps at first, as a share of the step."""
-_POOR = 1.5
-"""Swaps whose estimate exceeds the present step by this factor are not simulated."""
-_KEPT = 4
-"""Starts that are annealed, the best first."""
+_SIMULATED_HEAT = 0.05  # of single swaps at first, as a share of the step
+_POOR = 1.5  # swaps whose estimate exceeds the present step by this factor are not simulated
+_KEPT = 4  # starts that are annealed, the best first
 _SIMULATED_STARTS = 12
 _HEATS = (0.03, 0.003, 0.1)
 
@@ -58,11 +54,7 @@ def solve_step(
     rounds: int = ROUNDS,
     seconds: float | None = None,
 ) -> Placement:
-    """The layout of the shortest predicted step.
-
-    Raises:
-        ValueError: there are too few devices, or no stage fits any layout's memory.
-    """
+    """The layout of the shortest predicted step."""
     replicas, ranks = workload.replicas, workload.ranks
     cluster.check_enough(ranks, replicas)
     model = StepModel(cluster, workload)
@@ -88,7 +80,7 @@ def solve_step(
     best, best_D = refined(starts[0], seed)
     while done < rounds if seconds is None else time.perf_counter() - begin_s < seconds:
         done += 1
-        draw = _mixed(seed, done)
+        draw = (seed * 1_000_003 + done * 7919) % 2**31
         start_D, heat = starts[_start(done, len(starts))], _HEATS[done % len(_HEATS)]
         if done % 3 == 0:
             start_D, heat = best_D, 0.1 * _HEATS[0]
@@ -137,10 +129,6 @@ def _start(number: int, count: int) -> int:
     return min(turn, count - 1)
 
 
-def _mixed(seed: int, number: int) -> int:
-    return (seed * 1_000_003 + number * 7919) % 2**31
-
-
 def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:
     """Structured layouts and random ones. Equal costs are told apart by a shuffled numbering."""
     shape, hop_DD = (workload.ranks, workload.replicas), hop_seconds(cluster, workload)
@@ -156,7 +144,6 @@ def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:
 
 
 def _places(grid_SR: Ints, devices: int) -> Ints:
-    """Devices by place, and then those that are idle."""
     idle = np.setdiff1d(np.arange(devices), grid_SR)
     return np.concatenate([grid_SR.ravel(), idle])
 
@@ -169,7 +156,6 @@ def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
 
 
 def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
-    """Reject stages for which there are not enough devices with the memory."""
     room_D = np.sort(cluster.memory_D)[::-1]
     for index, position in enumerate(np.argsort(need_P)[::-1]):
         needed = (index + 1) * replicas

@@ -17,7 +17,6 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
-from thinpipe.launch.plan.placement.dtfm import DtfmSizes
 from thinpipe.pipeline.schedule import DEPTH, Action, rank_orders, stage_to_rank
 from thinpipe.pipeline.wire.told import ScheduleName
 
@@ -32,9 +31,6 @@ class Workload:
     Seconds are per microbatch on a device of speed 1, one for each stage; `activations` and
     `gradients` hold one message per cut; `exchange_nbytes` what a replica sends each peer in a
     step, `optimizer_s` what the update of a stage takes, `memory` what a rank needs.
-
-    Raises:
-        ValueError: a sequence does not fit the number of stages.
     """
 
     replicas: int
@@ -80,7 +76,6 @@ class Workload:
 
     @cached_property
     def orders(self) -> list[list[Action]]:
-        """Actions of each rank of a pipeline: kind, stage, microbatch."""
         return rank_orders(
             self.schedule,
             stages=self.stages,
@@ -90,7 +85,6 @@ class Workload:
         )
 
     def by_rank(self, per_stage: Sequence[float]) -> tuple[float, ...]:
-        """Sums over the stages of each rank."""
         sums = [0.0] * self.ranks
         for stage, value in enumerate(per_stage):
             sums[self.position_of[stage]] += value
@@ -98,7 +92,6 @@ class Workload:
 
     @property
     def microbatch_s(self) -> tuple[float, ...]:
-        """Seconds that each rank computes for a microbatch."""
         return self.by_rank([a + b for a, b in zip(self.forward_s, self.backward_s, strict=True)])
 
     @property
@@ -106,17 +99,6 @@ class Workload:
         """Bytes to each peer in one round of the exchange, by rank."""
         alone = self.replicas == 1
         return self.by_rank([n / max(1, self.rounds) * (not alone) for n in self.exchange_nbytes])
-
-    @property
-    def sizes(self) -> DtfmSizes:
-        """The same for DT-FM's cost: the gradient that its sharded exchange would need to have as
-        many bytes, and the activations of a step, both those of the largest.
-        """
-        nbytes = max(self.exchange_nbytes, default=0.0) * self.replicas / 2
-        cuts = zip(self.activations, self.gradients, strict=True)
-        per_microbatch = max(((a.nbytes + g.nbytes) / 2 for a, g in cuts), default=0.0)
-        passes = self.microbatches * self.accumulate
-        return DtfmSizes(self.ranks, self.replicas, nbytes / 1e9, per_microbatch * passes / 1e9)
 
     @classmethod
     def of(
@@ -150,11 +132,7 @@ class Workload:
         blocks: Sequence[ModelMemory],
         exchange: ExchangeCost | None,
     ) -> "Workload":
-        """All replicas of a run with so many samples, whose blocks take this memory.
-
-        Raises:
-            ValueError: a rank's memory cannot be counted.
-        """
+        """All replicas of a run with so many samples, whose blocks take this memory."""
         replicas = config.pipeline.replicas
         bounds = pairwise((0, *config.pipeline.cuts, len(blocks)))
         trained = [sum(block.trained for block in blocks[first:stop]) for first, stop in bounds]

@@ -25,12 +25,11 @@ from thinpipe.launch.view.report.metric_table import (
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import Summary, Traffic, WireTraffic, traffic_cells
-from thinpipe.launch.view.report.timeline_chart import timeline_svg
+from thinpipe.launch.view.report.timeline import timeline_svg
 from thinpipe.pipeline.wire.told import MASSIVE, ComputeEvent
 
 Json: TypeAlias = dict[str, Any]
-_LATELY = 50
-"""Steps whose median time tells how long the rest takes."""
+_LATELY = 50  # steps whose median time tells how long the rest takes
 _SILENT_S, _SILENT_STEPS = 30.0, 10
 """Without a step for so long, and for as long as so many take, something may be wrong."""
 
@@ -116,7 +115,6 @@ def silence(story: Story, silent_s: float) -> str:
 
 
 def _usual_s(story: Story) -> float:
-    """What a step took lately."""
     return median(record.step_s for record in story.records[-_LATELY:])
 
 
@@ -143,7 +141,6 @@ def _head(story: Story) -> Json:
 
 
 def _state(story: Story, done: int) -> str:
-    """How far a run is that has not done all its steps."""
     where = f"step {done:,} of {story.info.total_steps:,}"
     if story.ended is None:
         return f"{where.capitalize()}."

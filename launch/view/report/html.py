@@ -87,7 +87,6 @@ def content_policy() -> str:
 
 @cache
 def _assets() -> tuple[str, tuple[str, ...], str]:
-    """Style, scripts and body."""
     names = ("page.html", "uPlot.min.css", "page.css", "uPlot.iife.min.js", "chart.js", "page.js")
     texts = ((_FILES / name).read_text(encoding="utf-8").strip() for name in names)
     body, uplot_css, css, *scripts = texts

@@ -21,8 +21,7 @@ from thinpipe.launch.view.report.metrics import RunInfo
 STATE, NOTES, METRICS = "state.json", "notes.jsonl", "metrics.jsonl"
 PERIOD_S = 5.0
 _STALE, _SILENT_S = 4, 1.0
-_LATE_S = 15.0
-"""What another host has said is no news any more: it says it every 5 s."""
+_LATE_S = 15.0  # what another host has said is no news any more: it says it every 5 s
 UP = "up"
 GONE_S = 10.0
 """So long no step has come, before the lock of a folder says that nobody trains there."""
@@ -87,7 +86,6 @@ class Journal:
         return bool(self._known)
 
     def state(self, ended: str | None = None) -> dict[str, Any]:
-        """What is written."""
         known = [host for host in self._hosts() if host is not None]
         known = self._known = known or self._known  # at the end, those that there were
         return {
@@ -158,9 +156,6 @@ class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
 
     Of a run that was killed no file says that it ended, but the lock of its folder (`is_gone`).
-
-    Raises:
-        ValueError: `state.json` is none, or damaged.
     """
 
     def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:
@@ -192,7 +187,7 @@ class Told:
             self.now = []
 
 
-def read_notes(folder: Path, most: int = 500) -> list[Note]:
+def read_notes(folder: Path) -> list[Note]:
     """The last messages; damaged lines are left out."""
     found: list[Note] = []
     with suppress(OSError):
@@ -201,11 +196,10 @@ def read_notes(folder: Path, most: int = 500) -> list[Note]:
                 note = json.loads(line)
                 if isinstance(note, dict) and note.keys() == Note.__required_keys__:
                     found.append(note)  # type: ignore[arg-type]
-    return found[-most:]
+    return found[-500:]
 
 
 def _now(host: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """How each connection of a host is at this moment: source, target, words."""
     age_s = host.get("age_s", 0.0)
     rates = {sample["target"]: sample["sent_Bps"] for sample in host["trace"]}  # the last of each
     return [
@@ -230,7 +224,6 @@ def _state_of(link: Mapping[str, Any], rate_Bps: float | None) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """Why a run ends, in a line."""
     if error is None:
         return ""
     if isinstance(error, KeyboardInterrupt):
@@ -250,7 +243,6 @@ def _replace(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _no_run(folder: Path) -> str:
-    """What a folder without a state is."""
     if not folder.is_dir():
         return "no such folder; name that of a run (run.folder in its file, or runs/NAME)"
     if runs := sorted(file.parent.name for file in folder.glob(f"*/{STATE}")):

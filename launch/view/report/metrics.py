@@ -81,11 +81,9 @@ class StepRecord:
         return found
 
     def sent(self, direction: Direction) -> int:
-        """Bytes sent in one direction across all cuts."""
         return sum(total.nbytes for total in self.wire if total.direction == direction)
 
     def mbps(self, nbytes: int) -> str:
-        """The rate of so many bytes over the step, in Mbit/s."""
         return f"{nbytes * 8 / self.step_s / 1e6:,.1f}" if self.step_s > 0 else NOTHING
 
 
@@ -125,7 +123,6 @@ class RunInfo:
 
     @property
     def shape(self) -> list[str]:
-        """The run in a few words each: size, stages, replicas, schedule."""
         counts = [(self.stages, "stage"), (self.replicas, "replica")]
         counts += [(self.shards, "shard")] if self.shards > 1 else []
         pieces = [f"{n} {word}{'s' * (n != 1)}" for n, word in counts]
@@ -138,7 +135,6 @@ class RunInfo:
         return [(cut, way) for cut in sorted({*self.cuts, *counted}) for way in DIRECTIONS]
 
     def method(self, key: WireKey) -> str:
-        """Label of a key of `wire_keys`."""
         return self.methods.get(key, EARLIER_CUT)
 
 
@@ -204,11 +200,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def parse_record(line: bytes, where: str) -> StepRecord:
-    """A line of the file; `where` it stands is named.
-
-    Raises:
-        ValueError: it is not a step record.
-    """
+    """A line of the file; `where` it stands is named."""
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:

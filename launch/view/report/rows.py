@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from thinpipe.launch.view.report.metrics import StepRecord
 
 MOST_ROWS = 4000
@@ -45,10 +48,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def columns(self, start: int = 0) -> dict[str, list[Value]]:
-        """All columns from a row on."""
+    def columns(self) -> dict[str, list[Value]]:
         names = dict.fromkeys(name for row in self._rows for name in row)
-        return {name: [row.get(name) for row in self._rows[start:]] for name in names}
+        return {name: [row.get(name) for row in self._rows] for name in names}
 
 
 def _row(record: StepRecord) -> Row:
@@ -74,7 +76,6 @@ def _row(record: StepRecord) -> Row:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    """One row for several."""
     if len(rows) == 1:
         return rows[0]
     out: dict[str, Value] = {}
@@ -98,3 +99,33 @@ def _finite(value: float) -> Value:
 def _mean(values: Sequence[Value]) -> Value:
     known = [value for value in values if value is not None]
     return _finite(fmean(known)) if known else None
+
+
+def smoothed(values: Sequence[float], reach: int) -> npt.NDArray[np.float64]:
+    """At every step, the line that fits `reach` steps to either side best, nearer ones most.
+
+    Within the curve that is their weighted mean. At the ends, where one side is missing, a mean
+    would lag behind a falling curve, and one of mirrored values would follow the last value; the
+    line does neither. It is fitted to more steps there, as it has fewer on one side. NaN and
+    infinity are left out.
+    """
+    y = np.asarray(values, dtype=np.float64)
+    finite = np.flatnonzero(np.isfinite(y))
+    out = np.full(y.shape, np.nan)
+    if not finite.size:
+        return out
+    for i in range(y.size):
+        missing = max(0, reach - min(i, y.size - 1 - i))
+        near = finite[np.abs(finite - i) <= reach + missing]
+        if not near.size:
+            near = finite[[np.abs(finite - i).argmin()]]
+        x = (near - i).astype(np.float64)
+        weight = 1.0 - np.abs(x) / (reach + missing + 1)
+        weight = np.maximum(weight, 1e-6)
+        mean_x, mean_y = np.average(x, weights=weight), np.average(y[near], weights=weight)
+        spread = np.average((x - mean_x) ** 2, weights=weight)
+        slope = (
+            np.average((x - mean_x) * (y[near] - mean_y), weights=weight) / spread if spread else 0
+        )
+        out[i] = mean_y - slope * mean_x
+    return out

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import TypedDict
 
@@ -99,11 +99,7 @@ class Summary(TypedDict):
 
 
 def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge] = ()) -> Summary:
-    """Condense the steps of a run, also those before its cuts moved.
-
-    Raises:
-        ValueError: there are no steps.
-    """
+    """Condense the steps of a run, also those before its cuts moved."""
     if not records:
         raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
     wire = [_wire_traffic(info, records, key) for key in info.wire_keys(records)]
@@ -123,7 +119,9 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
         unit=info.unit,
         first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
         final_loss=_mean_of_finite(last_epoch),
-        eval={k: _finite(v) for k, v in evaluations[-1].items()} if evaluations else None,
+        eval={k: v if math.isfinite(v) else None for k, v in evaluations[-1].items()}
+        if evaluations
+        else None,
         median_tokens_per_s=median(record.tokens_per_s for record in records),
         median_step_s=median(record.step_s for record in records),
         mean_bubble=fmean(record.bubble for record in records),
@@ -157,14 +155,14 @@ def direction_bytes(summary: Summary, direction: Direction) -> int:
     return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
 
 
-def traffic_cells(row: Traffic, show_bytes: Callable[[int], str] = format_bytes) -> list[str]:
+def traffic_cells(row: Traffic) -> list[str]:
     """Columns of a traffic table: messages, sent, bf16, ratio, fp32, ratio."""
     return [
         f"{row['messages']:,}",
-        show_bytes(row["bytes"]),
-        show_bytes(row["bf16_bytes"]),
+        format_bytes(row["bytes"]),
+        format_bytes(row["bf16_bytes"]),
         format_ratio(row["ratio_bf16"]),
-        show_bytes(row["fp32_bytes"]),
+        format_bytes(row["fp32_bytes"]),
         format_ratio(row["ratio_fp32"]),
     ]
 
@@ -182,10 +180,6 @@ def _samples(records: Sequence[StepRecord]) -> dict[str, int]:
         found[str(record.epoch)] += record.samples or 0
     unknown = {str(record.epoch) for record in records if record.samples is None}
     return {epoch: count for epoch, count in found.items() if epoch not in unknown}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _mean_of_finite(values: Sequence[float]) -> float | None:

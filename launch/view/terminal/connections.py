@@ -12,10 +12,8 @@ from thinpipe.launch.view.report.edge_trace import EdgeNow
 from thinpipe.launch.view.terminal.grids import in_columns
 
 _SILENT_S = 1.0
-_FEW = 8
-"""Up to this many connections are all shown; of more, nearly idle ones are only counted."""
-_IDLE = 0.01
-"""Of the bytes of the busiest one: heartbeats and control messages."""
+_FEW = 8  # up to this many connections are all shown; of more, nearly idle ones are only counted
+_IDLE = 0.01  # of the bytes of the busiest one: heartbeats and control messages
 
 
 def problem(edge: EdgeNow) -> str | None:
@@ -46,7 +44,6 @@ def connection_grid(host: str, edges: Sequence[EdgeNow], most: int) -> Table:
 
 
 def _cell(host: str, edge: EdgeNow) -> Text:
-    """Rates in Mbit/s, and the round trip or what is wrong."""
     style = "bold red" if problem(edge) else "bold"
     rates = f"{8e-6 * edge.sent_Bps:,.1f}→ ←{8e-6 * edge.received_Bps:,.1f}"
     state = problem(edge) or format_round_trip(edge.round_trip_s)
@@ -66,11 +63,9 @@ class ConnectionLines:
 
     @property
     def age_s(self) -> float:
-        """How long ago the time before was; the first is when this was made."""
         return time.monotonic() - self._told_s
 
     def tell(self, host: str, edges: Sequence[EdgeNow]) -> str:
-        """Lines of 80 columns."""
         seconds = self.age_s
         shown, idle = in_use(edges)
         parts = [self._part(host, edge, seconds) for edge in shown]

@@ -60,7 +60,6 @@ class Display:
             self.evaluated(record)
 
     def planned(self, steps: int) -> None:
-        """So many steps are to be done in all."""
         if self._view is not None:
             self._view.planned(steps)
 
@@ -70,7 +69,6 @@ class Display:
             self._view.evaluated(record)
 
     def note(self, text: str) -> None:
-        """Print a line that stays, such as "checkpoint saved"."""
         print_line(self._console, text)
         if self.keep is not None and text:
             self.keep(text)

@@ -65,7 +65,6 @@ def final_tables(info: RunInfo, summary: Summary, left: Left | None) -> Renderab
 
 
 def _in_words(summary: Summary, left: Left | None) -> Table:
-    """Result, cost and files in words."""
     rows: dict[str, str] = {}
     ended = (summary["eval"] or {}).get("loss")
     final = summary["final_loss"] if ended is None else ended

@@ -48,7 +48,6 @@ class Log:
             self._print_step(record, now_s)
 
     def planned(self, steps: int) -> None:
-        """So many are to be done in all."""
         self._info = replace(self._info, total_steps=steps)
 
     def evaluated(self, record: StepRecord) -> None:

@@ -24,8 +24,7 @@ from thinpipe.launch.view.terminal.grids import labelled, shape_of
 from thinpipe.launch.view.terminal.progress import LOSS_STEPS, RunningValues
 from thinpipe.launch.view.terminal.traffic import step_traffic
 
-_LEAST = 8
-"""This many connections (or all, if fewer) are shown before cuts are left out."""
+_LEAST = 8  # this many connections (or all, if fewer) are shown before cuts are left out
 _KEYS = (
     *(*SPEED, "train/epoch", "speed/step_s"),
     *LOSSES,
@@ -71,7 +70,6 @@ class LivePanel:
         self._bar.update(self._task, completed=record.step)
 
     def planned(self, steps: int) -> None:
-        """So many are to be done in all."""
         self._bar.update(self._task, total=steps)
 
     def evaluated(self, record: StepRecord) -> None:
@@ -126,12 +124,10 @@ class LivePanel:
         return Text(f"{resumed}waiting for the {which} step to finish", style="dim")
 
     def _missing(self, panel: Panel) -> int:
-        """Lines that the terminal lacks for it."""
         return len(self._console.render_lines(panel, pad=False)) - self._console.height
 
 
 def _numbers(info: RunInfo, record: StepRecord, progress: RunningValues) -> Table:
-    """All metrics of a step, with the last evaluation."""
     keys = (*_KEYS, *(SHARDS if info.shards > 1 else ()))
     cells = shown(keys, replace(record, eval=progress.eval), unit=info.unit)
     cells.insert(5, (f"mean of {LOSS_STEPS}", format_loss(progress.mean_loss)))

@@ -47,7 +47,6 @@ class Sparkline:
         self._open: list[float] = []
 
     def add(self, value: float) -> None:
-        """Append a value; NaN is left out."""
         if value != value:
             return
         self._open.append(value)

@@ -55,7 +55,6 @@ def step_traffic(info: RunInfo, record: StepRecord, cuts: int, *, width: int) ->
 
 
 def _methods(info: RunInfo) -> Text:
-    """How each direction is compressed, cuts named where they differ."""
     parts = []
     for direction in DIRECTIONS:
         by_method: dict[str, list[str]] = {}

@@ -1,5 +1,6 @@
 """`thinpipe watch`: its options, and the link that it prints."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -13,10 +14,10 @@ from thinpipe.launch.host.interfaces import format_endpoint, interfaces, parse_e
 from thinpipe.launch.host.interfaces import resolve as address_of
 from thinpipe.launch.host.interfaces import serve as listen_at
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.priority import give_way
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.watch.follow import Followed
 
+_LEAST = 19
 LOOPBACK = "127.0.0.1:8042"
 
 
@@ -151,7 +152,6 @@ def _names(address: str) -> list[str]:
 
 
 def _say(links: list[str], token: str | None) -> None:
-    """Print the links, and on a terminal the first as a QR code, for a phone."""
     for link in links:
         typer.echo(f"watch at {link}")
     if token is not None:
@@ -161,3 +161,15 @@ def _say(links: list[str], token: str | None) -> None:
 
             segno.make(links[0]).terminal(compact=True)
     sys.stdout.flush()
+
+
+def give_way() -> None:
+    """Let this process have only the CPU time that others leave.
+
+    Linux shares CPUs among sessions first (`sched_autogroup`), and `nice` counts only within one.
+    So a process that leads a session makes all of that give way; others would slow their user's.
+    """
+    os.nice(_LEAST)
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):  # no such kernel
+            Path("/proc/self/autogroup").write_text(str(_LEAST), encoding="ascii")

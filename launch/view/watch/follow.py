@@ -63,11 +63,7 @@ class Followed:
     """A run's folder, read again when its files change."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what there is.
-
-        Raises:
-            ValueError: it is no run's folder, or a file in it is damaged.
-        """
+        """Read what there is."""
         self.folder = folder
         self.moment: Moment | None = None
         """The newest one; None before the first step."""
@@ -91,7 +87,6 @@ class Followed:
 
     @property
     def silence(self) -> str:
-        """That no step has come for unusually long, in words."""
         return silence(self.story, silent_s(self.folder)) if self.story else ""
 
     @property

@@ -29,20 +29,16 @@ _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _T = TypeVar("_T")
 
 PERIOD_S = 1.0
-_SHARE = 0.01
-"""Of a core, that reading may take: less often for a run with many steps."""
+_SHARE = 0.01  # of a core, that reading may take: less often for a run with many steps
 _LONGEST_S = 30.0
 _ALIVE_S = 10.0
 _MOST_STREAMS = 64
-_MOST_WAITING = 128
-"""Connections without a whole request; beyond, the oldest are closed."""
+_MOST_WAITING = 128  # connections without a whole request; beyond, the oldest are closed
 _REQUEST_S, _WRITE_S = 10.0, 20.0
-_LAST_S = 3.0
-"""To show those who follow how a run ended, before its server ends."""
+_LAST_S = 3.0  # to show those who follow how a run ended, before its server ends
 _ASK_AGAIN_S, _LOOKS = 0.1, 10
 _MOST_HEADERS = 8192
-_NOT_YET = ""
-"""Before the runs were compared; None if there is nothing to compare."""
+_NOT_YET = ""  # before the runs were compared; None if there is nothing to compare
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _HEADERS = {
@@ -95,7 +91,6 @@ class Site:
     def _refusal(
         self, path: str, method: str, headers: Mapping[str, str]
     ) -> tuple[int, bytes] | None:
-        """Status and words, if a request gets nothing."""
         host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
         if self._token is None and host not in self._names:
             # a site whose name was made to lead to this machine
@@ -117,7 +112,6 @@ class Site:
         return page("ThinPipe", None).encode()
 
     async def _stream(self, receive: _Receive, send: _Send) -> None:
-        """Tell a client all, then what changes, until it leaves or takes no more."""
         left = asyncio.create_task(_left(receive))
         self._streams += 1
         if not self._is_over and (self._reader is None or self._reader.done()):
@@ -167,8 +161,6 @@ class Site:
         ] or ["{}"]
 
     async def _next(self, version: int, left: "asyncio.Task[None]") -> None:
-        """Wait for something new."""
-
         async def news() -> None:
             async with self._news:
                 await self._news.wait_for(lambda: self._version != version)
@@ -176,7 +168,6 @@ class Site:
         await _until(news(), left)
 
     async def _read(self) -> None:
-        """Read the folders while anybody looks."""
         loop = asyncio.get_running_loop()
         looks = 0
         while self._streams and not self._is_over:
@@ -257,7 +248,6 @@ class _Server(uvicorn.Server):
         self._site, self._has_input = site, True
 
     def follow_input(self) -> None:
-        """Wait for the end of the input, in a thread of its own; the process ends in time."""
         while os.read(sys.stdin.fileno(), 1024):
             pass
         self._has_input, self.should_exit = False, True
@@ -299,20 +289,17 @@ def serve(
 
 
 def _timed(call: Callable[[], _T]) -> tuple[_T, float]:
-    """What it returns, and seconds of processor time."""
     began_s = time.thread_time()
     return call(), time.thread_time() - began_s
 
 
 async def _until(event: Coroutine[Any, Any, Any], left: "asyncio.Task[None]") -> None:
-    """Wait for an event, the client's end, or for long enough to show signs of life."""
     waiting = asyncio.create_task(event)
     await asyncio.wait({waiting, left}, timeout=_ALIVE_S, return_when="FIRST_COMPLETED")
     waiting.cancel()
 
 
 async def _left(receive: _Receive) -> None:
-    """Wait until the client is gone; what it sends meanwhile is dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -12,24 +12,18 @@ from thinpipe.launch.host.words import format_bytes, format_duration, format_rat
 from thinpipe.launch.view.report.compare import names_of
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.report.edges import Edge
-from thinpipe.launch.view.report.rows import Rows
-from thinpipe.launch.view.report.smoothing import smoothed
+from thinpipe.launch.view.report.rows import Rows, smoothed
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _MUTED = "#1c2128", "#5b6570"
 _MOST_NAME = 18
-_FACTS = (0.03, 0.23, 0.51, 0.76)
-"""Where they begin, as parts of the width."""
+_FACTS = (0.03, 0.23, 0.51, 0.76)  # where they begin, as parts of the width
 _LABEL = {"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.15}
 
 
 def draw(runs: Sequence[Story], file: Path) -> None:
-    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison.
-
-    Raises:
-        ValueError: matplotlib writes no files of this kind.
-    """
+    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison."""
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="#ffffff")
     grid: Any = figure.add_gridspec(
         1, 2, width_ratios=(1.5, 1), left=0.07, right=0.97, top=0.67, bottom=0.09, wspace=0.16
@@ -69,7 +63,6 @@ def _facts(story: Story) -> list[tuple[str, str]]:
 
 
 def _losses(axes: Axes, runs: Sequence[Story]) -> None:
-    """Smoothed losses; evaluations as marks."""
     for number, (name, run) in enumerate(zip(names_of([r.info for r in runs]), runs, strict=True)):
         columns = Rows(run.records).columns()
         steps = [math.nan if step is None else step for step in columns["step"]]
@@ -89,7 +82,6 @@ def _losses(axes: Axes, runs: Sequence[Story]) -> None:
 
 
 def _machines(axes: Axes, story: Story) -> None:
-    """Machines on a circle, a line for each two that are connected, as thick as it carries."""
     axes.set_axis_off()
     axes.set_aspect("equal", adjustable="box", anchor="N")
     edges = story.summary["edges"]

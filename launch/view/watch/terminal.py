@@ -31,11 +31,7 @@ _LEFT_OUT = "Messages"
 
 
 def show(runs: list[str]) -> None:
-    """Draw one run until it is finished, or until Ctrl-C; not on a terminal, draw it once.
-
-    Raises:
-        ValueError: they are several, no run's, or a link that shows nothing.
-    """
+    """Draw one run until it is finished, or until Ctrl-C; not on a terminal, draw it once."""
     if len(runs) > 1:
         raise ValueError(f"--terminal: shows one run, and {len(runs)} were named; name one")
     console = Console(highlight=False)
@@ -77,7 +73,6 @@ def frame(state: dict[str, Any]) -> RenderableType:
 
 
 def _table(spec: dict[str, Any]) -> Table:
-    """In 80 columns, for names of ordinary length."""
     table = Table(box=None, title=spec["title"], title_justify="left", pad_edge=False,
                   padding=(0, 1, 0, 0), header_style="dim", title_style="bold")  # fmt: skip
     kept = [number for number, name in enumerate(spec["heads"]) if name != _LEFT_OUT]
@@ -93,7 +88,6 @@ def _table(spec: dict[str, Any]) -> Table:
 
 
 def _states(run: str) -> Iterator[dict[str, Any]]:
-    """The run, again whenever it changes."""
     state: dict[str, Any] = {"parts": {}, "columns": {}, "silence": "", "problem": ""}
     messages = _of_link(run) if run.startswith(("http://", "https://")) else _of_folder(Path(run))
     for message in messages:
@@ -136,11 +130,7 @@ def _of_folder(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_link(link: str) -> Iterator[dict[str, Any]]:
-    """Messages of a page's server.
-
-    Raises:
-        ValueError: it does not answer, not to this link, or no longer.
-    """
+    """Messages of a page's server."""
     address, token = urldefrag(link)
     request = urllib.request.Request(urljoin(address, "events"))
     if token:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import nn
 
 from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
@@ -29,14 +29,12 @@ _CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(BaseModel, frozen=True, extra="forbid"):
     """Train low-rank additions to some linear layers; everything else is frozen.
 
     `targets` are names of modules, by default peft's for the family. The addition is scaled by
     `alpha / rank`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(default=8, ge=1)
     alpha: int = Field(default=16, ge=1)
@@ -85,12 +83,12 @@ class HuggingFaceConfig(TokenModel):
         if not (self.config or self.pretrained):
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
-        from thinpipe.pipeline.models.hf.families import task_of
+        from thinpipe.pipeline.models.hf.families import check_router, task_of
 
         config = self.transformers_config
         try:
             needed = task_of(config)
-            _check_router(config)
+            check_router(config)
         except ValueError as error:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
         if self.task != needed:
@@ -157,7 +155,6 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def weight_files(self) -> "Shards | None":
-        """Weights to start from; None for random ones."""
         from thinpipe.pipeline.models.hf.shards import Shards
 
         return Shards(Path(self.pretrained)) if self.pretrained and not self.config else None
@@ -190,7 +187,6 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the head is a copy of the embedding."""
         return self._says_tied and not self.own_heads
 
     @property
@@ -199,11 +195,7 @@ class HuggingFaceConfig(TokenModel):
 
     @cached_property
     def own_heads(self) -> list[str]:
-        """Heads of the files that differ from the embedding, though config.json ties them.
-
-        Raises:
-            ShardError: a file that holds one is missing or damaged.
-        """
+        """Heads of the files that differ from the embedding, though config.json ties them."""
         from thinpipe.pipeline.models.hf.weights import differing_copies
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
@@ -278,7 +270,7 @@ class HuggingFaceConfig(TokenModel):
 
         check_folder(self)
         if self.self_check:
-            check_step(self._in_fp32(), seed=0)
+            check_step(self.model_copy(update={"weights": None}))
 
     def check_masks(self, tokens: int) -> None:
         from thinpipe.pipeline.models.hf.masks import check_masks
@@ -289,14 +281,14 @@ class HuggingFaceConfig(TokenModel):
         from thinpipe.pipeline.models.hf.self_check import check_packed
 
         if self.self_check:
-            check_packed(self._in_fp32(), seed=0)
-
-    def _in_fp32(self) -> "HuggingFaceConfig":
-        """What a check computes with."""
-        return self.model_copy(update={"weights": None})
+            check_packed(self.model_copy(update={"weights": None}))
 
     def facts(self) -> dict[str, str]:
-        return {"folder": self.digest()}
+        """SHA-256 of config.json and of the names of the weights."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        if self.weight_files is not None:
+            digest.update(self.weight_files.digest().encode())
+        return {"folder": digest.hexdigest()}
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         found = super().notices(cut=cut, ties=ties, tokenizer=tokenizer)
@@ -322,13 +314,6 @@ class HuggingFaceConfig(TokenModel):
             )
         return found
 
-    def digest(self) -> str:
-        """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
-        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        if self.weight_files is not None:
-            digest.update(self.weight_files.digest().encode())
-        return digest.hexdigest()
-
     @cached_property
     def transformers_config(self) -> Any:
         """The transformers library's config, with the overrides of this one; do not change it.
@@ -348,22 +333,12 @@ class HuggingFaceConfig(TokenModel):
 
     @cached_property
     def family(self) -> "Family":
-        """How the model is cut: as registered, or found by trying.
-
-        Raises:
-            ValueError: it cannot be cut.
-        """
         from thinpipe.pipeline.models.hf.discovery import find_family
 
         with torch.device("cpu"):  # also where a program builds on the meta device
             return find_family(self.whole())
 
     def whole(self) -> Any:
-        """A whole model on the meta device, without weights.
-
-        Raises:
-            ValueError: the library cannot build it.
-        """
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
         return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))
@@ -396,20 +371,6 @@ def _read(folder: Path) -> Any:
             f"{folder / 'config.json'}: {first}; copy that of the model again, or update "
             "transformers if the model is newer"
         ) from error
-
-
-def _check_router(config: Any) -> None:
-    """Reject a loss that the model asks for and the pipeline would not compute."""
-    names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
-    rates = {name: getattr(config, name, None) or 0.0 for name in names}
-    asked = {name: rate for name, rate in rates.items() if rate > 0}
-    if getattr(config, "output_router_logits", False) and asked:
-        name, rate = next(iter(asked.items()))
-        raise ValueError(
-            f"output_router_logits = true, {name} = {rate}: the routers' balancing loss runs over "
-            "all layers, of which a stage has only its own, so it is not computed; set "
-            "output_router_logits = false in config.json to train without it"
-        )
 
 
 def _dropout_names(config: Any) -> list[str]:

@@ -46,11 +46,7 @@ _Returns = Literal["tensor", "pair", "tuple"]
 
 
 def find_family(model: Any) -> Family:
-    """How to cut a whole model, which lies on the meta device; `model` is used up.
-
-    Raises:
-        ValueError: it cannot be cut, or has state-space layers.
-    """
+    """How to cut a whole model, which lies on the meta device; `model` is used up."""
     if model.config.model_type in KNOWN:
         return KNOWN[model.config.model_type]
     base = model.base_model
@@ -96,16 +92,12 @@ def _find_blocks(base: Any) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """Inputs of a block."""
-
     block: int
     hidden_BTD: Tensor
     others: tuple[Tensor, ...]
 
 
 class _Marker(StandIn):
-    """Notes what the block is given."""
-
     def forward(self, hidden_BTD: Tensor, *arguments: Any, **settings: Any) -> Any:
         others = tuple(_tensors([arguments, settings]))
         self._log.append(_Call(self._index, hidden_BTD, others))
@@ -242,8 +234,6 @@ class _Trial:
 
     @contextmanager
     def _watched(self, parts: list[_Part]) -> Iterator[None]:
-        """Note every call of a module outside the blocks."""
-
         def watch(path: str, module: nn.Module) -> Any:
             def note(_module: nn.Module, given: Any, settings: Any, out: Any) -> None:
                 hidden = any(
@@ -261,7 +251,6 @@ class _Trial:
                 hook.remove()
 
     def _outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules other than the blocks and what holds them."""
         for owner in self._owners:
             for name, module in self.base.get_submodule(owner).named_children():
                 path = f"{owner}.{name}".lstrip(".")

@@ -42,11 +42,7 @@ KNOWN = {"deberta-v2": _DEBERTA}
 
 
 def task_of(config: Any) -> Task:
-    """Task of a model of this transformers config: encoders classify.
-
-    Raises:
-        ValueError: it has both an encoder and a decoder, or more than text goes into it.
-    """
+    """Task of a model of this transformers config: encoders classify."""
     from transformers.models.auto import modeling_auto as auto
 
     kind = config.model_type
@@ -70,6 +66,20 @@ def task_of(config: Any) -> Task:
     return task
 
 
+def check_router(config: Any) -> None:
+    """Reject a loss that the model asks for and the pipeline would not compute."""
+    names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+    rates = {name: getattr(config, name, None) or 0.0 for name in names}
+    asked = {name: rate for name, rate in rates.items() if rate > 0}
+    if getattr(config, "output_router_logits", False) and asked:
+        name, rate = next(iter(asked.items()))
+        raise ValueError(
+            f"output_router_logits = true, {name} = {rate}: the routers' balancing loss runs over "
+            "all layers, of which a stage has only its own, so it is not computed; set "
+            "output_router_logits = false in config.json to train without it"
+        )
+
+
 class IndexedBlocks(nn.ModuleList):
     """Some of a model's blocks under their indices in it; positions count from the first kept."""
 
@@ -79,7 +89,6 @@ class IndexedBlocks(nn.ModuleList):
             self.add_module(str(index), blocks[index])
 
     def __getitem__(self, position: Any) -> Any:
-        """The block or blocks at a position, not at an index of the whole model."""
         blocks = list(self._modules.values())
         return nn.ModuleList(blocks[position]) if isinstance(position, slice) else blocks[position]
 

@@ -28,18 +28,13 @@ class Layout:
     produces: tuple[str, ...]
 
     def from_disk(self, stored: Mapping[str, Tensor], whole: Any) -> dict[str, Tensor]:
-        """Parameters from tensors of files, by name; either may lie on the meta device.
-
-        Raises:
-            ValueError: their number or shapes do not fit the rule.
-        """
+        """Parameters from tensors of files, by name; either may lie on the meta device."""
         rule = copy.deepcopy(self.rule)
         for name, _, pattern in self.sources:
             rule.add_tensor(self.target, name, pattern, stored[name])
         return self._convert(rule, self.target, whole)
 
     def to_disk(self, parameters: Mapping[str, Tensor], whole: Any) -> dict[str, Tensor]:
-        """Tensors of files, by their names there, from parameters."""
         rule = self.rule.reverse_transform()
         first = None
         for name in self.produces:
@@ -71,11 +66,7 @@ class Matched:
 def match_names(stored: Iterable[str], whole: Any) -> Matched:
     """Match names on disk to the parameters of a whole model, which may lie on the meta device."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(whole)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

@@ -27,10 +27,6 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     """Add adapters to the blocks in place and freeze the rest except task heads.
 
     Their random values depend on the seed and their names.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: a target names no linear layer, or there is no default for the family.
     """
     from peft import inject_adapter_in_model
 
@@ -53,12 +49,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
 
 
 def peft_config(model: Any, config: LoraConfig) -> Any:
-    """The settings as peft has them, for this model; a new object.
-
-    Raises:
-        ImportError: peft is not installed.
-        ValueError: there are no default targets for the family.
-    """
+    """The settings as peft has them, for this model; a new object."""
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
@@ -72,11 +63,7 @@ def peft_config(model: Any, config: LoraConfig) -> Any:
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
-    """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
-
-    Raises:
-        ValueError: a target names no linear layer of a block, or none has such a rank.
-    """
+    """Check that every target is there; `model` is whole, as a stage's blocks may lack some."""
     names, targets = _linear_layers(model), config.targets or ()
     missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
@@ -170,11 +157,7 @@ _ATTENTION = (
 
 
 def default_targets(model: Any) -> list[str]:
-    """The layers to adapt: peft's for the family, or the attention's inputs.
-
-    Raises:
-        ValueError: there is no default, and the attention has other names.
-    """
+    """The layers to adapt: peft's for the family, or the attention's inputs."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
     targets = DEFAULTS.get(model.config.model_type)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 Quantization = Literal["nf4", "int8"]
-_BLOCK, _SCALES = 64, 256
-"""Values that share a scale, and scales that share one."""
+_BLOCK, _SCALES = 64, 256  # values that share a scale, and scales that share one
 _PIECE = 1 << 17
 """Values that are quantized at once: what that takes is gone before the next, and is below what
 `return_freed_memory` maps.

@@ -19,18 +19,15 @@ _CLOSE = 1e-3
 _UNPACKED = "use packing = false"
 
 
-def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
+def check_step(config: HuggingFaceConfig) -> None:
     """Compare logits and gradients of the model as it is and cut in up to three stages.
 
     Takes memory for two copies of the model, with gradients.
-
-    Raises:
-        ValueError: they differ; names the first tensor that does.
     """
     layers = config.layers
     bounds = sorted({0, layers // 3, 2 * layers // 3, layers})
-    whole = [build_stage(config, 0, layers, seed=seed, device="cpu")]
-    cut = [build_stage(config, *ends, seed=seed, device="cpu") for ends in pairwise(bounds)]
+    whole = [build_stage(config, 0, layers, seed=0, device="cpu")]
+    cut = [build_stage(config, *ends, seed=0, device="cpu") for ends in pairwise(bounds)]
     expected, found = (_run(stages, config) for stages in (whole, cut))
     kind = config.transformers_config.model_type
     differing = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
@@ -45,14 +42,10 @@ def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def check_packed(config: HuggingFaceConfig, *, seed: int) -> None:
-    """Compare the logits of two examples in one sequence with those of each alone.
-
-    Raises:
-        ValueError: they differ, or the family does not take masks and positions of ours.
-    """
+def check_packed(config: HuggingFaceConfig) -> None:
+    """Compare the logits of two examples in one sequence with those of each alone."""
     kind = config.transformers_config.model_type
-    stage = build_stage(config, 0, config.layers, seed=seed, device="cpu").eval()
+    stage = build_stage(config, 0, config.layers, seed=0, device="cpu").eval()
     ids_BT = _batch(config)[0][:1]
     first = ids_BT.shape[1] // 2 - 1
     segments_BT = torch.ones_like(ids_BT)

@@ -67,19 +67,10 @@ class Shards:
                 yield name, _values(piece)
 
     def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
-        """Shapes of some tensors; opens every file, reads only headers.
-
-        Raises:
-            ShardError: as `read`.
-        """
+        """Shapes of some tensors; opens every file, reads only headers."""
         return {name: piece.get_shape() for name, piece in self._pieces(names)}
 
     def dtypes(self, names: Collection[str]) -> dict[str, torch.dtype]:
-        """Dtypes of some tensors.
-
-        Raises:
-            ShardError: as `read`.
-        """
         return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces(names)}
 
     def _pieces(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -101,11 +92,7 @@ class Shards:
                     yield name, piece
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors hold equal values; reads them a piece at a time.
-
-        Raises:
-            ShardError: a file is missing or damaged.
-        """
+        """Whether two tensors hold equal values; reads them a piece at a time."""
         paths = [self.folder / self.files[name] for name in (one, other)]
         with _open(paths[0], one) as first, _open(paths[1], other) as second:
             left, right = first.get_slice(one), second.get_slice(other)

@@ -55,9 +55,6 @@ class HuggingFaceStage(nn.Module):
 
         Returns hidden states [B, T, D], or on the last stage logits [B, T, V] or [B, C]; never a
         view, so that schedules may detach the result in place.
-
-        Raises:
-            ValueError: the samples are packed or have prefixes, and the family cannot do it.
         """
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
         if samples.segments_BT is not None or samples.prefix_BT is not None:
@@ -76,16 +73,12 @@ class HuggingFaceStage(nn.Module):
         return out.clone() if out._is_view() else out
 
     def parts(self) -> list[nn.Module]:
-        """Modules that run one after the other, and need their weights only then."""
         return list(
             self.model.get_submodule(_path_of_blocks(self.model, self._config.family)).children()
         )
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the weight this stage shares with another one; None when there is none here.
-
-        When one stage holds both the embedding and the head, this is the parameter of both.
-        """
+        """The weight of embedding or head that another stage shares; None if none is here."""
         if self._config.tie_embeddings == "untied":
             return None
         if self._is_first:
@@ -94,7 +87,6 @@ class HuggingFaceStage(nn.Module):
         return self.model.get_output_embeddings().weight if self._is_last else None
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Make the head use a weight that another stage of this process holds."""
         self.model.get_output_embeddings().weight = weight
 
 
@@ -105,10 +97,6 @@ def build_stage(
 
     Random values depend on the seed and the module's name, not on the cut; torch's global random
     state is left alone. On the meta device no weights are read.
-
-    Raises:
-        ValueError: no such range of layers, or the family cannot be cut.
-        ShardError: a weight is missing, unreadable or of another shape.
     """
     check_range(first, stop, config.layers)
     family = config.family
@@ -153,12 +141,7 @@ def build_stage(
 
 
 def check_folder(config: HuggingFaceConfig) -> None:
-    """Check that the model can be cut and that its weights are all there; reads only headers.
-
-    Raises:
-        ValueError: the family cannot be cut, or LoRA finds no layer.
-        ShardError: a tensor or file is missing, damaged or of another shape.
-    """
+    """Check that the model can be cut and that its weights are all there; reads only headers."""
     model, family = config.whole(), config.family
     if config.weight_files is not None:
         Sources(config.weight_files, model, family).check()

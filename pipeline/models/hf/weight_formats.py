@@ -32,11 +32,7 @@ class SmallWeights:
     """Those of a cut model that lies on the meta device still."""
 
     def __init__(self, model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
-        """Change their dtypes; `blocks` is the path of the blocks.
-
-        Raises:
-            ValueError: there is nothing to quantize.
-        """
+        """Change their dtypes; `blocks` is the path of the blocks."""
         self.digests: dict[str, str] = {}
         """Of the values that were read of every parameter, in fp32, by name."""
         self._model, self._digest = model, config.lora is not None
@@ -53,7 +49,7 @@ class SmallWeights:
                 parameter.data = parameter.data.bfloat16()
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight.dtype == torch.bfloat16:
-                module.register_forward_hook(_widen)
+                module.register_forward_hook(lambda _module, _arguments, rows: rows.float())
         if config.weights in ("nf4", "int8"):
             check_quantizable(model, config, blocks)
             self._quantized = blocks, config.weights
@@ -78,7 +74,6 @@ class SmallWeights:
         return self._layers.keys()
 
     def put(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        """Store what was read of a parameter."""
         if self._digest:
             self.digests[name] = hex_digest(values)
         if name in self._layers:
@@ -100,12 +95,7 @@ def _check_range(name: str, values: Tensor, form: Quantization) -> None:
 
 
 def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
-    """Check that the blocks have layers that can be quantized, and the library is there.
-
-    Raises:
-        ImportError: the library is not there.
-        ValueError: there is no such layer.
-    """
+    """Check that the blocks have layers that can be quantized, and the library is there."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f'model.weights = "{config.weights}" needs bitsandbytes: pip install '
@@ -134,7 +124,6 @@ def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
 
 
 def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
-    """Ids of matrices that stay in fp32."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if config.lora is not None:
         # one that scales, as Gemma's, computes in the dtype of its weight
@@ -143,7 +132,3 @@ def _stay_wide(model: Any, config: "HuggingFaceConfig") -> Set[int]:
     if config.ties_embeddings:  # where a cut took the head out, it has no weight
         found.add(id(getattr(head_of(model), "weight", None)))
     return found
-
-
-def _widen(_module: nn.Module, _arguments: Any, rows: Tensor) -> Tensor:
-    return rows.float()

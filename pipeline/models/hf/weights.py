@@ -22,11 +22,7 @@ class Sources:
     """The files and names that the tensors of a whole model have on disk."""
 
     def __init__(self, shards: Shards, whole: Any, family: Family) -> None:
-        """`whole` is the uncut model, which may lie on the meta device.
-
-        Raises:
-            ShardError: the folder holds more layers than the config has.
-        """
+        """`whole` is the uncut model, which may lie on the meta device."""
         self.shards = shards
         base = whole.base_model_prefix
         self._blocks = re.compile(rf"(?:{base}\.)?{re.escape(family.blocks)}\.(\d+)\.")
@@ -79,11 +75,7 @@ class Sources:
                 self._load_converted(self.layouts[index], tensors, put)
 
     def check(self) -> None:
-        """Check every tensor of the whole model by the files' headers; needs all files.
-
-        Raises:
-            ShardError: a tensor or file is missing, damaged or of another shape.
-        """
+        """Check every tensor of the whole model by the files' headers; needs all files."""
         shapes = self.shards.shapes(list(self.on_disk.values()))
         for name, tensor in self._whole.items():
             source = self._source(name)
@@ -103,7 +95,6 @@ class Sources:
             put(name, tensor, made[self._known(name) or name])
 
     def _convert(self, layout: Layout, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters from a group of stored tensors, after checking their shapes."""
         first = layout.sources[0][0]
         try:
             made = layout.from_disk(stored, self._model)
@@ -190,9 +181,6 @@ def differing_copies(shards: Shards, whole: Any) -> list[str]:
     """Parameters that config.json ties to another one, but files hold with other values.
 
     transformers uses both then, and so do we.
-
-    Raises:
-        ShardError: a file that holds one is missing or damaged.
     """
     tied = tied_names(whole)
     on_disk = match_names(shards.files, whole).plain if tied else {}

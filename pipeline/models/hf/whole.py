@@ -12,9 +12,6 @@ def build_on_meta(transformers_config: Any, task: Task, *, untie: bool = False) 
     """The whole model on the meta device, with a config of its own, which stages change.
 
     `untie` its head if it is tied.
-
-    Raises:
-        ValueError: the library cannot build it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -56,9 +56,8 @@ class OwnModelConfig(ModelKind):
         cls, functions: Functions, *, program: Sequence[str] = (), **names: str | None
     ) -> "OwnModelConfig":
         """The settings of functions that are here already; `names` are only recorded."""
-        config = cls.model_validate({**names, "program": program})
-        config._functions = functions
-        return config
+        context = {"functions": functions}
+        return cls.model_validate({**names, "program": program}, context=context)
 
     @model_validator(mode="after")
     def _take_given(self, info: ValidationInfo) -> Self:
@@ -76,11 +75,6 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def functions(self) -> Functions:
-        """The functions.
-
-        Raises:
-            ValueError: one cannot be imported.
-        """
         if self._functions is not None:
             return self._functions
         from thinpipe.pipeline.models.own.functions import load_function
@@ -93,11 +87,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def deferred(self) -> "DeferredModel":
-        """The model without values.
-
-        Raises:
-            ValueError: it cannot be built so, or has nothing that it could be cut between.
-        """
+        """The model without values."""
         from thinpipe.pipeline.models.own.deferred import DeferredModel
 
         where = f'model.factory = "{self.factory}"'
@@ -109,11 +99,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def path(self) -> str | None:
-        """Where the blocks of a module with a forward of its own are; None of an `nn.Sequential`.
-
-        Raises:
-            ValueError: it has no list of blocks.
-        """
+        """The blocks of a module with a forward of its own; None of an `nn.Sequential`."""
         from thinpipe.pipeline.models.own.forward import find_blocks
 
         model = self.deferred.skeleton
@@ -123,11 +109,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def cutting(self) -> "Cutting":
-        """How a module with a forward of its own is cut.
-
-        Raises:
-            ValueError: its forward fails, or does not run block after block.
-        """
+        """How a module with a forward of its own is cut."""
         from thinpipe.pipeline.models.own.forward import trace
 
         assert self.path is not None, "it has a forward of its own"
@@ -165,7 +147,6 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the layers, which names of parameters begin with."""
         model = self.deferred.skeleton
         inside = model if self.path is None else model.get_submodule(self.path)
         before = "" if self.path is None else f"{self.path}."
@@ -177,11 +158,7 @@ class OwnModelConfig(ModelKind):
 
     @property
     def example(self) -> Example:
-        """One sample.
-
-        Raises:
-            ValueError: no data are loaded.
-        """
+        """One sample."""
         if self._example is None:
             raise ValueError(
                 f'model.factory = "{self.factory}": sizes of messages follow from the data, which '
@@ -191,11 +168,7 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """Every layer's output for two samples, on the meta device.
-
-        Raises:
-            ValueError: a layer fails without values, or does not return a tensor.
-        """
+        """Every layer's output for two samples, on the meta device."""
         if self.path is not None:
             cutting = self.cutting
             hidden = [one.leaves[one.hidden] for one in cutting.returned]
@@ -310,21 +283,16 @@ class OwnModelConfig(ModelKind):
             )
         if self._example is None or not cuts:
             return
-        if self.path is not None:
-            self._check_forward(cuts)
+        if self.path is not None and tuple(cuts) not in self._checked:
+            from thinpipe.pipeline.models.own.forward_check import check_cuts
+
+            where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
+            check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
+            self._checked.add(tuple(cuts))
         shapes = {cut: self.message_shape(cut) for cut in range(1, self.layers)}
         for cut in cuts:
             if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
                 raise ValueError(self._cannot_cut(cut, cuts, shapes))
-
-    def _check_forward(self, cuts: Sequence[int]) -> None:
-        """Compare what blocks are given where it is cut there, once."""
-        from thinpipe.pipeline.models.own.forward_check import check_cuts
-
-        where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
-        if tuple(cuts) not in self._checked:
-            check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
-            self._checked.add(tuple(cuts))
 
     def check_stages(self, stages: int) -> None:
         """Only where samples are known."""
@@ -338,11 +306,8 @@ class OwnModelConfig(ModelKind):
             remedy = "untie them, or use fewer stages" if self.places else _UNTIE
             raise ValueError(f"{where} {why}; {remedy}")
         never = {} if self.path is None else self.cutting.why_not
-        why = (
-            f", as {next(iter(never.values()))}"
-            if never
-            else " only, where messages are equally long"
-        )
+        reason = next(iter(never.values()), None)
+        why = f", as {reason}" if reason else " only, where messages are equally long"
         raise ValueError(f"{where}{why}; use at most {len(self.places) + 1}")
 
     def _cannot_cut(

@@ -59,8 +59,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
-        self._kept: list[Tensor] = []
-        """So that no storage's address is used twice."""
+        self._kept: list[Tensor] = []  # so that no storage's address is used twice
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -136,11 +135,7 @@ def _freeze(value: Any) -> Any:
 
 
 class DeferredModel:
-    """A model without values (`skeleton`, on the meta device), and the record of how to get them.
-
-    Raises:
-        ValueError: the constructor fails without values, or does not return a module.
-    """
+    """A model without values (`skeleton`, on the meta device), and how to get them."""
 
     def __init__(self, make: Callable[[], nn.Module], name: str) -> None:
         """`name` is how messages call the constructor."""
@@ -176,9 +171,6 @@ class DeferredModel:
 
         `constants` are values, by ids of tensors of the skeleton, that are the same everywhere in
         a tensor: it takes no memory, is not trained, and is no parameter or buffer of the copy.
-
-        Raises:
-            ValueError: the constructor leaves a parameter or buffer without values.
         """
         copies: list[nn.Module] = copy.deepcopy(list(modules))
         holders = [

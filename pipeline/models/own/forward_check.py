@@ -47,11 +47,7 @@ _REMEDY = (
 def check_cuts(
     deferred: DeferredModel, cutting: Cutting, inputs: Any, cuts: Sequence[int], *, where: str
 ) -> None:
-    """Check that a module computes the same when it is cut there; on `inputs`, if there are some.
-
-    Raises:
-        ValueError: it does not; `where` is what the message begins with.
-    """
+    """Check that a module computes the same when it is cut there; on `inputs`, if given."""
     for cut in cuts:
         if cut in cutting.why_not:
             raise ValueError(f"{where}: not at {cut}: {cutting.why_not[cut]}; {_REMEDY}")

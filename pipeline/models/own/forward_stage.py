@@ -33,7 +33,6 @@ class _State:
 
 class _Earlier(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand hidden states on, which nothing depends on."""
         returned: Returned = self._returned
         shape = returned.leaves[returned.hidden].shape
         for leaf in tree_leaves((args, kwargs)):
@@ -44,7 +43,6 @@ class _Earlier(StandIn):
 
 class _Before(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what came over the cut."""
         return self._returned.around(self._state.received)
 
 
@@ -60,7 +58,6 @@ class Untied:
         return
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
-        """Never called: there is none."""
         raise AssertionError("a model of one's own ties nothing across stages")
 
 
@@ -84,7 +81,7 @@ class ForwardStage(Untied, nn.Module):
             out = state.found
         finally:
             state.received, state.found, state.running = None, None, False
-        return tree_map_only(Tensor, _own, out)
+        return tree_map_only(Tensor, lambda y: y if y._base is None else y.clone(), out)
 
 
 def as_stage(whole: nn.Module, cutting: Cutting, first: int, stop: int) -> ForwardStage:
@@ -123,7 +120,3 @@ def _keep(returned: Returned, state: _State) -> Any:
             state.found = returned.hidden_of(output)
 
     return keep
-
-
-def _own(value: Tensor) -> Tensor:
-    return value if value._base is None else value.clone()

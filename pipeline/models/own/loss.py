@@ -31,11 +31,6 @@ class OwnLoss:
         self._counts: dict[str, int] = {}
 
     def loss_sum(self, outputs: Any, targets: Any) -> Tensor:
-        """The sum, a scalar in fp32.
-
-        Raises:
-            ValueError: the function returned something else.
-        """
         found = self._call(outputs, targets)[0]
         if not isinstance(found, Tensor) or found.ndim:
             raise ValueError(
@@ -45,11 +40,6 @@ class OwnLoss:
         return found.float()
 
     def count(self, targets: Any) -> int:
-        """The number of losses of these targets.
-
-        Raises:
-            ValueError: it does not follow from their shape, and there is no `count`.
-        """
         if self._count is not None:
             return int(self._count(targets))
         shapes = str(_shapes(targets))
@@ -59,7 +49,11 @@ class OwnLoss:
 
     def _count_by_shape(self, targets: Any) -> int:
         samples = _shapes(targets)[0][0]
-        outputs = tree_map_only(Tensor, lambda y: _of_so_many(y, samples), self._output)
+        outputs = tree_map_only(
+            Tensor,
+            lambda y: torch.empty((samples, *y.shape[1:]), dtype=y.dtype, device="meta"),
+            self._output,
+        )
         reason = "it returned no whole number"
         try:
             found = self._call(outputs, moved(targets, torch.device("meta")))[1]
@@ -90,10 +84,6 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 def _listed(tree: PyTree) -> str:
     return ", ".join(str(list(shape)) for shape in _shapes(tree))
-
-
-def _of_so_many(y: Tensor, samples: int) -> Tensor:
-    return torch.empty((samples, *y.shape[1:]), dtype=y.dtype, device="meta")
 
 
 def _kind(value: Any) -> str:

@@ -19,11 +19,7 @@ class OwnStage(Untied, nn.Module):
         seed: int,
         device: torch.device | str,
     ) -> None:
-        """Only these layers are given values, by the seed, whatever the cuts and the device.
-
-        Raises:
-            ValueError: the constructor leaves parameters unset.
-        """
+        """Only these layers are given values, by the seed, whatever the cuts and the device."""
         super().__init__()
         skeleton = list(config.deferred.skeleton.children())[first:stop]
         layers = config.deferred.fill(skeleton, seed=seed, device=device)

@@ -63,7 +63,6 @@ class Tables:
 
     @cached_property
     def lookup(self) -> Lookup:
-        """The tables in the forms that kernels need."""
         freq_KS = self.freq_KS.numpy()  # tables may be counted for every message: numpy is quick
         models, symbols = freq_KS.shape
         entry_KS = np.zeros((models, MOST_SYMBOLS), np.int32)
@@ -80,11 +79,7 @@ class Tables:
 
 
 def unpacked(wire: Tensor, symbols: int) -> Tables:
-    """The tables whose `packed` form fills `wire`.
-
-    Raises:
-        CodingError: it is no such form.
-    """
+    """The tables whose `packed` form fills `wire`."""
     try:
         return Tables(wire.clone().view(torch.int16).view(-1, symbols))
     except (ValueError, RuntimeError) as error:
@@ -132,11 +127,7 @@ def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tenso
 
 
 def counted(symbol_N: Tensor, symbols: int) -> Tables:
-    """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0.
-
-    Raises:
-        ValueError: a symbol that is not below `symbols`.
-    """
+    """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0."""
     _check(symbol_N, symbols, "symbol")
     count_S = torch.zeros(symbols, dtype=torch.int64)
     load("rans", "numba").count(symbol_N.contiguous(), count_S)

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
-from thinpipe.gradcomp.dct import SIDE, Tiles, basis
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.methods.demo import Config, build
+from thinpipe.gradcomp.methods.demo import SIDE, Config, Tiles, basis, build
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
 SHAPES = [torch.Size(s) for s in ((64, 64), (100, 130), (5,), (7, 3, 11), (64,), (1, 1), (4097,))]

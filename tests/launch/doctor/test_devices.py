@@ -3,20 +3,20 @@
 import pytest
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.doctor import devices
-from thinpipe.launch.doctor.devices import as_hosts, own_devices, untimed
+from thinpipe.launch.doctor import host
+from thinpipe.launch.doctor.host import as_hosts, own_devices, untimed
 
 CONFIG = RunConfig.model_validate({"model": {"layers": 2, "width": 16, "heads": 2}})
 
 
 def test_speeds_are_relative_to_the_first_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "typical_block_s", lambda _: 0.5)
+    monkeypatch.setattr(host, "typical_block_s", lambda _: 0.5)
     known = own_devices(CONFIG)
 
     def fail(_: RunConfig) -> float:
         raise RuntimeError("not enough memory: you tried to allocate 12 TB\nand more")
 
-    monkeypatch.setattr(devices, "typical_block_s", fail)
+    monkeypatch.setattr(host, "typical_block_s", fail)
     failed = own_devices(CONFIG)
     names, found = ["a", "b", "c"], [failed, known, known | {"block_s": 0.25}]
     assert ["speed" in host.model_fields_set for host in as_hosts(names, found)] == [

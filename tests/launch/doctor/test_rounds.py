@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from thinpipe.launch.doctor.rounds import Progress, own_links, rounds
+from thinpipe.launch.doctor.links import Progress, own_links, rounds
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 7, 8, 16])

@@ -22,8 +22,7 @@ from thinpipe.launch.plan.bits import (
     measure_candidates,
     recommend,
 )
-from thinpipe.launch.plan.predict import predict
-from thinpipe.launch.plan.suggestions import show_suggestions
+from thinpipe.launch.plan.predict import predict, show_suggestions
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName

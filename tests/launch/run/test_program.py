@@ -161,8 +161,7 @@ def test_the_documented_program_runs_and_is_loaded(
     page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text(encoding="utf-8")
     program = page.split("```python\n")[1].split("```")[0]
     (folder / "documented.py").write_text(program.replace("256", "32").replace("12", "6"))
-    samples = torch.load("train.pt")
-    torch.save(samples.repeat(2, 1), "train.pt")
+    torch.save(torch.load("train.pt").repeat(2, 1), "train.pt")
     run("run", "documented.py")
     assert len(losses(folder / "runs/mine")) == 3
     assert Path("mine.safetensors").stat().st_mode & 0o044, "others may read it"
@@ -205,10 +204,9 @@ def test_a_program_trains_and_plain_torch_loads_its_model(trained: tuple[Path, s
 
 
 @pytest.mark.slow
-def test_its_run_file_twin_does_the_same(folder: Path) -> None:
-    run("run", "mine.py")
+def test_its_run_file_twin_does_the_same(trained: tuple[Path, str], folder: Path) -> None:
     run("train", "run.toml")
-    assert losses(folder / "runs/mine") == losses(folder / "runs/twin")
+    assert losses(trained[0] / "runs/mine") == losses(folder / "runs/twin")
 
 
 def test_it_goes_on_where_it_stopped_bit_for_bit(
@@ -232,10 +230,10 @@ def test_it_goes_on_where_it_stopped_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> None:
-    run("run", "mine.py")
-    whole = losses(folder / "runs/mine")
-    Path("runs/mine").rename("runs/whole")
+def test_leaving_early_saves_and_reports_and_can_be_resumed(
+    trained: tuple[Path, str], folder: Path
+) -> None:
+    whole = losses(trained[0] / "runs/mine")
     program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "leaves.py").write_text(
         program.replace("    found = run.eval", "    if epoch == 1: break\n    found = run.eval")
@@ -320,10 +318,7 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
             r"bad.py, line 1: the package 'mymodul' is not installed; run "
             r".*a module of your own belongs next to bad.py",
         ),
-        (
-            "import thinpipe as tp\ntp.AQSGD(bits=40)",
-            r"bad.py, line 2: AqsgdConfig: bits = 40: use 8",
-        ),
+        ("import thinpipe as tp\ntp.AQSGD(bits=40)", "line 2: AqsgdConfig: bits = 40: use 8"),
         (
             "import thinpipe as tp, torch\ntp.Pipeline(torch.nn.ReLU())",
             "Pipeline: model is a ReLU; give the function that makes it",
@@ -373,9 +368,9 @@ def test_torchrun_runs_it_too(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_machines_with_disks_of_their_own_run_it_together(folder: Path) -> None:
-    run("run", "mine.py")
-    alone = losses(folder / "runs/mine")
+def test_machines_with_disks_of_their_own_run_it_together(
+    trained: tuple[Path, str], folder: Path
+) -> None:
     keys.new(folder / "run.key")
     try:
         network = ShapedNetwork(NetworkSpec.of(3, "100mbit", delay="1ms"))
@@ -402,6 +397,6 @@ def test_machines_with_disks_of_their_own_run_it_together(folder: Path) -> None:
     assert codes == [0, 0, 0], "\n".join(
         (folder / f"log{host}").read_text(encoding="utf-8") for host in range(3)
     )
-    assert losses(folder / "host0/runs/mine") == alone
+    assert losses(folder / "host0/runs/mine") == losses(trained[0] / "runs/mine")
     assert (folder / "host0/mine.safetensors").exists()
     assert not (folder / "host1/mine.safetensors").exists()

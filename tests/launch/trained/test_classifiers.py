@@ -121,7 +121,7 @@ def test_pairs_are_cut_and_typed_as_transformers_does(name: str, tmp_path: Path)
     logits = pipeline_logits(run, tmp_path / "out", batch)
     torch.testing.assert_close(logits, found.logits, atol=2e-6, rtol=1e-5)
     assert isinstance(run.model, HuggingFaceConfig)
-    check_step(run.model, seed=0)
+    check_step(run.model)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_head_of_its_own_is_used_though_the_config_says_tied(
     assert not config.could_be_tied
     said = f"note: {HEAD} in the files of model.pretrained differs"
     assert any(note.startswith(said) for note in run.notices())
-    check_step(config, seed=0)
+    check_step(config)
     notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
     assert f"{HEAD}: differs from the embedding, so saved untied" in notes
     facts = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))

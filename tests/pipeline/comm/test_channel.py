@@ -167,7 +167,6 @@ def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(
 class Kept(LoopbackLink):
     """Keeps what is sent, and which messages were waited for."""
 
-    in_turns = False
     taken: list[int] = field(default_factory=list)
 
     def take(self, slot: int) -> Tensor:

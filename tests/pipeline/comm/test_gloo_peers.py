@@ -25,7 +25,7 @@ from tests.gradcomp.exchanges import (
 )
 from tests.ranks import Ranks, run_ranks
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.gloo_peers import GlooPeers
+from thinpipe.pipeline.comm.gloo import GlooPeers
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError

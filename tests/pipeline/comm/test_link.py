@@ -177,7 +177,7 @@ def test_messages_find_their_slot_whatever_the_order(found: dict[str, Any]) -> N
 
 
 def test_loopback_rejects_what_was_not_announced() -> None:
-    link = LoopbackLink()
+    link = LoopbackLink(patience_s=0)
     link.expect(0, 10)
     with pytest.raises(
         TransportError, match="expected up to 10 bytes of microbatch 0, got nothing"

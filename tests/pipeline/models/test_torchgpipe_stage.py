@@ -11,8 +11,7 @@ from tests.training import batch, config, train_steps
 from thinpipe.launch.build import build_stage
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch, Samples
-from thinpipe.pipeline.engine import PipelineEngine
-from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline, even_bounds
+from thinpipe.pipeline.models.torchgpipe_stage import even_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -103,11 +102,3 @@ def train_both(
     return [
         (*train_steps(rank, run, SINGLES)[:2], train_steps(rank, run, BATCHES)[0]) for run in runs
     ]
-
-
-def test_zero_bubble_with_torchgpipe_is_rejected() -> None:
-    module = both(spread())[1]
-    assert isinstance(module, LocalPipeline)
-    with pytest.raises(ValueError, match=r"ZBVZeroBubble.*torchgpipe"):
-        PipelineEngine.check_modules("ZBVZeroBubble", [module])
-    PipelineEngine.check_modules("GPipe", [module])

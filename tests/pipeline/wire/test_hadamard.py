@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.wire.backends import using
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.uniform import Uniform
@@ -170,8 +171,8 @@ def test_changes_are_differences_and_an_addition_in_fp32(
         kept, fresh = torch.empty_like(before_BN), torch.empty_like(before_BN)
         out, change = torch.empty(2, numel), torch.empty(2, numel)
         with using(name):
-            finite = codec.encode_change(x_BN, before_BN, wire, kept, noise=None)
-            assert torch.equal(finite, codec.decode_change(wire, before_BN, fresh, out))
+            finite = codec.encode_change(x_BN, Cached(before_BN, kept), wire)
+            assert torch.equal(finite, codec.decode_change(wire, Cached(before_BN, fresh), out))
             codec.decode(wire, change)
         assert finite.tolist() == torch.isfinite(out).all(1).tolist()
         parts = (kept, fresh, out, (before_BN.float() + change))

@@ -7,8 +7,7 @@ from typing import NamedTuple
 HEADER = struct.Struct("!BBxxIQQI")
 LARGEST = 128 * 1024
 """Bytes of a frame's payload; small enough that an urgent frame waits little behind another."""
-_LARGEST_PEER_LIST = 1 << 20
-"""Enough for thousands of hosts; seldom sent."""
+_LARGEST_PEER_LIST = 1 << 20  # enough for thousands of hosts; seldom sent
 
 
 class Kind(IntEnum):
@@ -49,11 +48,7 @@ class FrameError(Exception):
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """A header, checked.
-
-    Raises:
-        FrameError: no frame begins so.
-    """
+    """A header, checked."""
     kind, traffic, stream, number, acknowledged, length = HEADER.unpack(data)
     try:
         header = Header(Kind(kind), Traffic(traffic), stream, number, acknowledged, length)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Steps
@@ -20,22 +20,19 @@ RUN_NAME = "thinpipe run"
 """In the certificate of a key that all machines of a run share."""
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 20
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,63}$")]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class Hello(BaseModel):
+class Hello(BaseModel, frozen=True, extra="forbid", strict=True):
     """The connecting host's first message.
 
     "join": it wants to be part of the run, and listens at `port`. "probe": nothing, it looks
     whether this host can be reached. "link": it carries the frames of `session` to host `to`, of
     which it has `received` so far; of several the one of the latest `attempt` counts.
     """
-
-    model_config = _STRICT
 
     protocol: Literal[1] = 1
     purpose: Literal["join", "probe", "link"]
@@ -51,14 +48,12 @@ class Hello(BaseModel):
     received: Annotated[int, Field(ge=0)] = 0
 
 
-class Welcome(BaseModel):
+class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     """The answer: why the host was rejected, or what this host received in the session.
 
     `known` is False if this host has no such session, and the other must begin a new one. `again`:
     the reason may be gone in a few seconds. `place` is the name of a lost host, which it may take.
     """
-
-    model_config = _STRICT
 
     refused: str = ""
     again: bool = False

@@ -160,11 +160,7 @@ class Link:
         return fresh
 
     def use(self, connection: ssl.SSLSocket, received: int) -> None:
-        """Go on over a new connection; the peer has `received` frames of this session.
-
-        Raises:
-            FrameError: it cannot have.
-        """
+        """Go on over a new connection; the peer has `received` frames of this session."""
         self._again = self.session.resume(received)
         self.stats.resumed += not self.session.is_fresh
         self._expect(None)
@@ -214,7 +210,7 @@ class Link:
             self._read_kernel()
             if silence_s > SILENT_S:
                 self.drop(f"nothing heard for {silence_s:.1f} s{self._diagnosis()}")
-            elif now_s - self._wrote_s >= self._pause_s(now_s):
+            elif now_s - self._wrote_s >= (_PADDING_S if self._pads(now_s) else BEAT_S):
                 self._watch(beat=True)
         elif silence_s > self._patience_s and not (self.is_lost or self.has_left):
             self.give_up(f"no connection for {silence_s:.0f} s (network.patience_s)")
@@ -247,10 +243,6 @@ class Link:
         if state is None or state.last_answer_s > SILENT_S:
             return ""
         return "; its machine answers, so its process is stopped or starved"
-
-    def _pause_s(self, now_s: float) -> float:
-        """Pause after which a frame is sent for its own sake."""
-        return _PADDING_S if self._pads(now_s) else BEAT_S
 
     def _pads(self, now_s: float) -> bool:
         """Whether padding keeps TCP from forgetting the rate between two steps of training."""
@@ -331,7 +323,6 @@ class Link:
                 self._on_part()
 
     def _expect(self, header: Header | None) -> None:
-        """Next comes this header's payload, or else a header."""
         self._header = header
         self._part = bytearray(HEADER.size if header is None else header.length)
         self._missing = memoryview(self._part)

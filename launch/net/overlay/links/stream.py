@@ -29,8 +29,7 @@ class Stream:
         self._link, self._loop, self._sock = link, loop, sock
         self._may_send = self._may_receive = WINDOW_NBYTES
         self._waiting: deque[memoryview] = deque()
-        self._written = 0
-        """Bytes written since the last credit was given."""
+        self._written = 0  # bytes written since the last credit was given
         self._connecting = self._is_ready = self._no_more_out = self._no_more_in = False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,11 +75,6 @@ class Stream:
         return Kind.DATA, buffer
 
     def deliver(self, payload: memoryview) -> None:
-        """Bytes from the other end.
-
-        Raises:
-            FrameError: more than there is room for.
-        """
         self._may_receive -= len(payload)
         if self._may_receive < 0 or self._no_more_in:
             raise FrameError(f"stream {self.number}: data beyond its credit")
@@ -89,7 +83,6 @@ class Stream:
             self._write()
 
     def credit(self, nbytes: int) -> None:
-        """The other end has written that much."""
         self._may_send += nbytes
         self._update()
 

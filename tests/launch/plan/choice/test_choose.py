@@ -11,7 +11,7 @@ from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.memory.model import ModelMemory
 from thinpipe.launch.plan.choice.choose import PlannedRun, choose
 from thinpipe.launch.plan.choice.fidelity import exchanges
-from thinpipe.launch.plan.choice.show import show_choice
+from thinpipe.launch.plan.cli import show_choice
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.workload import count_exchange

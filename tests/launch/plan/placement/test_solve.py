@@ -12,10 +12,9 @@ from tests.often import mostly_slow
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.network import Host
 from thinpipe.launch.plan.placement.anneal_step import devices_of, estimate_step, plan_of
-from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import solve_step
-from thinpipe.launch.plan.placement.step import StepModel, link_nbytes
+from thinpipe.launch.plan.placement.step import StepModel, link_nbytes, step_bound
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

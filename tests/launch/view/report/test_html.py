@@ -18,7 +18,7 @@ from thinpipe.launch.view.report.html import write_report
 from thinpipe.launch.view.report.journal import Note
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import summarize
-from thinpipe.launch.view.report.timeline_chart import KINDS, timeline_svg
+from thinpipe.launch.view.report.timeline import KINDS, timeline_svg
 from thinpipe.pipeline.wire.told import ComputeEvent, Direction, WireTotal
 
 TIMELINE = [
@@ -302,8 +302,3 @@ def test_timeline_says_whose_rows_they_are_and_pales_later_stages() -> None:
     assert "rank 1, stage 1<" in svg()
     assert svg().count("47% idle") == 1  # of rank 0: 0.4 of 0.75 s
     assert len(re.findall(r'class="W"[^/]*opacity: 0.65', svg())) == 1
-
-
-def test_a_timeline_without_events_is_refused() -> None:
-    with pytest.raises(ValueError, match="no events"):
-        timeline_svg([])

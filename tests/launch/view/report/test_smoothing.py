@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from thinpipe.launch.view.report.smoothing import smoothed
+from thinpipe.launch.view.report.rows import smoothed
 
 
 def test_smoothing_keeps_a_straight_line_and_bends_at_no_end() -> None:

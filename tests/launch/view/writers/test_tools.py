@@ -22,8 +22,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.view.report.metric_table import scalars
 from thinpipe.launch.view.report.metrics import StepRecord
-from thinpipe.launch.view.writers.writer import Destination, destination, open_writer
-from thinpipe.launch.view.writers.writer_thread import WriterThread
+from thinpipe.launch.view.writers.writer import Destination, WriterThread, destination, open_writer
 
 
 def record(step: int, **changes: Any) -> StepRecord:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from thinpipe.launch.view.writers.writer_thread import WriterThread
+from thinpipe.launch.view.writers.writer import WriterThread
 
 
 class Recorder:

@@ -118,14 +118,14 @@ def test_the_self_check_finds_a_wrong_entry(
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(pretrained=str(tmp_path))
     with pytest.raises(ValueError, match=r"'gpt2', cut before layers \[2, 4\]: logits differs"):
-        check_step(config, seed=0)
+        check_step(config)
 
 
 @pytest.mark.parametrize("name", ["bert", "deepseek-v3"])
 def test_the_self_check_passes_what_is_cut_right(name: str, tmp_path: Path) -> None:
     settings(name).save_pretrained(tmp_path)
     model = section(name, tmp_path)
-    check_step(HuggingFaceConfig(config=model.pop("pretrained"), **model), seed=0)
+    check_step(HuggingFaceConfig(config=model.pop("pretrained"), **model))
 
 
 @pytest.mark.parametrize("name", ["apertus", "qwen3-next"])

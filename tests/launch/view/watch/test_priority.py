@@ -7,7 +7,7 @@ import pytest
 
 _BUSY = """
 import os, sys, time
-from thinpipe.launch.host.priority import give_way
+from thinpipe.launch.view.watch.cli import give_way
 if sys.argv[1] == "1":
     give_way()
 print(flush=True)
