@@ -53,17 +53,16 @@ class Proof:
     def _weights(self) -> dict[str, int]:
         """Digests of what replicas have in common, by stage, and of what shards remember alike."""
         mesh, shards = self._transport.mesh, self._built.shards
-        found = {}
+        found, shard = {}, f", shard {mesh.shard}" if mesh.shards > 1 else ""
         if shards is not None and shards.remembered:
             place = f"position {mesh.position} of replica {mesh.replica}"
             found[f"cached shard weights at {place}"] = digest(shards.remembered)
         if mesh.replicas == 1:
             return found
         if alike := self._built.sync.alike():
-            found[f"global model at position {mesh.position}{self._shard}"] = digest(alike)
+            found[f"global model at position {mesh.position}{shard}"] = digest(alike)
         if not self._built.sync.replicas_equal:
             return found
-        shard = f", shard {mesh.shard}" if mesh.shards > 1 else ""
         for stage in self._built.stages:
             parameters = list(module_of(stage).parameters())
             moments = [
