@@ -36,6 +36,7 @@ from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.step_stats import StepTotals
 
 _T = TypeVar("_T")
 _ENDED = "the run ends early, as evaluations are no better (eval.patience)"
@@ -229,8 +230,7 @@ class Training:
             self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
-        epoch, samples = self._sampler.epoch(step), self._sampler.samples(step)
+        totals, epoch, samples = self._train(batch, step)
         self._done = step + 1
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
@@ -262,6 +262,11 @@ class Training:
         if self._proof.is_due(record.step):
             self._all_do(lambda: self._proof.compare(record.step))
         return record
+
+    def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
+        """Numbers of the step, its epoch, and how many samples count in it."""
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        return totals, self._sampler.epoch(step), self._sampler.samples(step)
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
         return do()

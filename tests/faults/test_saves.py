@@ -49,7 +49,7 @@ def _save(place: Place, gather: Gather, step: int, *, serial: int, run: int, kee
 def _restore(place: Place, gather: Gather, run: int | None = None) -> tuple[int, bool] | str:
     """Step, and whether the state is what was saved; or the error."""
     try:
-        chosen = CheckpointChoice(place, gather, _no_peers).newest(None, lambda _: [place.part])
+        chosen = CheckpointChoice(place, gather, _no_peers).newest(None, lambda *_: [place.part])
     except CheckpointError as error:
         return str(error)
     state, step = files.read_part(chosen.folder, place.part), chosen.manifest.step

@@ -45,7 +45,7 @@ class Machine:
         """Step, run and refused steps; or the error. `repaired` has what second copies replaced."""
         choice = CheckpointChoice(self.place, self.gather, lambda: self.peers)
         try:
-            chosen = choice.newest(step, lambda _: [self.place.part])
+            chosen = choice.newest(step, lambda *_: [self.place.part])
         except CheckpointError as error:
             return str(error)
         self.repaired = chosen.repaired

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,8 +16,13 @@ from tests.waiting import until
 from thinpipe.launch.run import records
 
 
-def server_of(folder: Path) -> psutil.Process:
-    return next(p for p in psutil.Process().children() if str(folder) in p.cmdline())
+def servers_of(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if str(folder) in process.cmdline():
+                found.append(process)
+    return found
 
 
 def test_a_page_is_named_once_it_is_there(tmp_path: Path) -> None:
@@ -32,8 +38,7 @@ def test_a_page_without_a_port_is_not_named(tmp_path: Path) -> None:
     folder, notes = write_run(tmp_path / "run", steps_of(2)), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with records.served(folder, taken.getsockname()[1], notes.append, until_exit=False):
-            server = server_of(folder)
-            until(lambda: not server.is_running())
+            until(lambda: not servers_of(folder))
         assert notes == []
 
 
@@ -41,7 +46,7 @@ def test_nobody_waits_for_a_server_that_hangs(tmp_path: Path) -> None:
     folder, notes = write_run(tmp_path / "run", steps_of(2)), list[str]()
     with records.served(folder, free_port(), notes.append, until_exit=False):
         until(lambda: notes)
-        server = server_of(folder)
+        (server,) = servers_of(folder)
         os.kill(server.pid, signal.SIGSTOP)
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 1

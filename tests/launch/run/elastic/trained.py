@@ -34,7 +34,7 @@ eval_sequences = 6
 [pipeline]
 device = "cpu"
 replicas = 3
-peer_timeout_s = 120
+peer_timeout_s = 20
 [train]
 epochs = 2
 batch_size = 6
