@@ -128,6 +128,7 @@ class DiskStore:
             self._coming[sample] = self._begin_read(sample)
 
     def is_lost(self, sample: int) -> bool:
+        """Whether the row that was prefetched, or lent in this step, is damaged."""
         fetched = self._ready.get(sample) or self._coming.get(sample)
         return fetched is not None and fetched.result() is None
 

@@ -139,9 +139,11 @@ class SampleMemory:
         self._staged[sample] = known.after(row), home.copy_(row)
 
     def lose(self, sample: int) -> None:
+        """Forget a known sample at the end of the step."""
         self._lost.add(sample)
 
     def commit(self) -> None:
+        """Make staged rows the cache, as far as there is room."""
         self._forget(sorted(self._lost))
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit

@@ -120,6 +120,7 @@ class RamStore:
         self._checked_before, self._checked = self._checked, {}
 
     def is_lost(self, sample: int) -> bool:
+        """Whether a bit has changed since the row was put."""
         for known in (self._checked, self._checked_before):
             if sample in known:
                 return known[sample]

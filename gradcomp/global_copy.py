@@ -26,7 +26,11 @@ class FlatBucket:
             parameter.data = view
 
     def check_storage(self) -> None:
-        """Notice parameters that were given other storage, which would no longer be exchanged."""
+        """Notice parameters that were given other storage, which would no longer be exchanged.
+
+        Raises:
+            RuntimeError: a parameter is no view of the vector any more.
+        """
         views = self._views(self.local_N)
         for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():

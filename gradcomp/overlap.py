@@ -57,10 +57,16 @@ class Overlap:
         return [value for value, _ in found]
 
     def drop(self) -> None:
+        """Forget what is under way, once it is over."""
         self.wait()
         self._jobs = []
 
     def settle(self) -> None:
+        """Wait until nothing is under way, whatever came of it.
+
+        Raises:
+            TimeoutError: a job goes on.
+        """
         for job in self._jobs:
             job.exception(_END_S)
 
@@ -72,7 +78,11 @@ class Overlap:
         return {_KEY: [value for value, _ in found]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have under way what `save` returned."""
+        """Have under way what `save` returned.
+
+        Raises:
+            ValueError: the state was saved by a version that made an exchange again.
+        """
         if not isinstance(state.get(_KEY), list):
             raise ValueError(
                 "this checkpoint holds an exchange between replicas in the form of an earlier "

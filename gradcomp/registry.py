@@ -49,7 +49,11 @@ def method_names() -> list[str]:
 
 
 def load_method(name: str) -> Method:
-    """Import a method."""
+    """Import a method.
+
+    Raises:
+        ValueError: there is no such method; the message lists those there are.
+    """
     if name not in method_names():
         known = ", ".join(method_names())
         raise ValueError(f'gradcomp.method = "{name}": no such method; there are: {known}')

@@ -16,7 +16,11 @@ class Best:
     """
 
     def __init__(self, options: EvalConfig) -> None:
-        """`options.best` is a metric, after "max" or "min" where its name does not say it."""
+        """`options.best` is a metric, after "max" or "min" where its name does not say it.
+
+        Raises:
+            ConfigError: it does not say whether higher or lower is better.
+        """
         self._patience = options.patience
         self.wanted = options.best is not None or options.patience is not None
         words = (options.best or "loss").split()
@@ -38,7 +42,11 @@ class Best:
         return self._patience is not None and self._worse >= self._patience
 
     def judge(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Count an evaluation after `step` steps; whether it is the best so far."""
+        """Count an evaluation after `step` steps; whether it is the best so far.
+
+        Raises:
+            ConfigError: it has no such metric.
+        """
         if not self.wanted or step == self.step:
             return False
         if self.name not in metrics:

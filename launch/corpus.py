@@ -66,7 +66,11 @@ def training_samples(config: RunConfig) -> int:
 
 
 def check_batch_size(config: RunConfig, training: SampleSet) -> None:
-    """Check that there is enough for a step."""
+    """Check that there is enough for a step.
+
+    Raises:
+        ConfigError: there is not.
+    """
     if len(training) < config.train.batch_size:
         data = config.data
         limit = data.source if data.factory else f"data.train_sequences = {data.train_sequences!r}"

@@ -34,7 +34,12 @@ _ONE_OF_THEM = (
 def make_optimizer(
     config: RunConfig, parameters: Named, sync: ReplicaSync, own: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that the settings ask for; `own` makes it instead if given."""
+    """The optimizer that the settings ask for; `own` makes it instead if given.
+
+    Raises:
+        ValueError: the function in `train.optimizer` cannot be used, or the exchange between
+            replicas brings an optimizer along.
+    """
     train = config.train
     brought = build_optimizer(
         config.method, config.method_options, list(parameters.values()), train, sync
@@ -63,7 +68,11 @@ def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Check that there is such an optimizer, without making it."""
+    """Check that there is such an optimizer, without making it.
+
+    Raises:
+        ValueError: there is none, it cannot be called, or the exchange brings its own along.
+    """
     name, method = config.train.optimizer, config.method
     if name == "adamw":
         if trains_in_bf16(config.model):
@@ -182,7 +191,11 @@ class Rates:
         factor: Callable[[int], float] | None,
         schedulers: Sequence[LRScheduler] = (),
     ) -> None:
-        """Set those of step 0."""
+        """Set those of step 0.
+
+        Raises:
+            ConfigError: a factor, and a torch scheduler too; or one that is not among `schedulers`.
+        """
         self._optimizer, self._factor, self._step = optimizer, factor, 0
         self._schedulers = tuple(schedulers)
         self._bases = [group["lr"] for group in self._groups]
@@ -217,7 +230,12 @@ class Rates:
         self._set()
 
     def step(self) -> None:
-        """Set those of the next step."""
+        """Set those of the next step.
+
+        Raises:
+            ConfigError: they are no longer what was set, and there is a factor; or a torch
+                scheduler has come along that the run does not know.
+        """
         found = [group["lr"] for group in self._groups]
         if self._factor is not None and found != self._rates():
             raise ConfigError(
@@ -234,7 +252,11 @@ class Rates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was; the optimizer's groups were restored before."""
+        """Go on where `state_dict` was; the optimizer's groups were restored before.
+
+        Raises:
+            ConfigError: the program has other schedulers than it had.
+        """
         saved = state.get("schedulers", [])
         if len(saved) != len(self._schedulers):
             raise ConfigError(
@@ -289,6 +311,9 @@ def rebind(
 
     `names` are those of the parameters that it was made with, which have no values. Its groups and
     their settings stay.
+
+    Raises:
+        ValueError: it has state already, or parameters of something else.
     """
     kind = type(optimizer).__name__
     if optimizer.state:

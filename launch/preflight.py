@@ -31,6 +31,9 @@ def shares_here(config: RunConfig, machines: int, ranks: int | None) -> list[Sha
     """The ranks that this machine may have: one share if they are known, else each possible one.
 
     Machines are numbered when they meet; shares that need the same are listed once.
+
+    Raises:
+        ValueError: `--nnodes` or `--ranks` do not fit the run.
     """
     world = config.world_size
     placed = hosts_by_rank(config.pipeline.placement) if machines > 1 else ()
@@ -95,7 +98,11 @@ def check_settings(
 
 
 def check_room(ready: Ready, shares: Sequence[Share]) -> None:
-    """Check that this machine has the memory and disk for one of the shares."""
+    """Check that this machine has the memory and disk for one of the shares.
+
+    Raises:
+        ValueError: it has not; what to change.
+    """
     problems = []
     for share in shares:
         try:

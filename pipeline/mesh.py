@@ -90,7 +90,11 @@ class Mesh:
 
 
 def check_world(pipeline_ranks: int, replicas: int, world_size: int, *, shards: int = 1) -> None:
-    """Reject a number of processes that does not fit."""
+    """Reject a number of processes that does not fit.
+
+    Raises:
+        ValueError: the world has not pipeline_ranks * replicas * shards ranks.
+    """
     needed = pipeline_ranks * replicas * shards
     if world_size != needed:
         sharded = f" x {shards} shards" if shards > 1 else ""

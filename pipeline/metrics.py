@@ -231,6 +231,11 @@ class Measures:
     _tallies: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, outputs: Outputs, targets: Any) -> None:
+        """Count a microbatch.
+
+        Raises:
+            ValueError: a metric cannot take such outputs.
+        """
         for name, metric in self.metrics.items():
             self._add(name, metric.tally(outputs, targets).double().cpu())
 

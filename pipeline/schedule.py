@@ -53,7 +53,11 @@ class Action(NamedTuple):
 
 
 def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches: int) -> None:
-    """Reject what the schedule cannot run."""
+    """Reject what the schedule cannot run.
+
+    Raises:
+        ValueError: naming the setting, its value and what to use instead.
+    """
     where = f'pipeline.schedule = "{name}"'
     if name in _SINGLE and stages != ranks:
         several = "" if stages % ranks else ", or a schedule such as Interleaved1F1B"

@@ -122,6 +122,7 @@ class CompressedStage(_PipelineStageBase):
         self._local_gradients.clear()
 
     def receive_activation(self, m: int) -> Tensor:
+        """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
         if m in self._local_inputs:
             return self._local_inputs.pop(m)
         return self._receive(self.channels.activations_in, m)
@@ -137,10 +138,17 @@ class CompressedStage(_PipelineStageBase):
             self.channels.activations_out.send(m, self._lengthened(m, y_BTD))
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
+        """Have an input's gradient encoded and sent; not if the neighbour is on this rank."""
         if self.channels.gradients_out is not None:
             self.channels.gradients_out.send(m, self._lengthened(m, gradient_BTD))
 
     def compute(self, x: Tensor, m: int) -> Tensor:
+        """Run the module on microbatch `m`; one that wants its samples gets them.
+
+        Raises:
+            ValueError: samples with padding, packing or a prefix for a module that does not take
+            them.
+        """
         module: Any = self.submod
         samples = self._samples[m]
         if getattr(module, "wants_samples", False):

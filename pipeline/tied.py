@@ -12,6 +12,7 @@ class TiedWeight:
     """This rank's copy. Both get the sum of their gradients, added in the same order."""
 
     def __init__(self, weight: nn.Parameter, transport: Transport) -> None:
+        """Both ends call it alike."""
         mesh = transport.mesh
         self.weight, self.is_first, self.nbytes_sent = weight, mesh.position == 0, 0
         peer = mesh.rank_at(mesh.pipeline_ranks - 1 if self.is_first else 0)
@@ -35,6 +36,11 @@ class TiedWeight:
         return mine.nbytes
 
     def sum_gradients(self) -> None:
+        """Replace the gradient by the sum of both.
+
+        Raises:
+            TransportError: the other end is gone, or its gradient came damaged.
+        """
         assert self.weight.grad is not None
         mine = self.weight.grad.cpu()
         theirs = self._exchange(mine)

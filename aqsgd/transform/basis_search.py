@@ -122,6 +122,7 @@ class BasisSearch:
         return found
 
     def adopted(self) -> None:
+        """The last proposal is in use."""
         self._tokens_M = [0.0, 0.0]
 
     def state_dict(self) -> dict[str, Any]:

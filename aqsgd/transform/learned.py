@@ -66,6 +66,7 @@ class Learned:
         return len(self._pieces)
 
     def turn_from(self, version: int) -> Tensor:
+        """What turns coefficients under an older basis into those under the current one."""
         if version not in self._turns:
             self._turns[version] = self.basis.turn_from(self.bases[version])
         return self._turns[version]
@@ -130,9 +131,11 @@ class Learned:
         }
 
     def discard(self) -> None:
+        """End a step that does not count."""
         self._forget_step()
 
     def digest(self) -> int:
+        """A number below 2^32 for what was learned before this step, equal at both ends."""
         return self._digest
 
     def _computed_digest(self) -> int:

@@ -42,6 +42,11 @@ class Proposal(NamedTuple):
 
     @staticmethod
     def unpacked(data: bytes, width: int) -> "Proposal":
+        """What was sent.
+
+        Raises:
+            CodingError: the bytes are not those of a basis of this width.
+        """
         if len(data) < _HEAD.size:
             raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
         dimensions, plain = _HEAD.unpack_from(data)

@@ -43,6 +43,7 @@ class Choice(NamedTuple):
         return Choice(number_N & COARSEST, number_N >> 3)
 
     def counted(self, held_NK: Tensor) -> Tensor:
+        """What counts of cached coefficients (int32)."""
         return (held_NK * SHARES[self.share_N, None].int() + 2) >> 2
 
 

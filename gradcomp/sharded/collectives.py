@@ -261,6 +261,11 @@ class ScatterGradients(_Collective):
         self._futures.append(self.exchanges.scatter(self.unit.index, self.codec, parts, use))
 
     def finish(self) -> None:
+        """Wait for the gradients of a step.
+
+        Raises:
+            TransportError, DesyncError: an exchange failed.
+        """
         for future in self._futures:
             future.result()
         self._futures.clear()

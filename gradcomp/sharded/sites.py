@@ -154,7 +154,11 @@ class Sites:
 
 
 def divided(payload: Tensor, count: int, mate: int) -> list[Tensor]:
-    """The messages that a rank of this site has forwarded as one."""
+    """The messages that a rank of this site has forwarded as one.
+
+    Raises:
+        DesyncError: they are not `count` whole ones.
+    """
     found: list[Tensor] = []
     while payload.numel() >= EXCHANGE_HEADER_NBYTES and len(found) < count:
         length = EXCHANGE_HEADER_NBYTES + payload_nbytes(payload)

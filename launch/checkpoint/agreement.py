@@ -120,6 +120,9 @@ class Agreement:
         """Ranks have left, or came, and make another; this one's thread has ended then.
 
         What was asked for here and not done, and what will be, `heir` is asked for.
+
+        Raises:
+            RuntimeError: the store is gone, or does not answer in time.
         """
         self.release()
         with self._changed:

@@ -30,7 +30,11 @@ def saved_base(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_base(held: Digests, saved: Digests, folder: Path) -> None:
-    """Check that weights which were read are those that a checkpoint was trained on."""
+    """Check that weights which were read are those that a checkpoint was trained on.
+
+    Raises:
+        CheckpointError: they are others; names the first.
+    """
     differing = sorted(name for name in held.keys() & saved.keys() if held[name] != saved[name])
     if differing:
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -43,7 +47,11 @@ def check_base(held: Digests, saved: Digests, folder: Path) -> None:
 def check_present(
     module: nn.Module, tensors: Mapping[str, Tensor], base: Digests, folder: Path
 ) -> None:
-    """Check that a checkpoint has a stage's tensors, or what is left out of them was read."""
+    """Check that a checkpoint has a stage's tensors, or what is left out of them was read.
+
+    Raises:
+        CheckpointError: one is missing, or what was read is not what was left out.
+    """
     held = base_of(module)
     check_base(held, base, folder)
     missing = sorted(module.state_dict().keys() - tensors.keys() - (held.keys() & base.keys()))

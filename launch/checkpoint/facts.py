@@ -14,7 +14,11 @@ from thinpipe.launch.net.ranks.handshake import differences
 def check_facts(
     folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], data: DataConfig
 ) -> None:
-    """Check that data and settings that may not change are those of the checkpoint."""
+    """Check that data and settings that may not change are those of the checkpoint.
+
+    Raises:
+        CheckpointError: naming each that differs.
+    """
     try:
         changed = changed_settings(_as_set(saved), _as_set(now))
     except ValueError as error:

@@ -188,6 +188,9 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
     The newest `keep` complete steps stay, those saved after it, and `best`, which a file of that
     name then names. Leftovers of unfinished saves
     go where they are older; a newer one may be in progress. Damaged steps are kept for inspection.
+
+    Raises:
+        ValueError: `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; use 1 or more")
@@ -208,7 +211,11 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest."""
+    """Read and verify a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a format this version does not support.
+    """
     try:
         return load_manifest(folder)
     except CheckpointError as error:

@@ -111,7 +111,11 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def through_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta` as it will be read back."""
+    """`meta` as it will be read back.
+
+    Raises:
+        ValueError: it does not fit JSON.
+    """
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
     except (TypeError, ValueError) as error:

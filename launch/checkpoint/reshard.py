@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
-from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, size_error
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
@@ -111,14 +111,16 @@ def parameter_names(built: Built) -> list[list[str]]:
 
 
 def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh) -> None:
-    """Fill `built` from a checkpoint of layout `before`; its folder must hold all parts.
+    """Fill `built` from a checkpoint of layout `before`.
+
+    Its folder must hold all parts, or with another number of replicas those of one.
 
     Raises:
         CheckpointError: a part is missing or damaged, a parameter is in none of them, or the two
             copies of a tied weight differ and would become one again.
     """
     listed = checkpoint.read_manifest(folder)
-    there = [part.name for part in listed.parts if part.path(folder).exists()]
+    there = [part.name for part in listed.parts if size_error(part, folder) is None]
     whole = whole_replicas(names_of(listed), there)
     first = whole[0].partition(".")[0].removeprefix("replica-") if whole else 0
     source = mesh.replica if before.replicas == now.replicas else int(first)

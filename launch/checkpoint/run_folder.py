@@ -25,7 +25,11 @@ _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
 
 
 def check_folder(path: Path, name: str = "run.folder") -> None:
-    """Check that a folder can be at `path`, which comes from the setting or option `name`."""
+    """Check that a folder can be at `path`, which comes from the setting or option `name`.
+
+    Raises:
+        ConfigError: it is a file, or below one, or in a folder that cannot be written.
+    """
     try:
         nearest = disk.existing(path)
         if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):

@@ -113,6 +113,7 @@ class Checkpoints:
         return self._serial, self._generation, self._last_step
 
     def follow(self, serial: int, generation: int, last_step: int | None) -> None:
+        """Go on where others are."""
         self._serial, self._generation, self._last_step = serial, generation, last_step
 
     def start(self, step: int, *, last: bool = False) -> None:
@@ -138,6 +139,7 @@ class Checkpoints:
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
+        """Wait for the save that is under way; whether it succeeded."""
         if self._under_way is None:
             return True
         under_way, self._under_way = self._under_way, None
@@ -174,6 +176,11 @@ class Checkpoints:
         return saved
 
     def save_last(self, step: int) -> None:
+        """Save the end of the run.
+
+        Raises:
+            CheckpointError: that was not possible.
+        """
         if not self._save(step):
             resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
@@ -224,6 +231,9 @@ class Checkpoints:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
 
         What these processes save themselves may be here too, where the folder is shared.
+
+        Raises:
+            CheckpointError: it went on from an earlier one, elsewhere.
         """
         others = [m for m in files.complete(self._root) if m.run != self._session.run_id]
         saved = max(others, key=lambda m: (m.serial, m.step), default=None)

@@ -157,7 +157,11 @@ class _Packer:
 
 
 def unpack_state(node: Any, take: Callable[[str], Tensor]) -> Any:
-    """The state of a tree; `take` finds a tensor by its name."""
+    """The state of a tree; `take` finds a tensor by its name.
+
+    Raises:
+        ValueError: an entry is of no known kind.
+    """
     if isinstance(node, list):
         return [unpack_state(item, take) for item in node]
     if not isinstance(node, dict):

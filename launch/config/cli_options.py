@@ -76,7 +76,11 @@ class Machines:
         return self.count == 1 and self.rdzv is None and self.join is None
 
     def check(self, *, meet: bool = True) -> None:
-        """Reject several machines without a place to `meet`, and shares of one."""
+        """Reject several machines without a place to `meet`, and shares of one.
+
+        Raises:
+            ValueError: naming option and remedy.
+        """
         if self.join is not None:
             parse_endpoint(self.join, "--join")
             others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
@@ -99,7 +103,11 @@ class Machines:
 
 
 def check_environment() -> None:
-    """Reject launchers' variables that are not numbers, and those of ThinPipe that are misspelt."""
+    """Reject launchers' variables that are not numbers, and those of ThinPipe that are misspelt.
+
+    Raises:
+        ValueError: naming variable, value and remedy.
+    """
     for name in [] if "RANK" in os.environ else os.environ:  # ranks have variables of ours
         near = get_close_matches(name, _OWN, n=1, cutoff=_MISSPELT)
         if near and name.startswith("THINPIPE_") and name not in _OWN:
@@ -123,7 +131,11 @@ def check_environment() -> None:
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
-    """Ranks of this machine: those given, or as many as each other has."""
+    """Ranks of this machine: those given, or as many as each other has.
+
+    Raises:
+        ValueError: it cannot have so many, or they cannot be shared evenly.
+    """
     if ranks is not None:
         most = world - machines + 1
         if ranks > most:

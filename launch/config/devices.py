@@ -12,7 +12,11 @@ from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
 
 def check_devices(pipeline: PipelineConfig, model: ModelSection) -> None:
-    """Check that every stage can be spread over the devices of its rank."""
+    """Check that every stage can be spread over the devices of its rank.
+
+    Raises:
+        ValueError: it cannot; names the setting to change.
+    """
     if pipeline.devices_per_rank == 1:
         return
     problem = _undivided(pipeline, model)
@@ -21,7 +25,11 @@ def check_devices(pipeline: PipelineConfig, model: ModelSection) -> None:
 
 
 def check_offload(pipeline: PipelineConfig, method: str) -> None:
-    """Check that an optimizer may keep its state elsewhere, and stages what they save."""
+    """Check that an optimizer may keep its state elsewhere, and stages what they save.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
     if not pipeline.offload:
         return
     if pipeline.devices_per_rank > 1:

@@ -64,7 +64,11 @@ def shares_casts(pipeline: PipelineConfig, model: ModelSection) -> bool:
 
 
 def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
-    """Check that a stage can compute with its weights."""
+    """Check that a stage can compute with its weights.
+
+    Raises:
+        ValueError: it cannot; names the setting to change.
+    """
     weights = getattr(model, "weights", None) or "fp32"
     if weights != "fp32" and pipeline.shards > 1:
         raise ValueError(
@@ -81,7 +85,11 @@ def check_weights(pipeline: PipelineConfig, model: ModelSection) -> None:
 def check_trained_weights(
     model: ModelSection, train: TrainConfig, method: str, replicas: int
 ) -> None:
-    """Check that no small step of weights in bf16 is lost; `method` is that of the exchange."""
+    """Check that no small step of weights in bf16 is lost; `method` is that of the exchange.
+
+    Raises:
+        ValueError: one would be; names the setting to change.
+    """
     if not trains_in_bf16(model):
         return
     remedy = 'or leave out model.weights = "bf16", so that trained weights are in fp32'

@@ -81,6 +81,11 @@ class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     patience_s: float = Field(30.0, ge=3)
 
     def find_key(self) -> Path:
+        """The file with the key.
+
+        Raises:
+            ValueError: none is set.
+        """
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
             raise ValueError(NO_KEY)
@@ -91,6 +96,7 @@ class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
         return own or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:
+        """Where this machine takes connections; by default at this address and port."""
         if self.listen == NOT_LISTENING:
             return None
         return parse_endpoint(self.listen) if self.listen else (address, port)

@@ -7,7 +7,11 @@ from thinpipe.pipeline.config import PipelineConfig
 
 
 def check_placement(pipeline: PipelineConfig) -> None:
-    """Reject a placement that does not fit the replicas and ranks of the run."""
+    """Reject a placement that does not fit the replicas and ranks of the run.
+
+    Raises:
+        ValueError: naming the setting, its value and the remedy.
+    """
     if not pipeline.placement:
         return
     where = "pipeline.placement"
@@ -35,7 +39,11 @@ def hosts_by_rank(placement: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def check_hosts(placed: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Reject machines that are not those of the placement."""
+    """Reject machines that are not those of the placement.
+
+    Raises:
+        ValueError: names those that are missing, unknown or there twice.
+    """
     twice = [name for name, count in Counter(names).items() if count > 1]
     missing = [name for name in dict.fromkeys(placed) if name not in names]
     unknown = [name for name in dict.fromkeys(names) if name not in placed]

@@ -69,7 +69,11 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
 
 
 def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What was read of a run file, without settings that say what holds anyway."""
+    """What was read of a run file, without settings that say what holds anyway.
+
+    Raises:
+        ValueError: some say something else; the message has each, and its remedy.
+    """
     problems: list[str] = []
     found = dict(_kept(tree, "", problems))
     if problems:

@@ -108,13 +108,24 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
+        """The same run with these cuts instead of `cuts = "auto"`."""
         pipeline = self.pipeline.model_dump(exclude_none=True) | {"cuts": list(cuts)}
         return self.updated(pipeline=pipeline)
 
     def updated(self, **sections: Any) -> "RunConfig":
+        """The same run with other sections, checked as a whole.
+
+        Raises:
+            ValidationError: they do not fit.
+        """
         return RunConfig.model_validate({**dict(self), **sections})
 
     def with_train(self, **settings: Any) -> "RunConfig":
+        """The same run with other settings of [train].
+
+        Raises:
+            ConfigError: they do not fit.
+        """
         try:
             return self.updated(train={**dict(self.train), **settings})
         except ValidationError as error:
@@ -126,6 +137,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
+        """Check that a custom model can be cut where the cuts are.
+
+        Raises:
+            ValueError: it cannot; names layer and shape, or how many places there are.
+        """
         if self.pipeline.auto_cuts:
             self.model.check_stages(self.pipeline.stages)
         else:
@@ -144,6 +160,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @property
     def stage_ranks(self) -> dict[int, int]:
+        """The rank of each stage, within its pipeline."""
         pipeline = self.pipeline
         return stage_to_rank(
             pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks

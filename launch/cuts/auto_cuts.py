@@ -47,6 +47,9 @@ def decide_cuts(
     ones. Links are not
     measured here: messages are equally long at every cut of these models, so a link is equally
     slow wherever the cut is.
+
+    Raises:
+        ValueError: on every rank, if the machines have too little memory.
     """
     if not config.pipeline.auto_cuts:
         return config

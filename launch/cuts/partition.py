@@ -25,6 +25,9 @@ class Problem:
     in any case. `cut_s[s][k]` is the transfer time of the link after stage s if stage s + 1 begins
     with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`, as do
     `fixed_memory[s]`, which the stage takes in any case.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
     """
 
     compute_s: Sequence[Sequence[float]]
@@ -51,7 +54,11 @@ class Problem:
 
 
 def best_cuts(problem: Problem) -> tuple[int, ...]:
-    """The cuts with the least bottleneck: first blocks of all stages but the first."""
+    """The cuts with the least bottleneck: first blocks of all stages but the first.
+
+    Raises:
+        ValueError: no cuts fit the memory.
+    """
     least_s, _ = _search(problem, max, ceiling_s=math.inf)
     if least_s == math.inf:
         need = min(sum(row) for row in problem.memory) + sum(problem.fixed_memory)

@@ -41,6 +41,7 @@ class BlockCost:
     optimizer_s: float = 0.0
 
     def on(self, speed: float) -> "BlockCost":
+        """The same on a device that is `speed` times as fast."""
         return BlockCost(self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
 
     def of_microbatches(self, share: float) -> "BlockCost":

@@ -70,7 +70,11 @@ class OwnSet:
         reading: Reading | None = None,
         block: int = 0,
     ) -> None:
-        """`name` is how messages call the dataset, `block` its number among those of a stream."""
+        """`name` is how messages call the dataset, `block` its number among those of a stream.
+
+        Raises:
+            ValueError: it is not a map-style dataset, or empty.
+        """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError(
                 f"{name}: {type(dataset).__name__} is not a map-style dataset; it needs "
@@ -156,7 +160,11 @@ class OwnSet:
 def own_set(
     samples: Any, name: str, *, size: int | None = None, reading: Reading | None = None
 ) -> tuple[OwnSet, int]:
-    """Samples and their batch size, of a dataset or a DataLoader."""
+    """Samples and their batch size, of a dataset or a DataLoader.
+
+    Raises:
+        ValueError: a DataLoader asks for what is not done here, or there is no size.
+    """
     reading = reading or Reading()
     if isinstance(samples, DataLoader):
         samples, name, size, reading = _of_loader(samples, size, reading)
@@ -274,7 +282,11 @@ def _drawing_alike(ids_B: Tensor, block: int) -> Iterator[None]:
 
 
 def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[OwnSet, OwnSet]:
-    """The datasets that two functions return; without the second, the last samples of the first."""
+    """The datasets that two functions return; without the second, the last samples of the first.
+
+    Raises:
+        ValueError: a function cannot be imported, fails, or returns something else.
+    """
     training = made(factory, "data.factory")
     name = f'data.factory = "{factory}"'
     if eval_factory is not None:

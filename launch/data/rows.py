@@ -45,7 +45,11 @@ class Row:
         return found
 
     def text(self, field: Field, *, blank: bool = False) -> str:
-        """Return a field that must be text, and not blank unless that is allowed."""
+        """Return a field that must be text, and not blank unless that is allowed.
+
+        Raises:
+            RowError: it is something else.
+        """
         found = self.value(field)
         if not isinstance(found, str):
             raise RowError(f"field {field!r} is {type(found).__name__}, not text")

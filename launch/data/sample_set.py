@@ -108,7 +108,11 @@ class Counted:
 
 
 def checked_ids(ids: Ids, count: int) -> Tensor:
-    """The ids of samples as int64, 1-d."""
+    """The ids of samples as int64, 1-d.
+
+    Raises:
+        ValueError: one is not of a set of `count`.
+    """
     ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
     wrong = ids_B[(ids_B < 0) | (ids_B >= count)]
     if len(wrong):

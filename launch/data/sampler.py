@@ -270,6 +270,7 @@ class EpochSampler:
         return self._now.ids(step, self._replica)
 
     def counted(self, step: int) -> int:
+        """Return how many of them, from the first, count in the loss."""
         return self._now.counted(step, self._replica)
 
     def samples(self, step: int) -> int:

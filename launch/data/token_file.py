@@ -100,7 +100,11 @@ class TokenFile:
         return len(self._tokens.array)
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> Document:
-        """Read one, or some of its tokens."""
+        """Read one, or some of its tokens.
+
+        Raises:
+            IndexError: there is no such document.
+        """
         if not 0 <= number < len(self):
             raise IndexError(f"document {number} of {len(self)}")
         first = 0 if number == 0 else int(self._stops[number - 1])

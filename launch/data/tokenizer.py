@@ -180,7 +180,11 @@ class FolderTokenizer:
 
 
 def check_room(room: int, length: int, marks: int) -> None:
-    """Check that there is room for text beside special tokens."""
+    """Check that there is room for text beside special tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
     if room < 1:
         raise ValueError(
             f"data.sequence_length = {length}: no room for text beside {marks} special tokens; "

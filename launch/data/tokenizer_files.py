@@ -35,7 +35,12 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def read_backend(folder: Path) -> Any:
-    """The folder's tokenizer as the package tokenizers has it; it truncates and pads nothing."""
+    """The folder's tokenizer as the package tokenizers has it; it truncates and pads nothing.
+
+    Raises:
+        ValueError: there is no such folder, no tokenizer in it, or it cannot be read.
+        ImportError: the optional package is not installed.
+    """
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
         found = (
@@ -153,6 +158,9 @@ def read_ends(folder: Path, backend: Any) -> tuple[int, ...]:
 
     They are the `eos_token` of tokenizer_config.json and all of generation_config.json, else a
     known one of the vocabulary.
+
+    Raises:
+        ValueError: one is not in the vocabulary, or a file is not a JSON object.
     """
     found: list[int] = []
     name = _configured(folder)

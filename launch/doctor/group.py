@@ -41,17 +41,31 @@ class HostGroup:
             self.wait_for(f"left/{index}")
 
     def publish(self, key: str, value: Any) -> None:
+        """Publish a value once.
+
+        Raises:
+            DoctorError: the host of the store is gone.
+        """
         with _name_lost_host(f"publishing {key!r}"):
             self.store.set(key, json.dumps(value))
 
     def wait_for(self, key: str, wait_s: float | None = None) -> Any:
+        """Wait for a value.
+
+        Raises:
+            DoctorError: the value was not published in time.
+        """
         with _name_lost_host(f"waiting for {key!r}"):
             self.store.wait([key], timedelta(seconds=wait_s or self.wait_s))
             return json.loads(self.store.get(key))
 
 
 def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
-    """Wait until all hosts have come to the store of their network."""
+    """Wait until all hosts have come to the store of their network.
+
+    Raises:
+        DoctorError: the store cannot be reached, or a host did not join in time.
+    """
     where = network.endpoint or format_endpoint(*network.store)
     is_server = network.server is not None
     store = _open(network, wait_s)

@@ -15,7 +15,11 @@ from thinpipe.pipeline.precision import DeviceName, Precision
 
 
 def choose_device(name: DeviceName) -> torch.device:
-    """Device of `pipeline.device`: GPUs are assigned round-robin by LOCAL_RANK."""
+    """Device of `pipeline.device`: GPUs are assigned round-robin by LOCAL_RANK.
+
+    Raises:
+        ValueError: CUDA is requested but not available, or triton is missing.
+    """
     if name == "cpu" or (name == "auto" and not gpu_count()):
         return torch.device("cpu")
     if not gpu_count():
@@ -92,7 +96,11 @@ def cache_notice(name: DeviceName) -> str | None:
 
 
 def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
-    """Check that this host has enough GPUs for its ranks."""
+    """Check that this host has enough GPUs for its ranks.
+
+    Raises:
+        ValueError: there are too few, or `choose_device` rejects the setting.
+    """
     needed = per_rank * ranks_here
     if per_rank > 1 and choose_device(name).type == "cuda" and needed > gpu_count():
         raise ValueError(

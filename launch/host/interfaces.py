@@ -64,7 +64,11 @@ def _mtu(name: str) -> int:
 
 
 def resolve(host: str) -> str:
-    """An address of a name, or the address itself; IPv4, unless only IPv6 leads there."""
+    """An address of a name, or the address itself; IPv4, unless only IPv6 leads there.
+
+    Raises:
+        ValueError: the name cannot be resolved.
+    """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -91,7 +95,11 @@ def resolve(host: str) -> str:
 
 
 def reachable_address(host: str) -> str:
-    """`resolve`, for an address that other hosts must be able to reach."""
+    """`resolve`, for an address that other hosts must be able to reach.
+
+    Raises:
+        ValueError: also if a name resolves to 127.x, as a host's own name does on Debian.
+    """
     address = resolve(host)
     by_name = host not in ("localhost", address) and not host.startswith("127.")
     if by_name and ipaddress.ip_address(address).is_loopback:
@@ -108,7 +116,11 @@ def is_own_address(address: str) -> bool:
 
 
 def interface_to(address: str) -> Interface:
-    """The interface that an address is reached through, with its address on the way."""
+    """The interface that an address is reached through, with its address on the way.
+
+    Raises:
+        ValueError: no interface has a route to it.
+    """
     own = _own_end(address)
     for found in interfaces().values():
         if own in found.addresses:
@@ -119,7 +131,11 @@ def interface_to(address: str) -> Interface:
 
 
 def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
-    """`host0:29500` or `[2001:db8::1]:29500`, given as this setting, as name and port."""
+    """`host0:29500` or `[2001:db8::1]:29500`, given as this setting, as name and port.
+
+    Raises:
+        ValueError: it does not have that form.
+    """
     parts = re.fullmatch(r"(?:\[([^]\[/]+)\]|([^:/\[\]]+)):([0-9]{1,5})", text)
     if parts is None or not 0 < int(parts[3]) < 65536:
         raise ValueError(

@@ -79,7 +79,11 @@ class Network:
 
     @classmethod
     def read(cls, path: Path, option: str = "--network") -> Self:
-        """Read a network file."""
+        """Read a network file.
+
+        Raises:
+            ValueError: names option, file and the error in it.
+        """
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -114,7 +118,11 @@ class Network:
         return len(self.rate_bps)
 
     def for_ranks(self, ranks: int) -> "Network":
-        """Links between ranks, equally many on each host, in order; unlimited within a host."""
+        """Links between ranks, equally many on each host, in order; unlimited within a host.
+
+        Raises:
+            ValueError: the ranks cannot be divided evenly among the hosts.
+        """
         if ranks % self.hosts:
             raise ValueError(
                 f"the network has {self.hosts} hosts, among which {ranks} ranks cannot be "
@@ -199,7 +207,11 @@ def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
 
 
 def check_square(rows: Matrix, size: int, where: str) -> None:
-    """Check that a matrix has a row per sender, with a number per receiver."""
+    """Check that a matrix has a row per sender, with a number per receiver.
+
+    Raises:
+        ValueError: it has not.
+    """
     if len(rows) != size:
         raise ValueError(f"{where}: needs {size} rows, one per sender")
     if any(len(row) != size for row in rows):

@@ -86,13 +86,21 @@ def versions() -> dict[str, str]:
 
 
 def require(package: str) -> None:
-    """Check that a package is installed, before a process that imports it is started."""
+    """Check that a package is installed, before a process that imports it is started.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def check_writers(tools: Iterable[str]) -> None:
-    """Check that the packages of `report.writers` are installed."""
+    """Check that the packages of `report.writers` are installed.
+
+    Raises:
+        ValueError: one is not; names its extra.
+    """
     for tool in tools:
         try:
             require(tool)

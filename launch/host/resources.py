@@ -163,6 +163,7 @@ class BackgroundLoad:
         return time.perf_counter() - self._start[0]
 
     def cores(self) -> float:
+        """How many cores other processes have kept busy on average."""
         wall_s, busy_s, own_s = self._since()
         return max(0.0, busy_s - own_s) / wall_s
 

@@ -91,7 +91,11 @@ def runs() -> list[int]:
 
 
 def request(change: Change, run: int | None = None) -> str:
-    """Change the rates of a run (the only one if `run` is None); return which, and its rates."""
+    """Change the rates of a run (the only one if `run` is None); return which, and its rates.
+
+    Raises:
+        ValueError: no such run, several without `run`, or the change is rejected.
+    """
     known = runs()
     if run is None and len(known) != 1:
         found = f"runs {', '.join(map(str, known))}; choose one with --run" if known else "no run"

@@ -45,7 +45,11 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
 
 
 def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
-    """Set every link to the rates of `spec`."""
+    """Set every link to the rates of `spec`.
+
+    Raises:
+        ShapedError: the kernel rejects one; links after that are as they were.
+    """
     for index, host in enumerate(hosts):
         for direction, shaper, shape in (
             ("uplink", host.up, uplink(spec, index)),

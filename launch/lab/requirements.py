@@ -32,7 +32,11 @@ _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOENT, errno.EAFNOSUPPORT, errno.ENOPROTO
 
 @contextlib.contextmanager
 def needs(feature: str) -> Iterator[None]:
-    """Around what uses a kernel feature."""
+    """Around what uses a kernel feature.
+
+    Raises:
+        ShapedError: the kernel lacks it; the message has its remedy.
+    """
     try:
         yield
     except (NetlinkError, OSError) as error:

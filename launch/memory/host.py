@@ -190,7 +190,11 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
 
 
 def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
-    """Check that this host has enough memory and disk for these ranks; what else to know of it."""
+    """Check that this host has enough memory and disk for these ranks; what else to know of it.
+
+    Raises:
+        ConfigError, ValueError: naming what is too small or missing, and the remedy.
+    """
     check_memory(config, sequences, ranks)
     found, here = host_needs(config, sequences, ranks), free(config).ram
     if found.total > here:
@@ -220,7 +224,11 @@ def gpu_nbytes(
 
 
 def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_rank: int) -> None:
-    """Check that the GPU of a rank holds all ranks that share it; that rank calls it."""
+    """Check that the GPU of a rank holds all ranks that share it; that rank calls it.
+
+    Raises:
+        ConfigError: naming what they need, what is free, and the remedy.
+    """
     if device_type(config.pipeline.device) == "cpu":
         return
     per_rank = config.pipeline.devices_per_rank

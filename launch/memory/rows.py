@@ -73,7 +73,11 @@ def row_nbytes(config: RunConfig, spec: Spec) -> int:
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:
-    """Samples that the budget of a rank holds at each of its ends; None without a budget."""
+    """Samples that the budget of a rank holds at each of its ends; None without a budget.
+
+    Raises:
+        ConfigError: it is too small for a single sample.
+    """
     budget = config.memory.budget
     per_sample = _per_sample(config, position)
     if budget is None or not per_sample:
@@ -122,7 +126,11 @@ def free(config: RunConfig) -> Free:
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
-    """Check that this host has enough memory and disk for these ranks."""
+    """Check that this host has enough memory and disk for these ranks.
+
+    Raises:
+        ConfigError, ValueError: naming what is too small or missing, and the remedy.
+    """
     if config.pipeline.offload and device_type(config.pipeline.device) == "cpu":
         chosen = config.pipeline.device == "cpu"
         why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"

@@ -14,6 +14,9 @@ def check_space(run_folder: Path, parts: Sequence[int], memories: int = 0) -> No
     """Check that a checkpoint fits; `parts` are the bytes that each rank on this host saves.
 
     `memories` are the bytes of the activation cache on the same disk.
+
+    Raises:
+        ConfigError: it does not fit, or a part is larger than a file may be.
     """
     folder, nbytes = disk.existing(run_folder), sum(parts)
     free, limit = shutil.disk_usage(folder).free, disk.file_size_limit()

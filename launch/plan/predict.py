@@ -34,6 +34,7 @@ class Prediction:
 
     @property
     def slot_s(self) -> float:
+        """Seconds that the slowest rank computes for one microbatch."""
         return max(self.work.microbatch_s)
 
 

@@ -38,7 +38,11 @@ def trace(
 
 
 def trace_run(folder: Path, out: Path) -> str:
-    """Write a run's trace; return a summary of it."""
+    """Write a run's trace; return a summary of it.
+
+    Raises:
+        ValueError: the run has no timeline, or `out` cannot be written.
+    """
     timeline = read_timeline(folder)
     title = f"step {timeline.step} of {folder}"
     events = processes(timeline.events)

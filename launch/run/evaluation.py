@@ -41,7 +41,11 @@ class Wanted:
         given: Sequence[object] = (),
         program: Sequence[str] = (),
     ) -> None:
-        """`names` are of `NAMES`, or "module:function"; None means those of the objective."""
+        """`names` are of `NAMES`, or "module:function"; None means those of the objective.
+
+        Raises:
+            ValueError: a function cannot be imported, or two metrics have one name.
+        """
         chosen = objective.metrics if names is None else tuple(names)
         named = [name for name in chosen if name in NAMES]
         loaded = [

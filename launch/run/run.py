@@ -303,7 +303,11 @@ def _problem_if_writing(config: RunConfig) -> str | None:
 
 
 def check_stream(config: RunConfig, samples: object) -> None:
-    """Check that nothing is cached of samples that come once."""
+    """Check that nothing is cached of samples that come once.
+
+    Raises:
+        ConfigError: a boundary does, or there are several epochs.
+    """
     if not isinstance(samples, StreamSet):
         return
     for (cut, direction), spec in config.specs.items():

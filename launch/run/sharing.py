@@ -40,6 +40,7 @@ class Plan:
         return self._first
 
     def pace(self, step: int) -> float:
+        """As `paced`, of `first_steps`."""
         return paced(step, self._changes, self.steps)
 
     def share_anew(self, mesh: Mesh, done: int) -> None:
@@ -50,9 +51,11 @@ class Plan:
 
     @property
     def state(self) -> dict[str, Any]:
+        """What a replica that joins has to know of it."""
         return {"changes": self._changes, "share": self._share}
 
     def take(self, state: Mapping[str, Any], mesh: Mesh) -> None:
+        """Be at the same place as the plan of others, which are in this mesh."""
         self._changes = [Change(*change) for change in state["changes"]]
         self._mesh, self._share = mesh, state["share"]
         self._set()

@@ -120,6 +120,7 @@ class Training:
 
     @property
     def ends_early(self) -> bool:
+        """Whether evaluations have not become better for as long as settings say."""
         return self.built.best.enough
 
     def begin(self, stack: ExitStack) -> None:
@@ -180,6 +181,7 @@ class Training:
 
     @property
     def first_epoch(self) -> int:
+        """That of the step which it begins with."""
         return self._sampler.epoch(min(self.start, self.steps - 1))
 
     def _agreement(self, store: Store, agreed: tuple[int, int] = (0, Ask.NOTHING)) -> Agreement:
@@ -195,6 +197,7 @@ class Training:
         )
 
     def stop(self, whole: bool) -> threading.Event:
+        """Have all ranks stop; the event is set once they know when."""
         return self.agreement.stop_all()
 
     def _full_step(self, step: int) -> int:
@@ -203,6 +206,7 @@ class Training:
         return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
+        """The steps of an epoch that are still to be done."""
         steps = self._sampler.steps_of(epoch)
         stop = min(steps.stop, self.steps)
         return range(stop if self._ended_before else max(self.start, steps.start), stop)

@@ -83,7 +83,11 @@ def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
 
 
 def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
-    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors."""
+    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors.
+
+    Raises:
+        TransportError: the sender is gone, or a tensor came damaged.
+    """
     number = 0
     for name, tensor in tensors.items():
         for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
@@ -99,7 +103,11 @@ def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
 def make_described(
     rank: int, listed: Sequence[tuple[str, str, Sequence[int]]], device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Empty tensors by name, as a rank describes those that it is going to send."""
+    """Empty tensors by name, as a rank describes those that it is going to send.
+
+    Raises:
+        TransportError: it offers what is no tensor.
+    """
     found = {}
     for name, dtype, shape in listed:
         kind = getattr(torch, dtype, None)

@@ -78,7 +78,11 @@ def check_folders(run_folder: Path, out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `out` at the end and is removed if that fails."""
+    """A folder to fill, which gets the name `out` at the end and is removed if that fails.
+
+    Raises:
+        ConfigError: `out` holds something.
+    """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
@@ -253,7 +257,11 @@ class WholeModel:
 
 
 def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor in another dtype."""
+    """The tensor in another dtype.
+
+    Raises:
+        ConfigError: a value is too large for it.
+    """
     cast = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
         raise ConfigError(

@@ -204,7 +204,12 @@ def save_safetensors(trained: Trained, file: Path) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Check that the run that `model.from_run` names can be read, without reading weights."""
+    """Check that the run that `model.from_run` names can be read, without reading weights.
+
+    Raises:
+        ConfigError: it is this run's own folder, or not a run's.
+        CheckpointError: it has no complete checkpoint.
+    """
     source = _source(config)
     if source is None:
         return

@@ -92,15 +92,22 @@ class OutgoingChannel:
         self._last = self._pass.first_error.watch(self._worker.submit(job))
 
     def end_pass(self) -> None:
+        """Wait until everything is encoded and on its way."""
         if self._last is not None:
             self._pass.first_error.wait_for(self._last)
 
     def abandon_pass(self) -> None:
+        """Wait until nothing is under way, whatever came of it, and be ready for another pass.
+
+        Raises:
+            TimeoutError: something still is.
+        """
         if self._last is not None:
             self._last.exception(_SETTLE_S)
         self._worker, self._last = Worker(f"send {self.codec.name}"), None
 
     def take_traffic(self) -> Traffic:
+        """Return what was sent, and count from zero."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
@@ -141,6 +148,13 @@ class IncomingChannel:
         self._coming, self._jobs = deque(order), {}
 
     def receive(self, m: int) -> Tensor:
+        """Wait for a microbatch.
+
+        Raises:
+            TransportError: the peer is gone.
+            DesyncError: the message is not the expected one.
+            CodingError: its payload does not expand to the expected size.
+        """
         first_error = self._pass.first_error
         while self._coming and len(self._jobs) <= _AHEAD:  # the one asked for, and those ahead
             coming = self._coming.popleft()

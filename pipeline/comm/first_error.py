@@ -18,14 +18,17 @@ class FirstError:
         self._failure: Future[None] = Future()
 
     def watch(self, job: "Future[_T]") -> "Future[_T]":
+        """Take note if `job` fails; returns it."""
         job.add_done_callback(self._on_done)
         return job
 
     def check(self) -> None:
+        """Raise the first failure, if there was one."""
         if self._failure.done():
             self._failure.result()
 
     def wait_for(self, job: "Future[_T]") -> _T:
+        """The result of `job`, or the failure of whichever job failed first."""
         either: tuple[Future[Any], ...] = (job, self._failure)
         if not job.done():
             wait(either, return_when=FIRST_COMPLETED)

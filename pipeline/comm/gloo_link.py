@@ -24,6 +24,9 @@ MAX_MICROBATCHES = 4096
 def naming(edge: str) -> Iterator[None]:
     """Errors of gloo inside name an edge, with its first sentence, less the place in its source and
     the port, whose bytes are in the wrong order.
+
+    Raises:
+        TransportError: the peer is gone, or silent for longer than the group's timeout.
     """
     try:
         yield
@@ -78,6 +81,7 @@ class GlooLink:
         self._sent.clear()
 
     def begin_pass(self, number: int) -> None:
+        """Wait for earlier sends; every expected message must have been taken."""
         for work, _ in self._sent:
             wait(work, edge=self._edge("sending"))
         self._sent.clear()

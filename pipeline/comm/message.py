@@ -78,6 +78,7 @@ class MessageCodec:
 
     @property
     def name(self) -> str:
+        """The same in every run with this cut."""
         return f"cut {self.cut} {DIRECTIONS[self.direction]}"
 
     @property

@@ -22,7 +22,11 @@ Checkpointing = bool | Annotated[int, Field(ge=1)]
 
 
 def check_range(first: int, stop: int, layers: int) -> None:
-    """Check that a stage of blocks `first` to `stop - 1` has some of the model's."""
+    """Check that a stage of blocks `first` to `stop - 1` has some of the model's.
+
+    Raises:
+        ValueError: it has not.
+    """
     if not 0 <= first < stop <= layers:
         raise ValueError(
             f"first = {first}, stop = {stop}: not a non-empty range of the model's {layers} layers;"

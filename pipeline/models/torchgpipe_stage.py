@@ -57,6 +57,7 @@ class LocalPipeline(nn.Module):
         self._run = gpipe.forward
 
     def forward(self, x: Tensor, samples: Samples) -> Tensor:
+        """Map input to output as the stage on one device does; never returns a view."""
         device_type = self._devices[0].type
         autocast = torch.is_autocast_enabled(device_type)
         for part in self._parts:

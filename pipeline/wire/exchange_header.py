@@ -65,6 +65,11 @@ class ExchangeHeader:
         _LAYOUT.write(message, self._fields(message))
 
     def check(self, message: Tensor) -> None:
+        """Compare the header of a received message with what this replica expects.
+
+        Raises:
+            DesyncError: naming exchange, bucket, replica and each field that differs.
+        """
         phase = ("message to the server", "answer of the server")[self.phase]
         place = f"exchange {self.step}, bucket {self.bucket}, {phase} from replica {self.sender}"
         _LAYOUT.check(message, self._fields(message), place=place, words=_WORDS)

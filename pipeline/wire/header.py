@@ -123,6 +123,11 @@ class Header:
         _LAYOUT.write(message, asdict(self))
 
     def check(self, message: Tensor) -> None:
+        """Compare the header of a received message with what this end expects.
+
+        Raises:
+            DesyncError: naming each field that differs, with both sides' values.
+        """
         direction = DIRECTIONS[self.direction]
         place = f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
         _LAYOUT.check(message, asdict(self), place=place)

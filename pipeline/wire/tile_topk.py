@@ -61,6 +61,11 @@ class TileTopK:
         *,
         noise: Noise | None = None,
     ) -> int:
+        """Write one row after the other.
+
+        Raises:
+            ValueError: at 1 bit a chosen value is not finite.
+        """
         for row, x_N in enumerate(x_BN):
             self._encode(x_N, wire_BW[row])
             if seen_BN is not None:

@@ -49,6 +49,7 @@ class Uniform:
         return self.scale_nbytes(numel) + self.bits * -(-numel // 8)
 
     def scale_nbytes(self, numel: int) -> int:
+        """Bytes of a row's scales; codes follow."""
         return -(-numel // self.group) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def encode(

@@ -27,6 +27,9 @@ def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Messag
     """The conversation of a row; a field `system` beside it comes first, as a system message.
 
     It holds an answer if it has to be `answered`.
+
+    Raises:
+        RowError: it is none.
     """
     found = row.value(field)
     if isinstance(found, str):
@@ -52,7 +55,11 @@ def question_and_answer(row: Row, prompt: Field, response: Field) -> list[Messag
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """What a field `tools` says that the assistant may call, as a list or as JSON."""
+    """What a field `tools` says that the assistant may call, as a list or as JSON.
+
+    Raises:
+        RowError: it is neither.
+    """
     found = row.fields.get("tools")
     if isinstance(found, str):
         found = _parsed("tools", found) if found.strip() else None

@@ -64,7 +64,11 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and where the template says that the assistant wrote it."""
+        """The text of messages, and where the template says that the assistant wrote it.
+
+        Raises:
+            TemplateError: the template does not take them.
+        """
         from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template
@@ -98,7 +102,12 @@ class ChatTemplate:
 
 
 def load_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a `data.chat_template`: the tokenizer's own, "plain", or a file's."""
+    """The template of a `data.chat_template`: the tokenizer's own, "plain", or a file's.
+
+    Raises:
+        ValueError: the tokenizer has none, or the file cannot be read.
+        ImportError: an optional package is not installed.
+    """
     name = OWN if name is None else name
     renderer = _renderer(name, tokenizer)
     if name == PLAIN:

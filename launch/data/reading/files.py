@@ -16,6 +16,9 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     """Regular files of a `data.path` or the like, sorted.
 
     Without a path, those of Python's standard library.
+
+    Raises:
+        ValueError: no file is found.
     """
     if path == "":
         raise ValueError(f"{setting} = '': give a path, or leave it out")

@@ -75,7 +75,11 @@ class Form:
 
 
 def form_of(file: Path, chosen: Kind | None, *, header: bool = True) -> Form:
-    """What a file holds; `chosen` is the kind that a setting demands."""
+    """What a file holds; `chosen` is the kind that a setting demands.
+
+    Raises:
+        ValueError: it is damaged, empty of columns, or a binary that nothing is read from.
+    """
     packed = compression_of(file)
     if chosen == "text" and packed is None:
         return Form(file, "text")

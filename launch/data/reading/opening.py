@@ -20,7 +20,11 @@ _BLOCK_NBYTES = 1 << 20
 
 
 def compression_of(file: Path) -> Compression:
-    """How a file is packed, by its first bytes."""
+    """How a file is packed, by its first bytes.
+
+    Raises:
+        ValueError: its name says that it is packed, and it is not.
+    """
     with file.open("rb") as opened:
         head = opened.read(4)
     found = next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
@@ -33,7 +37,11 @@ def compression_of(file: Path) -> Compression:
 
 @contextmanager
 def opened(file: Path, packed: Compression) -> Iterator[io.BufferedReader]:
-    """The content of a file, to be read from its beginning."""
+    """The content of a file, to be read from its beginning.
+
+    Raises:
+        ValueError: it is damaged, or ends too early.
+    """
     if packed is None:
         with file.open("rb") as raw:
             yield raw

@@ -30,7 +30,11 @@ class HubName(NamedTuple):
 
 
 def parse_hub(path: str, setting: str) -> HubName:
-    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]."""
+    """The parts of hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT].
+
+    Raises:
+        ValueError: it is not of that form.
+    """
     found = _NAME.fullmatch(path)
     if found is None:
         raise ValueError(
@@ -55,7 +59,11 @@ def is_saved(folder: Path) -> bool:
 
 
 def load_saved(folder: Path, what: str) -> Any:
-    """The data set of a folder that `save_to_disk` wrote, or its splits by name."""
+    """The data set of a folder that `save_to_disk` wrote, or its splits by name.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     from datasets import load_from_disk
 
     try:
@@ -147,7 +155,11 @@ def _row(dataset: str, number: int, cells: Mapping[str, Any]) -> Row:
 
 
 def chosen_splits(found: Any, what: str) -> tuple[Any, Any | None]:
-    """What to train on, and what to evaluate on if there is a split for it."""
+    """What to train on, and what to evaluate on if there is a split for it.
+
+    Raises:
+        ValueError: several splits, and none is called train.
+    """
     if not isinstance(found, Mapping):
         return found, None
     if "train" not in found:

@@ -47,7 +47,11 @@ class Source:
         return self.all_rows is None
 
     def rows(self, fields: Sequence[Field]) -> Rows:
-        """Its rows."""
+        """Its rows.
+
+        Raises:
+            ValueError: it has none, or none has one of the fields.
+        """
         rows = self.all_rows
         assert rows is not None, "asked of rows alone"
         for field in fields:
@@ -67,7 +71,11 @@ class Source:
 
 
 def check_fields(rows: Iterable[Row], fields: Sequence[Field], what: str) -> None:
-    """Check that the first rows have each field once."""
+    """Check that the first rows have each field once.
+
+    Raises:
+        ValueError: they do not, or there are none.
+    """
     first = [*islice(rows, _LOOKED_AT)]
     if not first:
         raise ValueError(f"{what}: no rows; name a file that has some")

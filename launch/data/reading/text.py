@@ -122,6 +122,7 @@ class Extent:
         return self.total / (2 * HELD_OUT) <= self.tenth <= 2 * self.total / HELD_OUT
 
     def nbytes(self, part: Part) -> int:
+        """Bytes of a part."""
         held_out = self.tenth if self.by_document else self.total // HELD_OUT
         return {"all": self.total, "held out": held_out, "training": self.total - held_out}[part]
 

@@ -40,7 +40,11 @@ class Tally:
 
 
 def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
-    """Read a stream until there are so many samples; what was read is not trained on."""
+    """Read a stream until there are so many samples; what was read is not trained on.
+
+    Raises:
+        ValueError: it ends before.
+    """
     read: list[Any] = []
     while True:
         wanted = max(64, len(read))
@@ -58,7 +62,11 @@ def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
 
 
 def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
-    """What gives the rows of `data.path` from the first one."""
+    """What gives the rows of `data.path` from the first one.
+
+    Raises:
+        ValueError: there are none, or they lack a field.
+    """
     if config.path is not None and config.path.startswith(HUB):
         check_fields(stream_hub(config.path), config.fields, f"data.path = {config.path!r}")
         return partial(stream_hub, config.path)

@@ -90,11 +90,17 @@ class Items:
         return found
 
     def state(self) -> dict[str, Any]:
+        """Where it is, for `go_to` (JSON)."""
         self._check_reader()
         own = self._iterable.state_dict() if self._origin.returns and self._taken else None
         return {"taken": self._taken, "own": own}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it does not begin with the item that it began with.
+        """
         self._iterable, own = self._source(), state.get("own")
         self._origin, self._reader = _origin(self._iterable), object()
         self._origin.reader, self._taken = self._reader, state["taken"]
@@ -184,7 +190,11 @@ class StreamSet:
         return self._total
 
     def batch(self, ids: Ids) -> Batch:
-        """Samples, in the order of `ids`, which ascends; going back reads from the beginning."""
+        """Samples, in the order of `ids`, which ascends; going back reads from the beginning.
+
+        Raises:
+            ValueError: the stream ends before them.
+        """
         found = self._places([int(each) for each in ids])
         if len(found) < len(ids):
             raise ValueError(
@@ -316,6 +326,7 @@ class StreamSampler:
         return self._batch
 
     def batch(self, step: int) -> Batch | None:
+        """This replica's samples of a step; None if the stream has ended."""
         ids = range(step * self._batch, (step + 1) * self._batch)
         return self._samples.share(ids, self._replica, self._replicas)
 

@@ -88,7 +88,11 @@ def key_of(*parts: object) -> str:
 
 
 def check_room(folder: Path, nbytes: int, what: str) -> None:
-    """Check that a disk has room for what is about to be made."""
+    """Check that a disk has room for what is about to be made.
+
+    Raises:
+        OSError: it has not.
+    """
     have = shutil.disk_usage(disk.existing(folder)).free
     held = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
     if nbytes - held > have:

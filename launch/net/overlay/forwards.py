@@ -55,6 +55,7 @@ class Forwards:
         self._exposed.setdefault(port, set()).add(owner)
 
     def exposed(self, port: int) -> tuple[str, int] | None:
+        """Where a peer's connection to a port goes."""
         if port == _STORE and self._store_port is not None:
             return LOOPBACK, self._store_port
         if port not in self._exposed or self.peer_list is None:
@@ -71,7 +72,11 @@ class Forwards:
     def forward(
         self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link], *, owner: int
     ) -> None:
-        """Have a host's address lead to it, at a port, as long as that process lives."""
+        """Have a host's address lead to it, at a port, as long as that process lives.
+
+        Raises:
+            OverlayError: there is no such host, or the port is in use here.
+        """
         peer_list = self._known()
         if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")

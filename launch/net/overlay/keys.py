@@ -49,7 +49,11 @@ def new(path: Path, *, days: int = DAYS) -> None:
 
 
 def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
-    """Write a key for one machine, signed with the run's key."""
+    """Write a key for one machine, signed with the run's key.
+
+    Raises:
+        ValueError: the file exists, the name is no name, or `run_key` is not a run's key.
+    """
     if not re.fullmatch(r"[\w.-]{1,63}", name) or name == RUN_NAME:
         raise ValueError(f"{name!r}: use letters, digits, and . _ - in a machine's name")
     if read(run_key).name is not None:
@@ -64,7 +68,11 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
 
 
 def read(path: Path) -> KeyInfo:
-    """The content of a key file."""
+    """The content of a key file.
+
+    Raises:
+        ValueError: the file is missing, readable by others, or not a key.
+    """
     _check_file(path)
     from cryptography import x509
 
@@ -78,7 +86,11 @@ def read(path: Path) -> KeyInfo:
 
 
 def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """(for accepting, for connecting): TLS 1.3 only, and both sides must have this run's key."""
+    """(for accepting, for connecting): TLS 1.3 only, and both sides must have this run's key.
+
+    Raises:
+        ValueError: the file is missing, readable by others, or not a key.
+    """
     _check_file(path)
     authority = _BEGIN + path.read_text(encoding="utf-8").rpartition(_BEGIN)[2]
     found = []
@@ -102,7 +114,11 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
-    """Reject a key that is not valid by this host's clock."""
+    """Reject a key that is not valid by this host's clock.
+
+    Raises:
+        ValueError: naming both dates.
+    """
     now_s = time.time()
     (key,) = context.get_ca_certs()
     first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))

@@ -46,6 +46,7 @@ class Overlay:
         self._reader.start()
 
     def address(self, name: str) -> str:
+        """A host's address on the loopback of every host."""
         return loopback_address(self.peer_list.run, self.peer_list.index(name))
 
     def join(

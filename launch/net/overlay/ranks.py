@@ -99,6 +99,11 @@ class HostWatch:
         self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
+        """Their names.
+
+        Raises:
+            OverlayError: as before.
+        """
         return [
             name
             for name, link in _links().items()

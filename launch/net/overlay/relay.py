@@ -43,6 +43,11 @@ class Relay:
     """Links to all other hosts, and the local ports that lead to them."""
 
     def __init__(self, settings: Settings) -> None:
+        """Listen.
+
+        Raises:
+            ValueError: the key cannot be used, or the port is taken.
+        """
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
         keys.check_clock(self._context, settings.key_file, settings.name)

@@ -50,6 +50,7 @@ class Failures:
         return self.known() or "nothing was reported"
 
     def known(self) -> str | None:
+        """The same as far as it was reported by now."""
         return self._found()[1]
 
     def _found(self) -> tuple[bool, str | None]:
@@ -61,6 +62,11 @@ class Failures:
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
+        """Wait for a failure.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
         await_key(self._store, _FIRST)
 
 
@@ -89,6 +95,7 @@ class Losses:
             self._store.set(str(number), json.dumps([rank, message]))
 
     def has(self, rank: int) -> bool:
+        """Whether a rank was reported."""
         return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:

@@ -82,7 +82,11 @@ def name_run(met: Store, name: str) -> None:
 
 
 def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
-    """The part of the store that is the run's, once newcomers may come."""
+    """The part of the store that is the run's, once newcomers may come.
+
+    Raises:
+        HandshakeError: there is none.
+    """
     limit_s, waits = time.monotonic() + wait_s, False
     while time.monotonic() < limit_s:
         if met.check([_NAME]):
@@ -122,6 +126,7 @@ class Newcomer:
 
     @property
     def began(self) -> tuple[list[int], int]:
+        """The run's cuts, and how many steps it planned at first."""
         cuts, steps = json.loads(self.store.get(_BEGAN))
         return cuts, steps
 

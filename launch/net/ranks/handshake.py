@@ -54,6 +54,7 @@ class Lobby:
         self._said: list[int] = []
 
     def look(self, missing: Collection[int]) -> None:
+        """These ranks have not come."""
         now_s = time.monotonic()
         if missing and now_s > self._next_s and [*missing] != self._said:
             self._said, self._next_s = [*missing], now_s + _SAY_S
@@ -196,7 +197,11 @@ def agree(
 
 
 def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
-    """As `agree`, with a run that is under way, whose store this is."""
+    """As `agree`, with a run that is under way, whose store this is.
+
+    Raises:
+        HandshakeError: its rank 0 has others.
+    """
     store = PrefixStore("handshake", run)
     _, theirs = json.loads(store.get("facts/0"))
     mine = json.loads(json.dumps(facts, default=str))
@@ -209,7 +214,11 @@ def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
 
 
 def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
-    """Compare what became known after the start."""
+    """Compare what became known after the start.
+
+    Raises:
+        HandshakeError: a rank has a problem, or differs.
+    """
     own = json.loads(json.dumps([problem, facts], default=str))
     problems = _problems([(text, found) for text, found in gather_json(transport, own)])
     if problems:

@@ -105,6 +105,10 @@ def join_as_rank(
     """Join the machines as a rank that was started without our agent.
 
     None where there is nothing to do: the run stays on this machine or is meant to be open.
+
+    Raises:
+        ValueError: there is no key, or torchrun started the rank.
+        OverlayError: not all hosts joined.
     """
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -79,6 +79,7 @@ class Session:
 
     @property
     def store(self) -> Store:
+        """What all of its ranks read and write."""
         entered = self.newcomer is not None and self.newcomer.has_entered
         return self.newcomer.store if entered and self.newcomer else self.first_store
 

@@ -40,7 +40,11 @@ class Start:
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
-        """Reject options of the other kind of run."""
+        """Reject options of the other kind of run.
+
+        Raises:
+            ConfigError: naming option and remedy.
+        """
         if self.is_program and self.settings:
             raise ConfigError(
                 f"--set: settings of {self.run} are in the program; change them there"
@@ -57,7 +61,11 @@ class Start:
 
 
 def ssh_commands(hosts: HostsConfig, start: Start) -> dict[str, list[str]]:
-    """Commands that start a run, by machine name."""
+    """Commands that start a run, by machine name.
+
+    Raises:
+        ConfigError: no machine is named `start.show`.
+    """
     names = [host.name for host in hosts.host]
     if start.show is not None and start.show not in names:
         raise ConfigError(

@@ -109,7 +109,11 @@ class HostsConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 def load_hosts(path: Path) -> HostsConfig:
-    """Read the file that lists the machines."""
+    """Read the file that lists the machines.
+
+    Raises:
+        ConfigError: naming file, key, value and remedy.
+    """
     keys = top_keys(path)
     if keys & _OF_RUNS and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
@@ -119,7 +123,11 @@ def load_hosts(path: Path) -> HostsConfig:
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
-    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts."""
+    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts.
+
+    Raises:
+        ConfigError: naming ranks and machines.
+    """
     for host in hosts.host:
         own = placed.count(host.name_in_run)
         if placed and host.ranks not in (None, own):

@@ -46,7 +46,11 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
 
 
 def start_ssh(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start ssh with pipes."""
+    """Start ssh with pipes.
+
+    Raises:
+        ValueError: this machine has none.
+    """
     try:
         return subprocess.Popen(
             command,

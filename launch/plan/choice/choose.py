@@ -119,6 +119,9 @@ def choose(
 
     All have one stage per rank. `memory` is that of each block, by default as counted; `seconds`
     bounds the search of the best variants, instead of a number of rounds.
+
+    Raises:
+        ValueError: nothing fits the devices.
     """
     if config.pipeline.schedule not in _SCHEDULES:
         config = _with(config, {"schedule": _SCHEDULES[0], "ranks": None})

@@ -104,7 +104,11 @@ class Cluster:
         return np.asarray(_off_diagonal(self.rate_HH, -1.0).max(axis=0))
 
     def check_enough(self, stages: int, replicas: int) -> None:
-        """Reject more stages and replicas than there are devices."""
+        """Reject more stages and replicas than there are devices.
+
+        Raises:
+            ValueError: naming both.
+        """
         if stages * replicas > self.devices:
             raise ValueError(
                 f"{stages} stages x {replicas} replicas need {stages * replicas} devices, the "

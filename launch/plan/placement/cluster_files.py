@@ -55,7 +55,11 @@ class _Dtfm(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read a file of any of the three kinds."""
+    """Read a file of any of the three kinds.
+
+    Raises:
+        ValueError: names the file, what is wrong in it and the remedy.
+    """
     try:
         return parse_cluster(path.read_text(encoding="utf-8"))
     except OSError as error:

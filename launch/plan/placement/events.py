@@ -125,6 +125,7 @@ class Simulation:
         return self._run(cluster, grid_RP, np.empty((0, 7)))
 
     def recorded(self, cluster: Cluster, grid_RP: Ints) -> SimulatedStep:
+        """The same with everything that happens in the pass."""
         step = self._step
         messages = step.nbytes_WC.size * step.microbatches
         most = len(grid_RP) * (2 * step.order_PN3[..., 0].size + 3 * messages)
@@ -160,7 +161,11 @@ def simulate(workload: Workload, network: Network | None = None) -> SimulatedSte
 
 
 def one_pipeline(workload: Workload, network: Network) -> tuple[Cluster, Ints]:
-    """The devices and the layout [1, P] of a pipeline with a rank on each host."""
+    """The devices and the layout [1, P] of a pipeline with a rank on each host.
+
+    Raises:
+        ValueError: the network has another number of hosts.
+    """
     if network.hosts != workload.ranks:
         raise ValueError(
             f"network has {network.hosts} hosts for {workload.ranks} ranks: pass one for each "

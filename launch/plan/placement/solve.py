@@ -54,7 +54,11 @@ def solve_step(
     rounds: int = ROUNDS,
     seconds: float | None = None,
 ) -> Placement:
-    """The layout of the shortest predicted step."""
+    """The layout of the shortest predicted step.
+
+    Raises:
+        ValueError: there are too few devices, or no stage fits any layout's memory.
+    """
     replicas, ranks = workload.replicas, workload.ranks
     cluster.check_enough(ranks, replicas)
     model = StepModel(cluster, workload)

@@ -52,6 +52,7 @@ class StepModel:
 
     @property
     def need(self) -> Floats:
+        """Bytes that each rank of a pipeline needs."""
         return self._need_P
 
     def fits(self, grid_RP: Ints) -> bool:

@@ -31,6 +31,9 @@ class Workload:
     Seconds are per microbatch on a device of speed 1, one for each stage; `activations` and
     `gradients` hold one message per cut; `exchange_nbytes` what a replica sends each peer in a
     step, `optimizer_s` what the update of a stage takes, `memory` what a rank needs.
+
+    Raises:
+        ValueError: a sequence does not fit the number of stages.
     """
 
     replicas: int
@@ -76,6 +79,7 @@ class Workload:
 
     @cached_property
     def orders(self) -> list[list[Action]]:
+        """Actions of each rank of a pipeline: kind, stage, microbatch."""
         return rank_orders(
             self.schedule,
             stages=self.stages,
@@ -92,6 +96,7 @@ class Workload:
 
     @property
     def microbatch_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes for a microbatch."""
         return self.by_rank([a + b for a, b in zip(self.forward_s, self.backward_s, strict=True)])
 
     @property

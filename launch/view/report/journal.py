@@ -156,6 +156,9 @@ class Told:
     """What the two files of a folder say; a `given` state stands in for the first.
 
     Of a run that was killed no file says that it ended, but the lock of its folder (`is_gone`).
+
+    Raises:
+        ValueError: `state.json` is none, or damaged.
     """
 
     def __init__(self, folder: Path, given: Any = None, *, patience_s: float = GONE_S) -> None:

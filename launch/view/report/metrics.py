@@ -84,6 +84,7 @@ class StepRecord:
         return sum(total.nbytes for total in self.wire if total.direction == direction)
 
     def mbps(self, nbytes: int) -> str:
+        """The rate of so many bytes over the step, in Mbit/s."""
         return f"{nbytes * 8 / self.step_s / 1e6:,.1f}" if self.step_s > 0 else NOTHING
 
 
@@ -200,7 +201,11 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def parse_record(line: bytes, where: str) -> StepRecord:
-    """A line of the file; `where` it stands is named."""
+    """A line of the file; `where` it stands is named.
+
+    Raises:
+        ValueError: it is not a step record.
+    """
     try:
         return _RECORD.validate_json(line)
     except ValidationError as error:

@@ -99,7 +99,11 @@ class Summary(TypedDict):
 
 
 def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge] = ()) -> Summary:
-    """Condense the steps of a run, also those before its cuts moved."""
+    """Condense the steps of a run, also those before its cuts moved.
+
+    Raises:
+        ValueError: there are no steps.
+    """
     if not records:
         raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
     wire = [_wire_traffic(info, records, key) for key in info.wire_keys(records)]

@@ -57,7 +57,11 @@ class Timeline(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_timeline(folder: Path) -> Timeline:
-    """The timeline of a run."""
+    """The timeline of a run.
+
+    Raises:
+        ValueError: the run has none, or the file is damaged.
+    """
     path = folder / FILE_NAME
     if not folder.is_dir():
         raise ValueError(

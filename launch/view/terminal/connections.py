@@ -63,6 +63,7 @@ class ConnectionLines:
 
     @property
     def age_s(self) -> float:
+        """How long ago the time before was; the first is when this was made."""
         return time.monotonic() - self._told_s
 
     def tell(self, host: str, edges: Sequence[EdgeNow]) -> str:

@@ -23,7 +23,11 @@ _LABEL = {"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.15}
 
 
 def draw(runs: Sequence[Story], file: Path) -> None:
-    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison."""
+    """Write 1200 x 630 pixels: the first run, with the losses of the others for comparison.
+
+    Raises:
+        ValueError: matplotlib writes no files of this kind.
+    """
     figure = Figure(figsize=(12, 6.3), dpi=100, facecolor="#ffffff")
     grid: Any = figure.add_gridspec(
         1, 2, width_ratios=(1.5, 1), left=0.07, right=0.97, top=0.67, bottom=0.09, wspace=0.16

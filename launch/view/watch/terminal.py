@@ -31,7 +31,11 @@ _LEFT_OUT = "Messages"
 
 
 def show(runs: list[str]) -> None:
-    """Draw one run until it is finished, or until Ctrl-C; not on a terminal, draw it once."""
+    """Draw one run until it is finished, or until Ctrl-C; not on a terminal, draw it once.
+
+    Raises:
+        ValueError: they are several, no run's, or a link that shows nothing.
+    """
     if len(runs) > 1:
         raise ValueError(f"--terminal: shows one run, and {len(runs)} were named; name one")
     console = Console(highlight=False)

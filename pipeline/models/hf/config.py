@@ -155,6 +155,7 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def weight_files(self) -> "Shards | None":
+        """Weights to start from; None for random ones."""
         from thinpipe.pipeline.models.hf.shards import Shards
 
         return Shards(Path(self.pretrained)) if self.pretrained and not self.config else None
@@ -333,12 +334,22 @@ class HuggingFaceConfig(TokenModel):
 
     @cached_property
     def family(self) -> "Family":
+        """How the model is cut: as registered, or found by trying.
+
+        Raises:
+            ValueError: it cannot be cut.
+        """
         from thinpipe.pipeline.models.hf.discovery import find_family
 
         with torch.device("cpu"):  # also where a program builds on the meta device
             return find_family(self.whole())
 
     def whole(self) -> Any:
+        """A whole model on the meta device, without weights.
+
+        Raises:
+            ValueError: the library cannot build it.
+        """
         from thinpipe.pipeline.models.hf.whole import build_on_meta
 
         return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))

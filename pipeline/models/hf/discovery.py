@@ -46,7 +46,11 @@ _Returns = Literal["tensor", "pair", "tuple"]
 
 
 def find_family(model: Any) -> Family:
-    """How to cut a whole model, which lies on the meta device; `model` is used up."""
+    """How to cut a whole model, which lies on the meta device; `model` is used up.
+
+    Raises:
+        ValueError: it cannot be cut, or has state-space layers.
+    """
     if model.config.model_type in KNOWN:
         return KNOWN[model.config.model_type]
     base = model.base_model

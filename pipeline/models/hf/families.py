@@ -42,7 +42,11 @@ KNOWN = {"deberta-v2": _DEBERTA}
 
 
 def task_of(config: Any) -> Task:
-    """Task of a model of this transformers config: encoders classify."""
+    """Task of a model of this transformers config: encoders classify.
+
+    Raises:
+        ValueError: it has both an encoder and a decoder, or more than text goes into it.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     kind = config.model_type

@@ -19,6 +19,9 @@ def from_arguments(batch: Batch, *, predicts_tokens: bool, context: int) -> Batc
 
     With named arguments, targets are labels as transformers has them: those of tokens stand at the
     tokens themselves, and are shifted here. With ids alone they are what follows each token.
+
+    Raises:
+        ValueError: there are other arguments, or too many tokens.
     """
     inputs = batch.inputs_BT
     if isinstance(inputs, Tensor):

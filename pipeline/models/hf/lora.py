@@ -27,6 +27,10 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     """Add adapters to the blocks in place and freeze the rest except task heads.
 
     Their random values depend on the seed and their names.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a target names no linear layer, or there is no default for the family.
     """
     from peft import inject_adapter_in_model
 
@@ -63,7 +67,11 @@ def peft_config(model: Any, config: LoraConfig) -> Any:
 
 
 def check_targets(model: Any, config: LoraConfig) -> None:
-    """Check that every target is there; `model` is whole, as a stage's blocks may lack some."""
+    """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
+
+    Raises:
+        ValueError: a target names no linear layer of a block, or none has such a rank.
+    """
     names, targets = _linear_layers(model), config.targets or ()
     missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
@@ -157,7 +165,11 @@ _ATTENTION = (
 
 
 def default_targets(model: Any) -> list[str]:
-    """The layers to adapt: peft's for the family, or the attention's inputs."""
+    """The layers to adapt: peft's for the family, or the attention's inputs.
+
+    Raises:
+        ValueError: there is no default, and the attention has other names.
+    """
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
     targets = DEFAULTS.get(model.config.model_type)

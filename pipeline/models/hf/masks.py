@@ -35,6 +35,9 @@ def check_masks(config: Any, tokens: int, *, tried: bool = False) -> None:
     """Check that sequences of so many tokens may be packed and have prefixes.
 
     `tried` says that the self-check is on, which tries families that are not listed.
+
+    Raises:
+        ValueError: the family (of this transformers config) cannot, or not in such long sequences.
     """
     reason = _rejection(config)
     if reason is not None:
@@ -62,6 +65,9 @@ def mask_inputs(
     """Arguments of a family's forward for packed examples or prefixes.
 
     `attention` is the model's kind of attention, "eager" or "sdpa".
+
+    Raises:
+        ValueError: another kind; its kernels take no mask of ours.
     """
     mask_B1QK = attention_mask(samples, tokens, causal=True, device=device)
     assert mask_B1QK is not None, "there are segments or prefixes"

@@ -23,6 +23,9 @@ def check_step(config: HuggingFaceConfig) -> None:
     """Compare logits and gradients of the model as it is and cut in up to three stages.
 
     Takes memory for two copies of the model, with gradients.
+
+    Raises:
+        ValueError: they differ; names the first tensor that does.
     """
     layers = config.layers
     bounds = sorted({0, layers // 3, 2 * layers // 3, layers})
@@ -43,7 +46,11 @@ def check_step(config: HuggingFaceConfig) -> None:
 
 @torch.no_grad()
 def check_packed(config: HuggingFaceConfig) -> None:
-    """Compare the logits of two examples in one sequence with those of each alone."""
+    """Compare the logits of two examples in one sequence with those of each alone.
+
+    Raises:
+        ValueError: they differ, or the family does not take masks and positions of ours.
+    """
     kind = config.transformers_config.model_type
     stage = build_stage(config, 0, config.layers, seed=0, device="cpu").eval()
     ids_BT = _batch(config)[0][:1]

@@ -71,6 +71,11 @@ class Shards:
         return {name: piece.get_shape() for name, piece in self._pieces(names)}
 
     def dtypes(self, names: Collection[str]) -> dict[str, torch.dtype]:
+        """Dtypes of some tensors.
+
+        Raises:
+            ShardError: as `read`.
+        """
         return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces(names)}
 
     def _pieces(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -95,7 +95,12 @@ def _check_range(name: str, values: Tensor, form: Quantization) -> None:
 
 
 def check_quantizable(model: Any, config: "HuggingFaceConfig", blocks: str) -> None:
-    """Check that the blocks have layers that can be quantized, and the library is there."""
+    """Check that the blocks have layers that can be quantized, and the library is there.
+
+    Raises:
+        ImportError: the library is not there.
+        ValueError: there is no such layer.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f'model.weights = "{config.weights}" needs bitsandbytes: pip install '

@@ -75,7 +75,11 @@ class Sources:
                 self._load_converted(self.layouts[index], tensors, put)
 
     def check(self) -> None:
-        """Check every tensor of the whole model by the files' headers; needs all files."""
+        """Check every tensor of the whole model by the files' headers; needs all files.
+
+        Raises:
+            ShardError: a tensor or file is missing, damaged or of another shape.
+        """
         shapes = self.shards.shapes(list(self.on_disk.values()))
         for name, tensor in self._whole.items():
             source = self._source(name)

@@ -75,6 +75,11 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def functions(self) -> Functions:
+        """The functions.
+
+        Raises:
+            ValueError: one cannot be imported.
+        """
         if self._functions is not None:
             return self._functions
         from thinpipe.pipeline.models.own.functions import load_function
@@ -87,7 +92,11 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def deferred(self) -> "DeferredModel":
-        """The model without values."""
+        """The model without values.
+
+        Raises:
+            ValueError: it cannot be built so, or has nothing that it could be cut between.
+        """
         from thinpipe.pipeline.models.own.deferred import DeferredModel
 
         where = f'model.factory = "{self.factory}"'
@@ -158,7 +167,11 @@ class OwnModelConfig(ModelKind):
 
     @property
     def example(self) -> Example:
-        """One sample."""
+        """One sample.
+
+        Raises:
+            ValueError: no data are loaded.
+        """
         if self._example is None:
             raise ValueError(
                 f'model.factory = "{self.factory}": sizes of messages follow from the data, which '
@@ -168,7 +181,11 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def outputs(self) -> list[Any]:
-        """Every layer's output for two samples, on the meta device."""
+        """Every layer's output for two samples, on the meta device.
+
+        Raises:
+            ValueError: a layer fails without values, or does not return a tensor.
+        """
         if self.path is not None:
             cutting = self.cutting
             hidden = [one.leaves[one.hidden] for one in cutting.returned]

@@ -73,13 +73,18 @@ class Cutting:
         return len(self.returned)
 
     def holds(self, name: str, first: int, stop: int) -> bool:
+        """Whether the stage of blocks `first` to `stop - 1` holds this parameter."""
         if name.startswith(f"{self.path}."):
             return first <= int(name.removeprefix(f"{self.path}.").partition(".")[0]) < stop
         return first <= self.layers_of[name][0] < stop
 
 
 def find_blocks(model: nn.Module, where: str) -> str:
-    """The path of the list of blocks: that with the most parameters."""
+    """The path of the list of blocks: that with the most parameters.
+
+    Raises:
+        ValueError: there is none of at least two.
+    """
     lists: dict[str, nn.Module] = {
         path: module
         for path, module in model.named_modules()
@@ -101,7 +106,11 @@ def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def trace(model: nn.Module, path: str, inputs: Any, where: str) -> Cutting:
-    """How a module on the meta device, whose blocks are at `path`, is cut for such inputs."""
+    """How a module on the meta device, whose blocks are at `path`, is cut for such inputs.
+
+    Raises:
+        ValueError: its forward does not run there, or not block after block.
+    """
     seen = _Seen(model, path, where)
     args, kwargs = call_of(inputs)
     try:

@@ -58,6 +58,7 @@ class Untied:
         return
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Never called: there is none."""
         raise AssertionError("a model of one's own ties nothing across stages")
 
 

@@ -31,6 +31,11 @@ class OwnLoss:
         self._counts: dict[str, int] = {}
 
     def loss_sum(self, outputs: Any, targets: Any) -> Tensor:
+        """The sum, a scalar in fp32.
+
+        Raises:
+            ValueError: the function returned something else.
+        """
         found = self._call(outputs, targets)[0]
         if not isinstance(found, Tensor) or found.ndim:
             raise ValueError(
@@ -40,6 +45,11 @@ class OwnLoss:
         return found.float()
 
     def count(self, targets: Any) -> int:
+        """The number of losses of these targets.
+
+        Raises:
+            ValueError: it does not follow from their shape, and there is no `count`.
+        """
         if self._count is not None:
             return int(self._count(targets))
         shapes = str(_shapes(targets))

@@ -19,7 +19,11 @@ class NotRun(BaseException):
 
 
 def defined_by(program: Sequence[str]) -> ModuleType:
-    """What a program, given with its arguments, defines until its run would begin."""
+    """What a program, given with its arguments, defines until its run would begin.
+
+    Raises:
+        ValueError: it is not there, or fails before.
+    """
     path = Path(program[0])
     if not path.is_file():
         raise ValueError(

@@ -57,7 +57,11 @@ def encode(mask_M: Tensor, wire: Tensor) -> int | None:
 
 
 def decode(wire: Tensor, marked: int, mask_M: Tensor) -> None:
-    """Fill `mask_M` from what `encode` made of a mask with so many marked places."""
+    """Fill `mask_M` from what `encode` made of a mask with so many marked places.
+
+    Raises:
+        CodingError: the bytes are damaged, or those of another mask.
+    """
     places = 8 * mask_M.numel()
     shift = _shift(places, marked)
     low_nbytes = -(-marked * shift // 8)

@@ -79,7 +79,11 @@ class Tables:
 
 
 def unpacked(wire: Tensor, symbols: int) -> Tables:
-    """The tables whose `packed` form fills `wire`."""
+    """The tables whose `packed` form fills `wire`.
+
+    Raises:
+        CodingError: it is no such form.
+    """
     try:
         return Tables(wire.clone().view(torch.int16).view(-1, symbols))
     except (ValueError, RuntimeError) as error:

@@ -1,6 +1,7 @@
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,15 +194,20 @@ def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
     assert_equal(joined([resumed[0]["restored"]], "weights"), joined(saved, "weights"))
 
 
+def cut_short(part: Path) -> None:
+    os.truncate(part, 100)
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("lost", ["", "replica-0.rank-1"], ids=["", "a part is lost"])
+@pytest.mark.parametrize("harm", [None, Path.unlink, cut_short], ids=["", "lost", "cut short"])
 def test_weights_and_optimizer_survive_another_number_of_replicas(
-    ranks: Ranks, tmp_path: Path, lost: str
+    ranks: Ranks, tmp_path: Path, harm: Callable[[Path], None] | None
 ) -> None:
     """Those of the first replica, or with a part that is lost, of the first that is whole."""
     saved = ranks(4, _save, run_config([2], pipeline={"replicas": 2}), str(tmp_path))
-    for part in tmp_path.rglob(f"{lost}.safetensors"):
-        part.unlink()
+    if harm is not None:
+        (part,) = tmp_path.rglob("replica-0.rank-1.safetensors")
+        harm(part)
     resumed = ranks(2, _resume, run_config([2], pipeline={"replicas": 1}), str(tmp_path))
     restored = [result["restored"] for result in resumed]
     assert_equal(joined(restored, "weights"), joined(saved[:2], "weights"))

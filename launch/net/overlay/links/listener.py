@@ -38,6 +38,11 @@ class Listener:
         is_member: Callable[[str], bool] = lambda _: False,
         on_stranger: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address is not this host's, or the port is in use.
+        """
         self.refused: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
         self._is_member, self._on_stranger = is_member, on_stranger

@@ -30,6 +30,7 @@ class Session:
 
     @property
     def is_fresh(self) -> bool:
+        """Whether nothing was sent or received yet."""
         return self._sent == 0 and self.received == 0
 
     def number(self, buffer: bytearray, kind: Kind, traffic: Traffic, stream: int) -> Buffer:
@@ -49,14 +50,22 @@ class Session:
         return HEADER.pack(*header) + bytes(padding)
 
     def acknowledge(self, number: int) -> None:
-        """The peer has all frames up to `number`."""
+        """The peer has all frames up to `number`.
+
+        Raises:
+            FrameError: it never got that many frames.
+        """
         if number > self._sent:
             raise FrameError(f"an acknowledgement of frame {number}, after {self._sent} were sent")
         while self._kept and self._kept[0][0] <= number:
             self.unacknowledged_nbytes -= len(self._kept.popleft()[1])
 
     def accept(self, header: Header) -> None:
-        """Take note of a frame that came whole."""
+        """Take note of a frame that came whole.
+
+        Raises:
+            FrameError: it is not the next one.
+        """
         self.acknowledge(header.acknowledged)
         if header.number == 0:
             return
@@ -71,7 +80,11 @@ class Session:
         return self._since_acknowledged >= ACKNOWLEDGE_NBYTES
 
     def resume(self, received: int) -> Iterator[Buffer]:
-        """Frames to resend over a new connection: all after the peer's last."""
+        """Frames to resend over a new connection: all after the peer's last.
+
+        Raises:
+            FrameError: the peer says that it got more than was sent, or lost what it acknowledged.
+        """
         self.acknowledge(received)
         if received < self._sent - len(self._kept):
             raise FrameError(

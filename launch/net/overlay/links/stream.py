@@ -75,6 +75,11 @@ class Stream:
         return Kind.DATA, buffer
 
     def deliver(self, payload: memoryview) -> None:
+        """Bytes from the other end.
+
+        Raises:
+            FrameError: more than there is room for.
+        """
         self._may_receive -= len(payload)
         if self._may_receive < 0 or self._no_more_in:
             raise FrameError(f"stream {self.number}: data beyond its credit")
@@ -83,6 +88,7 @@ class Stream:
             self._write()
 
     def credit(self, nbytes: int) -> None:
+        """The other end has written that much."""
         self._may_send += nbytes
         self._update()
 
