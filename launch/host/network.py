@@ -128,8 +128,11 @@ class Network:
                 f"the network has {self.hosts} hosts, among which {ranks} ranks cannot be "
                 "divided evenly; use a network with one host per rank, or a divisor of that"
             )
-        of = [rank // (ranks // self.hosts) for rank in range(ranks)]
-        pairs = [[(i, j, i == j) for j in of] for i in of]
+        return self.on([rank // (ranks // self.hosts) for rank in range(ranks)])
+
+    def on(self, hosts: Sequence[int]) -> "Network":
+        """Links between ranks on these hosts, which may come twice."""
+        pairs = [[(i, j, i == j) for j in hosts] for i in hosts]
         return Network(
             tuple(tuple(None if same else self.rate_bps[i][j] for i, j, same in r) for r in pairs),
             tuple(tuple(0.0 if same else self.latency_s[i][j] for i, j, same in r) for r in pairs),
@@ -151,6 +154,11 @@ class Network:
 
     def downlink_s(self, host: int, nbytes: int) -> float:
         return seconds(nbytes, _fastest([self.rate_bps[i][host] for i in self._others(host)]))
+
+    def slowest_s(self, nbytes: int) -> float:
+        """What these take on the slowest link."""
+        pairs = links(self.hosts)
+        return max((self.link_s(i, j, nbytes) + self.latency_s[i][j] for i, j in pairs), default=0)
 
     @property
     def limited(self) -> bool:

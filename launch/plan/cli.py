@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,12 +87,12 @@ def plan(  # noqa: PLR0913  # one parameter per option
         if place:
             _place(console, config, config_path, network, apply=apply, seconds=seconds)
             return
-        links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
+        links, machines = _links(config, network, rate, delay)
         blocks, doubt = _blocks(
             console, config, _numbers(speeds, "--speeds", config.pipeline.stages)
         )
         limits = _numbers(memory, "--memory", config.pipeline.stages)
-        config, advice = _plan(console, config, blocks, links, limits)
+        config, advice = _plan(console, config, blocks, links, limits, machines=machines)
         if apply:
             _refuse_doubtful(
                 config_path, doubt, network, Network.read(network) if network else None
@@ -162,8 +163,13 @@ def _plan(
     blocks: Blocks,
     network: Network,
     limits: Sequence[float] | None,
+    *,
+    machines: Network,
 ) -> tuple[RunConfig, Recommendation | None]:
-    """Print the plan; return the config with its cuts, and recommended bits if there are any."""
+    """Print the plan; return the config with its cuts, and recommended bits if there are any.
+
+    `network` is of a replica's ranks, `machines` of all replicas'.
+    """
     limits = [1e9 * limit for limit in limits] if limits else None
     sequences = training_samples(config)
     if config.pipeline.auto_cuts:
@@ -174,6 +180,8 @@ def _plan(
     prediction = predict(config, blocks, measure_messages(config), network)
     show_plan(console, config, prediction, network, needed)
     if not config.pipeline.cuts:
+        if machines.limited:
+            show_replicas(console, config, blocks, None, machines, memory)
         return config, None
     advised = recommend(config, blocks, prediction, network)
     if advised is None:
@@ -186,8 +194,8 @@ def _plan(
         advice, prediction = advised
         show_recommendation(console, advice, prediction, network)
     show_suggestions(console, config, blocks, prediction, network)
-    if network.limited:
-        show_replicas(console, config, blocks, prediction, network, memory)
+    if machines.limited:
+        show_replicas(console, config, blocks, prediction, machines, memory)
     if advised is None:
         return config, None
     console.print("recommended; --apply writes this to the run file:")
@@ -265,15 +273,24 @@ def _refuse_doubtful(
         )
 
 
-def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:
+def _links(
+    config: RunConfig, path: Path | None, rate: str | None, delay: str | None
+) -> tuple[Network, Network]:
+    """Between the ranks of a replica, that with the slowest link; and between all ranks."""
+    size = config.pipeline.pipeline_ranks
+    ranks = size * config.pipeline.replicas
     if path is None:
         rate_bps = parse_rate(rate, "--rate") if rate else None
-        return Network.uniform(ranks, rate_bps, parse_time(delay, "--delay") if delay else 0.0)
+        latency_s = parse_time(delay, "--delay") if delay else 0.0
+        uniform = partial(Network.uniform, rate_bps=rate_bps, latency_s=latency_s)
+        return uniform(size), uniform(ranks)
     if rate or delay:
         raise ValueError(
             f"--network = {path}: already has rates and delays; leave out --rate and --delay"
         )
-    return Network.read(path).for_ranks(ranks)
+    machines = Network.read(path).for_ranks(ranks)
+    replicas = [machines.on(range(first, first + size)) for first in range(0, ranks, size)]
+    return max(replicas, key=lambda replica: replica.slowest_s(10**6)), machines
 
 
 def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:

@@ -48,18 +48,19 @@ class ReplicaStep:
 def replica_steps(
     config: RunConfig, blocks: Blocks, network: Network, memory: Sequence[BlockRun]
 ) -> list[ReplicaStep]:
-    """A step of all methods with the machines of one pipeline as replicas.
+    """A step of all methods with a run's machines, of one pipeline or all, as replicas.
 
     Those whose loss is known to be all-reduce's come first, the shortest step before others. Each
     has the options with which its loss was measured, the run's own method has the run's.
 
-    `memory` is that of all blocks. Machines divide the samples of the pipeline's step. An exchange
+    `memory` is that of all blocks. Machines divide the samples of a step. An exchange
     takes as long as its bytes on the slowest link, and two latencies; where it does not overlap,
     that comes on top.
     """
     shards, hosts = config.pipeline.shards, range(network.hosts)
     replicas = network.hosts * shards
-    total = microbatch_count(config) * config.train.accumulate * shards
+    pipelines = network.hosts // config.pipeline.pipeline_ranks
+    total = pipelines * microbatch_count(config) * config.train.accumulate * shards
     passes = ceil(total / replicas)
     compute_s = max(
         passes * sum(block.forward_s + block.backward_s for block in row)
@@ -117,19 +118,20 @@ def show_replicas(
     console: Console,
     config: RunConfig,
     blocks: Blocks,
-    prediction: Prediction,
+    prediction: Prediction | None,
     network: Network,
     memory: Sequence[BlockRun],
 ) -> None:
-    """Print what the machines would do as replicas, next to the predicted step of the pipeline."""
+    """Print what the machines would do as replicas, next to the predicted step of a pipeline."""
     steps = replica_steps(config, blocks, network, memory)
     table = Table(
-        title=f"the same machines as {network.hosts * config.pipeline.shards} replicas of the "
-        "whole model",
+        title=f"{'the same machines as ' if prediction else ''}"
+        f"{network.hosts * config.pipeline.shards} replicas of the whole model",
         title_justify="left",
     )
     table.add_column("method", overflow="fold")
-    for head in ("loss", "sent", "exchange", "step", "speed-up"):
+    heads = ["loss", "sent", "exchange", "step", *(["speed-up"] if prediction else [])]
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for step in steps:
         table.add_row(
@@ -138,7 +140,7 @@ def show_replicas(
             format_bytes(round(step.sent_nbytes)),
             format_duration(step.exchange_s) + ("*" if step.cost.overlaps else " "),
             format_duration(step.step_s),
-            f"{prediction.step_s / step.step_s:.2f}",
+            *([f"{prediction.step_s / step.step_s:.2f}"] if prediction else []),
         )
     console.print(table)
     most = max(step.memory for step in steps)
@@ -146,8 +148,9 @@ def show_replicas(
         "note: loss at the end above all-reduce, of 4 replicas of a small model "
         f"{'that were fine-tuned' if config.pretrained else 'from scratch'} "
         "(docs/choosing.md), where it is known; who ends as well comes first; sent by a replica "
-        "in a step; * overlaps forward and backward; "
-        f"speed-up over the predicted pipeline. They need up to {format_bytes(most)} each",
+        "in a step; * overlaps forward and backward"
+        f"{'; speed-up over the predicted pipeline' if prediction else ''}. "
+        f"They need up to {format_bytes(most)} each",
         soft_wrap=True,
     )
 

@@ -1,5 +1,6 @@
 """The command `plan`, from the run file to what is printed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,41 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
     assert "predicted step" in result.output
 
 
+SMALL = """
+[model]
+layers = 4
+width = 16
+heads = 2
+context = 16
+[data]
+sequence_length = 8
+[train]
+batch_size = 8
+[pipeline]
+device = "cpu"
+"""
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("cuts", "hosts"), [([], 2), ([2], 2), ([2], 4)])
+def test_replicas_are_planned_on_the_links_of_all_their_hosts(
+    cuts: list[int], hosts: int, tmp_path: Path
+) -> None:
+    """The last of four hosts has the slowest link, so the second replica has."""
+    run, net = tmp_path / "run.toml", tmp_path / "net.json"
+    run.write_text(f"{SMALL}cuts = {cuts}\nreplicas = 2\n")
+    rates = [[1e8 if hosts - 1 not in (i, j) else 1e6 for j in range(hosts)] for i in range(hosts)]
+    net.write_text(json.dumps({"rate_bps": rates}))
+    result = CliRunner().invoke(
+        app, ["plan", str(run), "--network", str(net)], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 0, result.output
+    ranks = 2 * (len(cuts) + 1)
+    assert f"{ranks} replicas of the whole model" in result.output
+    assert ("speed-up" in result.output) == bool(cuts)
+    assert ("1 Mbit/s" in result.output) == (hosts == 4)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
@@ -56,11 +92,7 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
 )
 def test_schedules_with_several_stages_per_rank_are_planned(schedule: str, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
-    run.write_text(
-        "[model]\nlayers = 4\nwidth = 16\nheads = 2\ncontext = 16\n[data]\nsequence_length = 8\n"
-        f'[pipeline]\ncuts = [1, 2, 3]\nschedule = "{schedule}"\nmicrobatches = 4\ndevice = "cpu"\n'
-        "[train]\nbatch_size = 8\n"
-    )
+    run.write_text(f'{SMALL}cuts = [1, 2, 3]\nschedule = "{schedule}"\nmicrobatches = 4\n')
     links = ["--rate", "1mbit", "--delay", "20ms"]
     result = CliRunner().invoke(app, ["plan", str(run), *links], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

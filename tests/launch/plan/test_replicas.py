@@ -105,6 +105,18 @@ def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert step.step_s - step.exchange_s == pytest.approx(2 * 4 * 0.3 + 4 * 0.05)
 
 
+def test_the_machines_of_all_replicas_of_a_pipeline_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pipelines of three machines have 8 microbatches: two for each of six but two."""
+    only(monkeypatch)
+    pipeline = {**RUN.pipeline.model_dump(exclude_unset=True), "replicas": 2}
+    run = config(pipeline=pipeline, train={"batch_size": 16})
+    both = Network.uniform(6, MBIT, 0.1)
+    one, six = (replica_steps(run, BLOCKS, links, MEMORY)[0] for links in (SLOW, both))
+    assert one.step_s - one.exchange_s == pytest.approx(2 * 4 * 0.3 + 4 * 0.05)
+    assert six.step_s - six.exchange_s == pytest.approx(2 * 4 * 0.3 + 4 * 0.05)
+    assert six.cost.nbytes == pytest.approx(4 * 2 * 5 / 6, rel=1e-3)
+
+
 def test_it_is_shown_beside_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "low_precision_decentralized", "topk")
     keys = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
