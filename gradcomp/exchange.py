@@ -105,7 +105,12 @@ def gather_sum(
 
 
 def gather_bytes(
-    peers: Peers, key: ExchangeKey, mine_N: Tensor, seen_N: Tensor, *, codec: Codec
+    peers: Peers,
+    key: ExchangeKey,
+    mine_N: Tensor,
+    seen_N: Tensor | None = None,
+    *,
+    codec: Codec,
 ) -> list[Tensor]:
     """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's."""
     frames, me = Frames(key, codec), peers.rank

@@ -140,9 +140,8 @@ class DeMo(BaseSync):
         self._counts = False
 
         def exchange() -> Tensor:
-            seen_N, sum_N = torch.empty_like(strongest_N), torch.zeros_like(strongest_N)
-            count_N = torch.zeros_like(strongest_N)
-            for payload in gather_bytes(peers, key, strongest_N, seen_N, codec=codec):
+            sum_N, count_N = torch.zeros_like(strongest_N), torch.zeros_like(strongest_N)
+            for payload in gather_bytes(peers, key, strongest_N, codec=codec):
                 codec.add_to(payload, sum_N, count_N)
             return sum_N.div_(count_N.clamp_(min=1))
 
