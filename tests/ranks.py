@@ -21,6 +21,7 @@ from thinpipe.launch.net.ranks.fork_server import PRELOADED
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is half its time
     [
+        "tests.cold",
         *PRELOADED,
         "transformers.modeling_utils",
         "hypothesis",

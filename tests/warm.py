@@ -12,3 +12,4 @@ Image.init()
 cpu_target.target_context.refresh()  # as `forked.py` does in the product's
 check_host(config(), 4, range(2))  # loads what counts bytes; nothing is computed
 gc.freeze()  # a collection would write to all that children share with the server
+gc.enable()
