@@ -29,7 +29,7 @@ from thinpipe.launch.config.cli_options import (
     run_app,
 )
 from thinpipe.launch.config.toml import ConfigError, files_of
-from thinpipe.launch.host.packages import versions
+from thinpipe.launch.host.packages import is_compiled, versions
 from thinpipe.launch.host.scratch import use_scratch_folder
 from thinpipe.launch.host.signals import leave_first_process
 from thinpipe.launch.host.terminal import outlive_terminal
@@ -250,7 +250,8 @@ def _warm_up(doing: str, *, show: int) -> None:
     leave_first_process()  # before any other is started
     outlive_terminal()
     if show >= 0 and sys.stdout.isatty():
-        print(f"{doing}, loading torch", flush=True)
+        once = "" if is_compiled("torch") else "; Python compiles it once, for up to a minute"
+        print(f"{doing}, loading torch{once}", flush=True)
     try:
         use_scratch_folder()
     except OSError as error:

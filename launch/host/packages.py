@@ -85,6 +85,12 @@ def versions() -> dict[str, str]:
     }
 
 
+def is_compiled(package: str) -> bool:
+    """Whether Python has kept it compiled: if not, a first import of torch can take a minute."""
+    found = importlib.util.find_spec(package)
+    return found is None or found.cached is None or Path(found.cached).exists()
+
+
 def require(package: str) -> None:
     """Check that a package is installed, before a process that imports it is started.
 

@@ -288,9 +288,25 @@ def _links(
         raise ValueError(
             f"--network = {path}: already has rates and delays; leave out --rate and --delay"
         )
-    machines = Network.read(path).for_ranks(ranks)
+    machines = _of_ranks(Network.read(path), config.pipeline.placement, ranks, path)
     replicas = [machines.on(range(first, first + size)) for first in range(0, ranks, size)]
     return max(replicas, key=lambda replica: replica.slowest_s(10**6)), machines
+
+
+def _of_ranks(
+    network: Network, placement: Sequence[Sequence[str]], ranks: int, path: Path
+) -> Network:
+    if not placement:
+        return network.for_ranks(ranks)
+    names = [host.name for host in network.known]
+    hosts = [host for row in placement for host in row]
+    unknown = [host for host in dict.fromkeys(hosts) if host not in names]
+    if unknown:
+        raise ValueError(
+            f"--network = {path}: has no host {', '.join(unknown)}, which pipeline.placement "
+            "names; measure all of them (`thinpipe doctor --save`), or correct the placement"
+        )
+    return network.on([names.index(host) for host in hosts])
 
 
 def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:

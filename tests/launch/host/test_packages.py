@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tests.commands import PATIENCE_S
 from tests.huggingface import saved_model
 from tests.launch.test_train import run_file
 from tests.ports import free_port
-from thinpipe.launch.host.packages import EXTRAS, explain, install
+from thinpipe.launch.host.packages import EXTRAS, explain, install, is_compiled
 
 __all__ = ["run_file"]
 
@@ -60,6 +61,16 @@ def command(name: str, run_file: Path, *overrides: str) -> list[str]:
 def test_remedies_are_for_the_environment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
     assert install("thinpipe[hf]") == "`'/my venv/bin/python' -m pip install 'thinpipe[hf]'`"
+
+
+def test_what_is_not_compiled_yet_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "imported_once.py"
+    module.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_compiled(module.stem)
+    py_compile.compile(str(module))
+    assert is_compiled(module.stem)
+    assert is_compiled("no_such_module"), "which is said by whoever imports it"
 
 
 @pytest.mark.parametrize("module", ["thinpipe.launch.gone", "pipeline", "launch.gone"])

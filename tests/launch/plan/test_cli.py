@@ -81,6 +81,24 @@ def test_replicas_are_planned_on_the_links_of_all_their_hosts(
     assert ("1 Mbit/s" in result.output) == (hosts == 4)
 
 
+@pytest.mark.usefixtures("quick")
+def test_the_placement_says_on_which_links_ranks_are(tmp_path: Path) -> None:
+    """Both replicas avoid the slow link, between the first two hosts."""
+    run, net = tmp_path / "run.toml", tmp_path / "net.json"
+    rates = [[1e6 if i + j == 1 else 1e8 for j in range(4)] for i in range(4)]
+    net.write_text(json.dumps({"rate_bps": rates, "hosts": ["a", "b", "c", "d"]}))
+    for last, code, said in (("d", 0, "100 Mbit/s"), ("e", 2, "no host e, which")):
+        run.write_text(
+            f'{SMALL}cuts = [2]\nreplicas = 2\nplacement = [["a", "c"], ["b", "{last}"]]\n'
+        )
+        result = CliRunner().invoke(
+            app, ["plan", str(run), "--network", str(net)], env={"COLUMNS": "200"}
+        )
+        assert result.exit_code == code, result.output
+        assert said in result.output
+        assert " 1 Mbit/s" not in result.output
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
