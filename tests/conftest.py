@@ -18,6 +18,8 @@ from tests.ranks import Ranks, run_ranks
 from thinpipe.launch.host.cache import CACHE
 
 MEMORY = Path("/dev/shm")
+SLOW_LIMIT_S = 3600
+"""Of a slow test: some take 300 s where nothing else runs."""
 
 # A busy machine stalls now and then, which is no fault of what is tested.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +59,12 @@ def pytest_configure() -> None:
     if CACHE not in os.environ:  # what tests make is of no use to the user's own runs
         os.environ[CACHE] = tempfile.mkdtemp(prefix="thinpipe-tests-")
         atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
 
 
 def pytest_collection_finish() -> None:

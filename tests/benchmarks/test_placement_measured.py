@@ -46,7 +46,6 @@ def test_layouts_are_predicted_beside_each_other(
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(1800)  # 250 s where nothing else runs
 def test_a_layout_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         ShapedNetwork(NetworkSpec.of(2)).close()
