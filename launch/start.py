@@ -23,6 +23,7 @@ from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
+from thinpipe.launch.net.machines import Joins
 from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node, started_by_launcher
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
 from thinpipe.launch.net.ranks.handshake import HandshakeError
@@ -58,7 +59,9 @@ def start_run(
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if machines.join is not None:
-            shares = [range(config.pipeline.pipeline_ranks)]
+            takes_place = config.checkpoint.ram_every is not None
+            ranks = machines.ranks or 1 if takes_place else config.pipeline.pipeline_ranks
+            shares = [range(ranks)]
         if dry_run:
             shown = partial(_show_needs, shares, max(0, show))
             preflight.check(config, shares, resume=resume.wanted, show=shown)
@@ -70,16 +73,15 @@ def start_run(
 
 
 def _check_elastic(config: RunConfig, machines: Machines) -> None:
-    """Check that replicas on several machines can go on without one."""
-    goes_on = config.elastic.goes_on(config.pipeline.replicas)
-    if machines.join is not None and not goes_on:
+    """Check that a run on several machines can go on without one."""
+    what = config.goes_on_by
+    if machines.join is not None and not what:
         raise ConfigError(
-            f"--join = {machines.join}: a run that goes on without a replica has [elastic] "
-            "min_replicas; use its own run file"
+            f"--join = {machines.join}: a run that others can join has elastic.min_replicas or, "
+            "without replicas, checkpoint.ram_every; use its own run file"
         )
-    if machines.alone or not goes_on:
+    if machines.alone or not what:
         return
-    what = f"elastic.min_replicas = {config.elastic.min_replicas}"
     if config.network.trusted:
         raise ConfigError(
             f"{what}: on several machines it needs the run's own network, by which a lost machine "
@@ -123,7 +125,8 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     placed = hosts_by_rank(config.pipeline.placement)
     join_s = config.pipeline.peer_timeout_s
     if machines.join is not None:
-        nodes = Nodes(1, machines.join, 0, join_s, joins=True)
+        joins: Joins = "now" if config.checkpoint.ram_every is None else "later"
+        nodes = Nodes(1, machines.join, 0, join_s, joins=joins)
         return run_node(main, sys.argv[1:], processes, nodes, config.network)
     nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)
     return run_node(main, sys.argv[1:], processes, nodes, config.network)

@@ -213,7 +213,9 @@ class PipelineEngine:
         self.announce(ids_B)
         self.passes = passes
         for stage in self._stages.values():
-            stage.group = self.transport.pipeline_group
+            stage.regroup(self.transport.pipeline_group)
+        if self.tied is not None:
+            self.tied.restart()
 
     def abandon_step(self) -> None:
         """Forget what was computed since `train_step` began; it can be called again then."""

@@ -114,6 +114,11 @@ class CompressedStage(_PipelineStageBase):
         for channel in self.channels.outgoing():
             channel.end_pass()
 
+    def regroup(self, group: dist.ProcessGroup) -> None:
+        """Go on in another group of the same number of ranks, or for the first time in it."""
+        self.group = group
+        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+
     def abandon_pass(self) -> None:
         """Forget the pass under way, whose messages have failed or are about to."""
         for channel in self.channels.all():

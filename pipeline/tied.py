@@ -35,6 +35,10 @@ class TiedWeight:
             self.weight.data.copy_(theirs)
         return mine.nbytes
 
+    def restart(self) -> None:
+        """Exchanges count from 0 again: one was abandoned, or the other end is new."""
+        self._exchanges = 0
+
     def sum_gradients(self) -> None:
         """Replace the gradient by the sum of both.
 

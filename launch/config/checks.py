@@ -107,6 +107,31 @@ def check_elastic(config: "RunConfig") -> None:
         )
 
 
+def check_ram_copies(config: "RunConfig") -> None:
+    """Another machine can take the place of a stage's."""
+    every, pipeline = config.checkpoint.ram_every, config.pipeline
+    if every is None:
+        return
+    what = f"checkpoint.ram_every = {every}"
+    if pipeline.replicas > 1:
+        raise ValueError(
+            f"{what}: of {pipeline.replicas} replicas (pipeline.replicas) others go on without a "
+            "lost one; set elastic.min_replicas, and remove it"
+        )
+    if pipeline.pipeline_ranks == 1:
+        raise ValueError(f"{what}: a single rank has no other to keep its copy; remove it")
+    block, shards, method = config.data.stream_block, pipeline.shards, config.method
+    others = [f"data.stream_block = {block}"] if block is not None else []
+    others += [f"pipeline.shards = {shards}"] if shards > 1 else []
+    if not goes_on(method, config.method_options):
+        others.append(f'gradcomp.method = "{method}"')
+    for other in others:
+        raise ValueError(
+            f"{other}: with it no machine can take the place of another yet; change it, or remove "
+            f"{what}"
+        )
+
+
 def check_stream(config: "RunConfig") -> None:
     """A stream has one epoch of known length, and its samples do not come back."""
     train = config.train

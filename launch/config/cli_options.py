@@ -83,12 +83,10 @@ class Machines:
         """
         if self.join is not None:
             parse_endpoint(self.join, "--join")
-            others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv, "--ranks": self.ranks}
+            others = {"--nnodes": self.count > 1, "--rdzv": self.rdzv}
             for option, given in {**others, "--max-restarts": self.max_restarts}.items():
                 if given:
-                    raise ValueError(
-                        f"{option}: not with --join, which brings one replica; remove it"
-                    )
+                    raise ValueError(f"{option}: not with --join, which needs no more; remove it")
         if self.count > 1 and self.rdzv is None and meet:
             raise ValueError(
                 f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"

@@ -104,6 +104,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return str(self.gradcomp.get("method", "allreduce"))
 
     @property
+    def goes_on_by(self) -> str:
+        """The setting by which the run goes on if ranks are lost; empty if it ends."""
+        every, least = self.checkpoint.ram_every, self.elastic.min_replicas
+        if every is not None:
+            return f"checkpoint.ram_every = {every}"
+        if least is not None and least < self.pipeline.replicas:
+            return f"elastic.min_replicas = {least}"
+        return ""
+
+    @property
     def method_options(self) -> BaseModel:
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
@@ -270,6 +280,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         check_offload(self.pipeline, self.method)
         check_trained_weights(self.model, self.train, self.method, self.pipeline.replicas)
         checks.check_elastic(self)
+        checks.check_ram_copies(self)
         checks.check_tie(self)
         return self
 

@@ -112,6 +112,8 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
     lets the run be made longer; the activation cache is left out of it.
     With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
     On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
+    With `ram_every`, stages are copied to RAM every so many steps, also to that of another machine.
+    Then one that joins can take the place of a lost one, and all go back to such a copy.
     """
 
     every_epochs: int = Field(1, ge=1)
@@ -119,6 +121,7 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
     keep: int = Field(2, ge=1)
     copies: int = Field(1, ge=1)
     grace_s: float = Field(20.0, ge=1, le=25)
+    ram_every: int | None = Field(None, ge=1)
 
 
 class ElasticConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -129,9 +132,6 @@ class ElasticConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
     """
 
     min_replicas: int | None = Field(None, ge=1)
-
-    def goes_on(self, replicas: int) -> bool:
-        return self.min_replicas is not None and self.min_replicas < replicas
 
 
 class ReportConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
+from typing import Literal
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.interfaces import (
@@ -28,6 +29,8 @@ from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
 from thinpipe.launch.net.ranks.network import LOOPBACK, HostNetwork, limit_lookups, openly
 
+Joins = Literal["now", "later"]
+"""When a machine joins a run that is under way: at once, or when one of its machines is lost."""
 _ANSWERS_S, _AGAIN_S = 10.0, 0.5
 """For how long one that joins looks whether there is a run."""
 _LINK_STATES = {
@@ -46,11 +49,11 @@ def several_machines(
     limit_s: float,
     log: Callable[[str], None],
     expected: Sequence[str] = (),
-    joins: bool = False,
+    joins: Joins | None = None,
 ) -> HostNetwork:
     """Join the hosts of a run; with an overlay, wait for all of them, `expected` by name if known.
 
-    If it `joins` a run that is under way, nobody is waited for.
+    If it `joins` a run that is under way, nobody is waited for; "later": until a host is lost.
 
     Raises:
         ValueError: there is no key, a lost host would be waited for longer than `limit_s`, or the
@@ -88,6 +91,7 @@ def several_machines(
             },
             patience_s=config.patience_s,
             store_port=server and server.getsockname()[1],
+            waits=joins == "later",
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))

@@ -66,6 +66,7 @@ class Records:
         self._writer: MetricsWriter | None = None
         self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
+        self._measured: dict[int, dict[str, Any]] = {}  # of steps that are to be done again
         self._journal: Journal | None = None
         self._reported = False
         self._load: BackgroundLoad | None = BackgroundLoad(family=True)
@@ -115,6 +116,7 @@ class Records:
 
     def add(self, record: StepRecord) -> None:
         self.flush()
+        record = replace(record, **self._measured.pop(record.step, {}))
         self._pending = record
         self._display.step(record)
         for note in record.notes:
@@ -130,6 +132,17 @@ class Records:
         if self._journal is not None:
             self._journal.tell(self._info, self._places)
         self._display.planned(steps)
+
+    def go_back(self, step: int) -> None:
+        """Later steps are done again; what was measured after them stays."""
+        pending = [self._pending] if self._pending else []
+        for record in [*self._records, *pending]:
+            if record.step > step and (record.eval or record.own):
+                self._measured[record.step] = {"eval": record.eval, "own": record.own}
+        self._records = [record for record in self._records if record.step <= step]
+        self._pending = None
+        if self._writer is not None:
+            self._writer.go_back(step)
 
     def ends_early(self, why: str) -> None:
         self._display.note(why)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -137,7 +138,7 @@ class RankRun:
                     f"step {step + 1}: its batch was not given to run.step; give it each"
                 )
             if training.stopping:
-                self._stop_here()
+                self._stop_here(training)
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
                 training.save_if_due(self._epoch, self._done)
 
@@ -182,9 +183,8 @@ class RankRun:
     def done_before(self) -> bool:
         return self._opened("run.done_before").nothing_left
 
-    def _stop_here(self) -> NoReturn:
-        assert self._training is not None, "it says that all stop"
-        self._training.save_now(self._done)
+    def _stop_here(self, training: Training) -> NoReturn:
+        training.save_now(training.done)
         refuse_restarts(STOPPED)
         raise TerminatedError(self._stop.number)
 
@@ -203,7 +203,9 @@ class RankRun:
         pipeline = self.config.pipeline
         rank, mesh = int(os.environ["RANK"]), self.config.mesh(int(os.environ["RANK"]))
         if joins():  # alone at first
-            mesh = Mesh(pipeline.pipeline_ranks, 1, rank)
+            takes_place = self.config.checkpoint.ram_every is not None
+            ranks = int(os.environ["WORLD_SIZE"]) if takes_place else pipeline.pipeline_ranks
+            mesh = Mesh(ranks, 1, rank)
         facts = {"config": self.config.shared(), **self._facts}
         wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
         joined = join(
@@ -213,7 +215,7 @@ class RankRun:
             self._problem,
             wait_s=wait_s,
             ended=ended,
-            joining=self.config.elastic.goes_on(pipeline.replicas),
+            joining=bool(self.config.goes_on_by),
         )
         session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
@@ -262,12 +264,7 @@ class RankRun:
             cuts = session.newcomer.began[0] if session.newcomer else self._resume.cuts
             config = decide_cuts(config, session, len(samples), saved=cuts, log=shows)
         config.check_model_cuts()
-        kind: type[Training] = Training
-        if config.elastic.goes_on(config.pipeline.replicas):
-            from thinpipe.launch.run.elastic.training import ElasticTraining
-
-            kind = ElasticTraining
-        training = kind(
+        training = _kind(config)(
             config,
             samples,
             session,
@@ -276,12 +273,12 @@ class RankRun:
             given=self._given,
             resume=self._resume,
         )
-        training.stop_here = self._stop_here
+        training.stop_here = partial(self._stop_here, training)
         training.begin(self._stack)
         for notice in notices:
             training.display.note(notice)
         self._stop.begin_training(config.checkpoint.grace_s, training.stop)
-        self.config, self._samples, self._done = config, samples, training.start
+        self.config, self._samples, self._done = config, samples, training.done
         if session.newcomer is not None:
             self._epoch = training.first_epoch
         return training
@@ -290,6 +287,19 @@ class RankRun:
         if self._training is None:
             raise ValueError(f"{what}: nothing was trained yet; use it after run.batches")
         return self._training
+
+
+def _kind(config: RunConfig) -> type[Training]:
+    """How its ranks train; what goes on without lost ranks is imported only then."""
+    if config.checkpoint.ram_every is not None:
+        from thinpipe.launch.run.elastic.redoing import RedoingTraining
+
+        return RedoingTraining
+    if config.goes_on_by:
+        from thinpipe.launch.run.elastic.training import ElasticTraining
+
+        return ElasticTraining
+    return Training
 
 
 def _problem_if_writing(config: RunConfig) -> str | None:

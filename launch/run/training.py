@@ -114,6 +114,11 @@ class Training:
         return self._plan.sampler
 
     @property
+    def done(self) -> int:
+        """How many steps are done."""
+        return self._done
+
+    @property
     def nothing_left(self) -> bool:
         """Whether the checkpoint was of a run that was at its end, or had ended early."""
         return self.start >= self.steps or self._ended_before
@@ -130,15 +135,7 @@ class Training:
         self._ended_before = self.ends_early
         self._done = self._agreed = self.start
         self.agreement = self._agreement(self._session.store)
-        started = None
-        if not resume.chosen:
-            if config.model.from_run:
-                from thinpipe.launch.trained.model import start_from_run
-
-                started = start_from_run(self.built, config)
-            from thinpipe.launch.run.first_weights import begin_alike
-
-            begin_alike(self.built, self._session.transport)
+        started = None if resume.chosen else self._begin_weights()
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
@@ -178,6 +175,18 @@ class Training:
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
+
+    def _begin_weights(self) -> str | None:
+        """First weights, the same where they should be; what is to be said of them."""
+        started = None
+        if self._config.model.from_run:
+            from thinpipe.launch.trained.model import start_from_run
+
+            started = start_from_run(self.built, self._config)
+        from thinpipe.launch.run.first_weights import begin_alike
+
+        begin_alike(self.built, self._session.transport)
+        return started
 
     @property
     def first_epoch(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
-from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
+from thinpipe.pipeline.comm.transport import FIRST_CUT, TIED, WEIGHTS, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, payload_nbytes
@@ -40,7 +40,17 @@ class GlooTransport:
         self._timeout_s = timeout_s
         self._links: list[GlooLink] = []
         self._peers: list[tuple[Scope, GlooPeers]] = []
+        self._stands_in = False
         self._make_groups(pipeline_ranks, replicas, shards)
+
+    def stand_in(self, pipeline_ranks: int, place: int) -> None:
+        """Be at this place of a pipeline without replicas: what there is to share stays here.
+
+        The others are reached after `regroup`.
+        """
+        own = self._group([dist.get_rank()], "control")
+        self.pipeline_group = self._backward = self.shard_group = self._control = own
+        self.mesh, self._stands_in = Mesh(pipeline_ranks, 1, place), True
 
     def regroup(self, replicas: int) -> None:
         """Go on in torch's new default group, with links and peers as they were handed out.
@@ -48,10 +58,10 @@ class GlooTransport:
         It has so many replicas, and this rank keeps its place in its own. What was under way is
         forgotten; every rank of the new group calls it.
         """
-        before = self.mesh
+        before, self._stands_in = self.mesh, False
         self._make_groups(before.pipeline_ranks, replicas, before.shards)
-        for link in self._links:  # of cuts, whose ends keep their places in the pipeline
-            link.reset(self._backward if link.channel % 2 else self.pipeline_group)
+        for link in self._links:  # whose ends keep their places in the pipeline
+            link.reset(self._group_of(link.channel))
         # not every rank has made those of the world, and who needs them makes them anew
         self._peers = [(scope, peers) for scope, peers in self._peers if scope != "world"]
         for scope, peers in self._peers:
@@ -79,12 +89,16 @@ class GlooTransport:
         device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> GlooLink:
         """Cuts use groups of their own, one per direction."""
-        if channel < FIRST_CUT:
-            return GlooLink(self._control, peer, channel, name, device)
-        group = self._backward if channel % 2 else self.pipeline_group
-        link = GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
-        self._links.append(link)
+        to = peer if channel < FIRST_CUT else self.mesh.pipeline.index(peer)
+        link = GlooLink(self._group_of(channel), to, channel, name, device)
+        if channel >= FIRST_CUT or TIED <= channel < WEIGHTS:  # others are for once
+            self._links.append(link)
         return link
+
+    def _group_of(self, channel: int) -> dist.ProcessGroup:
+        if channel < FIRST_CUT:
+            return self._control
+        return self._backward if channel % 2 else self.pipeline_group
 
     def peers(self, scope: Scope, what: str = "replica") -> "GlooPeers":
         peers = GlooPeers(self._two_groups(scope), what)
@@ -92,6 +106,8 @@ class GlooTransport:
         return peers
 
     def _two_groups(self, scope: Scope) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        if self._stands_in:
+            return self._control, self._control
         ranks = sorted(self._ranks(scope))
         return self._group(ranks, "exchange"), self._group(ranks, "exchange")
 
@@ -155,6 +171,8 @@ class GlooTransport:
 
     def _ranks(self, scope: Scope) -> Sequence[int]:
         mesh = self.mesh
+        if self._stands_in:
+            return [mesh.rank]
         return {
             "pipeline": mesh.pipeline,
             "replica": mesh.whole_replica,

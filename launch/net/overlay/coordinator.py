@@ -44,7 +44,8 @@ class Coordinator:
             return Welcome(refused=text, again=True)  # or its connection broke a moment ago
         text = self._membership.refusal(hello)
         place = self._membership.place(hello, {*lost} - self._joining.keys())
-        return Welcome(refused=text, place=place) if text else None
+        later = self._membership.is_spare(hello)
+        return Welcome(refused=text, place=place, later=later) if text else None
 
     def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         """A host joins: see whether it can be reached, then enter it."""
@@ -95,7 +96,8 @@ class Coordinator:
         joining = _Joining(connection, hello.instance)
         refusal = self._membership.refusal(hello)  # others may have come meanwhile
         if refusal:
-            joining.send(self._loop, Welcome(refused=refusal))
+            later = self._membership.is_spare(hello)
+            joining.send(self._loop, Welcome(refused=refusal, later=later))
             return
         hidden = self._membership.join(host)
         if hidden is None:

@@ -49,11 +49,15 @@ class Joiner:
         *,
         joined: Callable[[PeerList, str], None],
         report: Report,
+        waits: bool = False,
     ) -> None:
-        """`joined` is told the name, too: a lost host's, if this one takes its place."""
+        """`joined` is told the name, too: a lost host's, if this one takes its place.
+
+        It `waits` until one is lost, if none is.
+        """
         self._loop, self._context, self._coordinator = loop, context, coordinator
         self._hello, self._joined, self._report = hello, joined, report
-        self._own_name = hello.name
+        self._own_name, self._waits = hello.name, waits
         self._refused_s: float | None = None
         self._segments = Segments()
 
@@ -113,7 +117,10 @@ class Joiner:
                 return
             now_s = time.monotonic()
             self._refused_s = self._refused_s or now_s
-            if not error.welcome.again or now_s - self._refused_s > _STALE_S:
+            if error.welcome.later and self._waits:
+                self._refused_s = None
+                self._report("spare", message=str(error))
+            elif not error.welcome.again or now_s - self._refused_s > _STALE_S:
                 self._report("failed", message=str(error))
                 return
         else:

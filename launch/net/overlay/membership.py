@@ -105,12 +105,14 @@ class Membership:
             )
         return ""
 
-    def place(self, hello: Hello, lost: Collection[str]) -> str | None:
-        """The name of a lost host, which one that is none of the run's and comes later may take."""
+    def is_spare(self, hello: Hello) -> bool:
+        """Whether it comes later, and is none of the run's hosts."""
         comes_later = not hello.hosts and self.peer_list.is_complete
-        if not comes_later or hello.name in self._hosts:
-            return None
-        return min(lost, key=natural, default=None)
+        return comes_later and hello.name not in self._hosts
+
+    def place(self, hello: Hello, lost: Collection[str]) -> str | None:
+        """The name of a lost host, which a spare may take."""
+        return min(lost, key=natural, default=None) if self.is_spare(hello) else None
 
     def join(self, host: Host) -> str | None:
         """Enter a host, in the place of the one that had its name.

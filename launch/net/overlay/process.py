@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -18,6 +19,8 @@ from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 from thinpipe.launch.net.overlay.settings import Settings
 
 _END_S = 4.0
+_RUN_GONE_S = 30.0
+"""A run that does not answer for so long needs no machine any more."""
 
 
 class Overlay:
@@ -25,7 +28,7 @@ class Overlay:
 
     def __init__(self, settings: Settings) -> None:
         """Start the process; `join` waits for the others."""
-        self.name = settings.name
+        self.name, self._waits = settings.name, settings.waits
         self.peer_list = PeerList(run="00", coordinator="", needed=settings.needed)
         self.on_link: Callable[[str, str, str], None] | None = None
         """Called with the peer's name, "silent", "back" or "lost", and the reason."""
@@ -57,34 +60,23 @@ class Overlay:
         Raises:
             OverlayError: they did not in time, or this one was rejected.
         """
-        limit, reason, joined, refused = monotonic() + limit_s, "", [self.name], ""
+        limit, news = monotonic() + limit_s, _News([self.name])
         while True:
             try:
                 event = self._events.get(timeout=max(0.0, limit - monotonic()))
             except Empty:
-                missing = [name for name in expected if name not in joined]
-                raise OverlayError(
-                    f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
-                    + (reason or f"only {', '.join(joined)} did")
-                    + (f"; missing: {', '.join(missing)}" if missing else "")
-                    + (f"; rejected: {refused}" if refused else "")
-                ) from None
+                if self._waits and news.refused:
+                    raise OverlayError(f"the run does not answer any more: {news.reason}") from None
+                needed = f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
+                raise OverlayError(needed + news.why(expected)) from None
             if event["event"] == "joined":
                 return
             if event["event"] == "failed":
                 raise OverlayError(event["message"])
-            if event["event"] == "unreachable" and event["message"] != reason:
-                reason = event["message"]
-                log(f"{reason}; trying again")
-            if event["event"] == "refused":
-                refused = event["message"]
-                log(f"rejected: {refused}")
-            if event["event"] == "waiting":
-                come = [name for name in event["joined"] if name not in joined]
-                reason, joined = "", event["joined"]
-                if come:
-                    of = f"{len(joined)} of {self.peer_list.needed} machines"
-                    log(f"{', '.join(come)} joined, {of}")
+            if event["event"] == "spare":
+                limit = monotonic() + _RUN_GONE_S
+            for line in news.take(event, self.peer_list.needed):
+                log(line)
 
     def client(self) -> Client:
         return Client(self.socket)
@@ -124,3 +116,39 @@ class Overlay:
                 elif self.on_link is not None:
                     self.on_link(event["peer"], event["state"], event["reason"])
         self._events.put({"event": "failed", "message": "the relay ended unexpectedly"})
+
+
+@dataclass
+class _News:
+    """Of machines that join."""
+
+    joined: list[str]
+    reason: str = ""
+    refused: str = ""
+
+    def take(self, event: Mapping[str, Any], needed: int) -> Iterator[str]:
+        """What an event says that is new."""
+        kind, message = event["event"], event.get("message", "")
+        if kind == "spare" and not self.refused:
+            yield "no machine of the run is lost; waiting for one whose place is free"
+        if kind in ("spare", "refused"):
+            self.refused = message
+        if kind == "refused":
+            yield f"rejected: {message}"
+        if kind == "unreachable" and message != self.reason:
+            self.reason = message
+            yield f"{message}; trying again"
+        if kind == "waiting":
+            come = [name for name in event["joined"] if name not in self.joined]
+            self.reason, self.joined = "", event["joined"]
+            if come:
+                yield f"{', '.join(come)} joined, {len(self.joined)} of {needed} machines"
+
+    def why(self, expected: Sequence[str]) -> str:
+        """Why they have not all joined."""
+        missing = [name for name in expected if name not in self.joined]
+        return (
+            (self.reason or f"only {', '.join(self.joined)} did")
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + (f"; rejected: {self.refused}" if self.refused else "")
+        )

@@ -132,7 +132,15 @@ class Relay:
             self._forwards.own = name
             self._take_peer_list(peer_list)
 
-        Joiner(self._loop, self._context, coordinator, hello, joined=joined, report=_report).start()
+        Joiner(
+            self._loop,
+            self._context,
+            coordinator,
+            hello,
+            joined=joined,
+            report=_report,
+            waits=self._settings.waits,
+        ).start()
 
     def _take_peer_list(self, peer_list: PeerList) -> None:
         """The hosts are known, or one of them has been started again."""

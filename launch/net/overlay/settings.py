@@ -13,7 +13,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     """`coordinator` is where the hosts join; None on that host, whose `store_port` is a local port.
 
     `needed` hosts make the run. `peers` says where hosts are reached, if not where the coordinator
-    sees them. `socket` is where processes of this host find the relay.
+    sees them. `socket` is where processes of this host find the relay. One that joins later `waits`
+    until a host is lost, if none is.
     """
 
     name: str
@@ -25,3 +26,4 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     patience_s: float
     store_port: int | None = None
     socket: str = ""
+    waits: bool = False

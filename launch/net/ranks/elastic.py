@@ -22,7 +22,7 @@ from thinpipe.launch.config.cli_options import USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import print_error
-from thinpipe.launch.net.machines import several_machines
+from thinpipe.launch.net.machines import Joins, several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
 from thinpipe.launch.net.ranks.failures import death_by
@@ -53,7 +53,7 @@ class Nodes:
     max_restarts: int
     join_s: float
     placed: tuple[str, ...] = ()
-    joins: bool = False
+    joins: Joins | None = None
 
 
 def run_local(

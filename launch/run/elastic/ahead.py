@@ -5,11 +5,8 @@ the copy, behind all other traffic, and then the gradients of every step since: 
 replicas, the same on all, without their zeros. With them the newcomer makes the same optimizer
 steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
 which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
-
-A message is the length of a header, the header, which is JSON, and tensors that it describes.
 """
 
-import json
 import logging
 import threading
 from collections import deque
@@ -27,13 +24,12 @@ from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.host.resources import free_memory
-from thinpipe.launch.run.weights import as_bytes, describe, make_described
+from thinpipe.launch.run.elastic.messages import receive_header, receive_tensors, send_message
+from thinpipe.launch.run.weights import describe
 from thinpipe.pipeline.comm.errors import TransportError
 
 _log = logging.getLogger(__name__)
 
-_PIECE_NBYTES = 1 << 20
-"""Sent at a time; a loss is noticed between two."""
 _BEAT_S = 2.0
 """A message at least this often: the other end waits no longer than for a rank in training."""
 _SPARE = 2.5
@@ -132,14 +128,15 @@ class Giver:
         tree, tensors = pack_state(self._state)
         self._state, named = None, list(tensors)
         listed = [describe(name, tensor) for name, tensor in tensors.items()]
-        sent = _send(go_on, {"tree": tree, "tensors": listed}, (tensors.pop(n) for n in named))
+        popped = (tensors.pop(name) for name in named)
+        sent = send_message(go_on, {"tree": tree, "tensors": listed}, popped)
         while (step := self._next()) is not None:
             settings, parts = step
             listed = [describe(str(number), part) for number, part in enumerate(parts)]
-            sent += _send(go_on, {"groups": settings, "tensors": listed}, parts)
+            sent += send_message(go_on, {"groups": settings, "tensors": listed}, parts)
             if not self._steps:
                 close()
-        _send(go_on, {"end": True}, ())
+        send_message(go_on, {"end": True})
         return sent
 
     def _next(self) -> tuple[Any, list[Tensor]] | None:
@@ -222,22 +219,12 @@ class Taker:
             _log.warning("note: a state was not taken ahead: %s: %s", type(error).__name__, error)
 
     def _take(self, receive: Callable[[Tensor], None]) -> bool:
-        length = torch.zeros(1, dtype=torch.int64)
-        receive(as_bytes(length))
-        self._check(int(length))
-        text = torch.empty(int(length), dtype=torch.uint8)
-        receive(text)
-        header = json.loads(text.numpy().tobytes())
+        header = receive_header(receive, self._most)
         with self._changes:
             self.came += 1
             if "end" in header or self._is_late:
                 return False
-        offered = make_described(0, header["tensors"], "meta").values()
-        self._check(sum(tensor.nbytes for tensor in offered))
-        tensors = make_described(0, header["tensors"])
-        for piece in _pieces(tensors.values()):
-            receive(piece)
-            self.came += 1
+        tensors = receive_tensors(receive, header, self._most, self._has_come)
         if "tree" in header:
             _load(self._built, unpack_state(header["tree"], tensors.__getitem__))
             self.has_state = True
@@ -245,10 +232,8 @@ class Taker:
             self._step(header["groups"], list(tensors.values()))
         return True
 
-    def _check(self, nbytes: int) -> None:
-        """Before memory is taken for it."""
-        if not 0 <= nbytes <= self._most:
-            raise ValueError(f"replica 0 offers {nbytes:,} bytes; this model needs {self._most:,}")
+    def _has_come(self) -> None:
+        self.came += 1
 
     def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
         """As the others made it."""
@@ -275,22 +260,6 @@ def _load(built: Built, state: Mapping[str, Any]) -> None:
         found = state["model"][str(stage.stage_index)]
         module.load_state_dict(found, strict=not base_of(module))
     built.optimizer.load_state_dict(state["optimizer"])
-
-
-def _send(send: Callable[[Tensor], None], header: Any, tensors: Any) -> int:
-    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    send(as_bytes(torch.tensor([text.numel()])))
-    send(text)
-    sent = text.numel()
-    for piece in _pieces(tensors):
-        send(piece)
-        sent += piece.numel()
-    return sent
-
-
-def _pieces(tensors: Any) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield from (piece for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES) if len(piece))
 
 
 def _nbytes_of(parts: Sequence[Tensor]) -> int:

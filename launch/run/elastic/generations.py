@@ -15,7 +15,7 @@ this rank's connections, which wakes up whatever waits for a peer.
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 class Generations:
     """This rank's part in it, from the first step on."""
 
+    _left_out = "the others go on without it, as its replica is lost"
+
     def __init__(
         self,
         store: Store,
@@ -63,8 +65,8 @@ class Generations:
         """
         if not PORTS:
             raise ConfigError(
-                f"elastic.min_replicas = {least}: these ranks were not started by `thinpipe "
-                "train`, which tells the others of a rank that is lost; start the run with it"
+                f"{run.goes_on_by}: these ranks were not started by `thinpipe train`, which tells "
+                "the others of a rank that is lost; start the run with it"
             )
         self._transport, self._run, self._least, self._wait_s = transport, run, least, wait_s
         self._store, self._root = PrefixStore("elastic", store), store
@@ -120,10 +122,7 @@ class Generations:
                     result = take(packed)
                 else:
                     forget()
-                self._proven = False
-                agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
-                lost = f"lost: {self._lost_of(members)}"
-                self._adapt(int(furthest["passes"]), lost, agreed=agreed)
+                self._tell(furthest, members)
                 if behind:
                     break
         self._done, self._packed = self._done + 1, packed
@@ -220,31 +219,31 @@ class Generations:
             self._run.settle()
             self._generation += 1
             members = self._agree()
-            if self._me not in members:
-                if self._cold:
-                    end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
-                end_now(
-                    LOST, f"rank {self._me}: the others go on without it, as its replica is lost"
-                )
-            per_replica = self._transport.mesh.pipeline_ranks
             lost = [member for member in self._members if member not in members]
-            goes_on = len(members) >= self._least * per_replica and 0 in members
+            goes_on = self._are_enough(members)
             for member in lost:
                 self._losses.settle(member, goes_on=goes_on)
             if not goes_on:
                 raise TransportError(f"{error}; {self._why_not(members)}") from error
+            if self._me not in members:
+                if self._cold:
+                    end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
+                end_now(LOST, f"rank {self._me}: {self._left_out}")
             self._be(members)
             try:
                 self._form(f"generation{self._generation}")
             except TransportError as again:
                 error = again
                 continue
-            found = self._furthest(members)
+            found = self._furthest(self._posts(members))
             self._tried = max(self._tried, found["tried"])
             self._warm &= {*members}
             with self._changed:
                 self._changed.notify_all()
             return found
+
+    def _are_enough(self, members: Sequence[int]) -> bool:
+        return len(members) >= self._least * self._transport.mesh.pipeline_ranks and 0 in members
 
     def _why_not(self, members: Sequence[int]) -> str:
         if 0 not in members:
@@ -266,23 +265,12 @@ class Generations:
         return any(member in self._lost for member in self._members)
 
     def _agree(self) -> list[int]:
-        """Who is in the next generation: replicas of which all ranks are ready for it.
+        """Who is in the next generation.
 
         The first to see all others ready, or lost, says it for all.
         """
         key = f"ready/{self._generation}"
-        self._store.set(
-            f"{key}/{self._me}",
-            json.dumps(
-                {
-                    "done": self._done,
-                    "packed": self._packed,
-                    "passes": self._run.passes,
-                    "agreed": self._run.agreed,
-                    "tried": self._tried,
-                }
-            ),
-        )
+        self._store.set(f"{key}/{self._me}", json.dumps(self._post()))
         limit_s = time.monotonic() + self._wait_s
         waiting = {*self._members}
         while waiting and time.monotonic() < limit_s:
@@ -290,14 +278,32 @@ class Generations:
             with self._changed:  # a loss counts once connections are broken
                 waiting -= self._lost.keys()
             time.sleep(_POLL_S * bool(waiting))
+        chosen = json.dumps(self._choose(waiting))
+        said = self._store.compare_set(f"members/{self._generation}", "", chosen)
+        members: list[int] = json.loads(said)
+        return members
+
+    def _post(self) -> dict[str, Any]:
+        """How far this rank is, for the others."""
+        return {
+            "done": self._done,
+            "packed": self._packed,
+            "passes": self._run.passes,
+            "agreed": self._run.agreed,
+            "tried": self._tried,
+        }
+
+    def _posts(self, members: Sequence[int]) -> list[dict[str, Any]]:
+        key = f"ready/{self._generation}"
+        return [json.loads(self._store.get(f"{key}/{member}")) for member in members]
+
+    def _choose(self, silent: Set[int]) -> list[int]:
+        """The next members: replicas of which no rank is lost, or `silent` for too long."""
         size = self._transport.mesh.pipeline_ranks
         replicas = [self._members[at : at + size] for at in range(0, len(self._members), size)]
         with self._changed:
-            gone = waiting | self._lost.keys()
-        whole = [member for ranks in replicas if not gone & {*ranks} for member in ranks]
-        said = self._store.compare_set(f"members/{self._generation}", "", json.dumps(whole))
-        members: list[int] = json.loads(said)
-        return members
+            gone = silent | self._lost.keys()
+        return [member for ranks in replicas if not gone & {*ranks} for member in ranks]
 
     def _form(self, name: str) -> None:
         """Make the groups of the members.
@@ -316,6 +322,13 @@ class Generations:
                 break_connections(self._hosts.ports)
                 raise TransportError(f"rank {self._me}: another rank was lost meanwhile")
 
+    def _tell(self, furthest: Mapping[str, Any], before: Sequence[int]) -> None:
+        """Tell the run that its members are others than before, and what the furthest has done."""
+        self._proven = False
+        agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
+        lost = f"lost: {self._lost_of(before)}"
+        self._adapt(int(furthest["passes"]), lost, agreed=agreed)
+
     def _adapt(self, passes: int, words: str, **more: Any) -> None:
         before, mesh = self._known_as, self._transport.mesh
         self._known_as = mesh.replica, mesh.replicas
@@ -330,11 +343,8 @@ class Generations:
         except RuntimeError as error:
             raise TransportError(f"rank {self._me}: {error}") from error
 
-    def _furthest(self, members: Sequence[int]) -> Mapping[str, Any]:
-        posts = [
-            json.loads(self._store.get(f"ready/{self._generation}/{member}")) for member in members
-        ]
-        most: dict[str, Any] = max(posts, key=lambda post: int(post["done"]))
+    def _furthest(self, posts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        most = {**max(posts, key=lambda post: int(post["done"]))}
         for name in ("passes", "tried", "agreed"):
             most[name] = max(post[name] for post in posts)
         if most["done"] > self._done + 1:

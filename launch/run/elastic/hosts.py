@@ -15,6 +15,12 @@ from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
 _LOOK_S = 0.25
 
 
+def say_where(store: Store, member: int, own: str) -> None:
+    """Say that this `member` is on the machine `own`, and how it is reached."""
+    said = [own, coordinates(), own_number(), PORTS]
+    PrefixStore("hosts", store).set(str(member), json.dumps(said))
+
+
 class Hosts:
     """The machine of each member, and what becomes of them.
 
@@ -25,9 +31,8 @@ class Hosts:
 
     def __init__(self, store: Store, member: int, own: str) -> None:
         """Say where this `member` is: on the machine `own`."""
+        say_where(store, member, own)
         self._store, self._member, self.own = PrefixStore("hosts", store), member, own
-        said = [own, coordinates(), own_number(), PORTS]
-        self._store.set(str(member), json.dumps(said))
         self.ports: set[int] = set()
         """At which members listen, now or before, but for what is sent ahead to newcomers."""
         self._names: dict[int, str] = {}

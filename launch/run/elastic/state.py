@@ -1,7 +1,8 @@
-"""What replica 0 sends to a rank that joins, over a link of the run: all but what is its own."""
+"""What a rank that joins is sent over a link of the run: a state, but for what is its own."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -12,6 +13,7 @@ from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.run.elastic.copies import Packed
 from thinpipe.launch.run.weights import (
     as_bytes,
     describe,
@@ -22,7 +24,8 @@ from thinpipe.launch.run.weights import (
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 
-_SENT = Path("the state that replica 0 sent")
+SENT = Path("the state that another rank sent")
+"""Where errors say that it is from."""
 _PIECE_NBYTES = 4 << 20
 """Sent at a time: on 1 Mbit/s in half a minute."""
 
@@ -65,11 +68,28 @@ def bring_up(
         tree, kinds = listed[source]
         missing = make_described(source, kinds)
         _exchange(transport, source, links, missing)
-        distribute(built, unpack_state(tree, {**tensors, **missing}.__getitem__), _SENT)
+        distribute(built, unpack_state(tree, {**tensors, **missing}.__getitem__), SENT)
         torch.manual_seed(seed)
         return 0
     _exchange(transport, source, links, tensors if links else {})
     return len(links) * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def hand_over(transport: Transport, source: int, target: int, kept: Packed | None) -> Any:
+    """Give one rank a state that another has `kept`; a collective. The state, at the target.
+
+    Raises:
+        TransportError: a rank is gone, or something came damaged.
+    """
+    said = [kept.tree, [describe(n, t) for n, t in kept.tensors.items()]] if kept else None
+    tree, listed = gather_json(transport, said)[source]
+    if transport.mesh.rank == target:
+        tensors = make_described(source, listed)
+        _exchange(transport, source, [], tensors)
+        return unpack_state(tree, tensors.__getitem__)
+    links = [_link(transport, source, target)] if kept else []
+    _exchange(transport, source, links, kept.tensors if kept else {})
+    return None
 
 
 def _exchange(
@@ -111,4 +131,4 @@ def _pieces(tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
 
 def _link(transport: Transport, source: int, target: int) -> Link:
     peer = target if transport.mesh.rank == source else source
-    return transport.link(peer, WEIGHTS, f"state for a replica that joins, {source} -> {target}")
+    return transport.link(peer, WEIGHTS, f"state for a rank that joins, {source} -> {target}")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.agreement import Ask
@@ -16,7 +16,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
-from thinpipe.launch.net.ranks.group import tell_began
+from thinpipe.launch.net.ranks.group import Newcomer, tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
 from thinpipe.launch.run.elastic.ahead import Giver, Taker
 from thinpipe.launch.run.elastic.state import bring_up
@@ -46,34 +46,51 @@ class ElasticTraining(Training):
         Raises:
             ConfigError: the run is of a program, whose ranks may make unlike calls.
         """
-        least, wait_s = self._config.elastic.min_replicas, self._config.pipeline.peer_timeout_s
-        assert least is not None, "or this is a plain Training"
         if self._is_program:
             raise ConfigError(
-                f"elastic.min_replicas = {least}: a program's replicas cannot go on without one "
-                "yet; remove it, and use --max-restarts"
+                f"{self.goes_on_by}: a program's ranks cannot go on without one yet; remove it, "
+                "and use --max-restarts"
             )
         super().begin(stack)
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
-        transport = cast(GlooTransport, self._session.transport)
-        host, newcomer = self._config.network.own_name(), self._session.newcomer
+        self._givers: list[Giver] = []
+        self._taker: Taker | None = None
+        newcomer = self._session.newcomer
         store = newcomer.store if newcomer else self._session.store
         if self._session.writes_run_folder:
             tell_began(store, self._config.pipeline.cuts, self._plan.first_steps)
-        self._elastic = Elastic(
-            store, transport, self, host=host, least=least, wait_s=wait_s, newcomer=newcomer
-        )
+        self._join(store, newcomer)
         self._checkpoints.watch(lambda: self._elastic.loss)
-        self._checkpoints.locate()
         self._has_state = newcomer is None
-        self._givers: list[Giver] = []
-        self._taker: Taker | None = None
-        if newcomer is not None:
+        if newcomer is None:
+            self._checkpoints.locate()
+        else:
             self._checkpoints.check_own()
-            self.display.note("waiting for the run to let this replica in")
-            self._elastic.join()
-            self._admits, self.start = False, self._done
+            self._come_in()
+
+    @property
+    def goes_on_by(self) -> str:
+        return self._config.goes_on_by
+
+    def _join(self, store: Store, newcomer: Newcomer | None) -> None:
+        """Meet the others in the store of the run."""
+        least = self._config.elastic.min_replicas
+        assert least is not None, "or this is a plain Training"
+        self._elastic = Elastic(
+            store,
+            cast(GlooTransport, self._session.transport),
+            self,
+            host=self._config.network.own_name(),
+            least=least,
+            wait_s=self._config.pipeline.peer_timeout_s,
+            newcomer=newcomer,
+        )
+
+    def _come_in(self) -> None:
+        self.display.note("waiting for the run to let this replica in")
+        self._elastic.join()
+        self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:
         """As before; losses count no longer."""

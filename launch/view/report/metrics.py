@@ -175,6 +175,16 @@ class MetricsWriter:
             if not warned:
                 _log.warning("%s: steps wait to be written: %s", self._file.name, disk.why(error))
 
+    def go_back(self, step: int) -> None:
+        """Drop later steps, which are going to be written again."""
+        try:
+            _truncate(Path(self._file.name), step)
+        except OSError as error:  # readers take the last of two
+            _log.warning("%s: steps were done again: %s", self._file.name, disk.why(error))
+        self._file.close()
+        path = Path(self._file.name)
+        self._file, self._waiting = path.open("ab", buffering=0), b""
+
     def close(self) -> None:
         self._file.close()
 

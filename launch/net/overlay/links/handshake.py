@@ -52,12 +52,14 @@ class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     """The answer: why the host was rejected, or what this host received in the session.
 
     `known` is False if this host has no such session, and the other must begin a new one. `again`:
-    the reason may be gone in a few seconds. `place` is the name of a lost host, which it may take.
+    the reason may be gone in a few seconds. `place` is the name of a lost host, which it may take;
+    `later`: there may be one later.
     """
 
     refused: str = ""
     again: bool = False
     place: Name | None = None
+    later: bool = False
     known: bool = True
     received: Annotated[int, Field(ge=0)] = 0
 

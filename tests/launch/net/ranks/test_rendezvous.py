@@ -131,7 +131,7 @@ def test_who_joins_where_no_run_answers_is_told_soon(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(machines, "_ANSWERS_S", 0.2)
     place = f"127.0.0.1:{free_port()}"
     with pytest.raises(OverlayError, match=rf"no run answers at {place} \(Connection refused\)"):
-        several_machines(NetworkConfig(), place, 1, limit_s=300, log=str, joins=True)
+        several_machines(NetworkConfig(), place, 1, limit_s=300, log=str, joins="now")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

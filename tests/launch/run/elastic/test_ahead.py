@@ -132,7 +132,7 @@ def test_a_newcomer_makes_no_room_for_more_than_its_model_needs(
     taker = Taker(Built(), lambda: receive)  # type: ignore[arg-type]
     taker._thread.join(20)
     assert not taker.has_state
-    assert "a state was not taken ahead: ValueError: replica 0 offers" in caplog.text
+    assert "a state was not taken ahead: ValueError: the other end offers" in caplog.text
 
 
 @pytest.mark.parametrize(

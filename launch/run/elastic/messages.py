@@ -1,0 +1,77 @@
+"""Messages over a connection of two ranks: a length, a header, which is JSON, and its tensors."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.run.weights import as_bytes, make_described
+
+_PIECE_NBYTES = 1 << 20
+"""Sent at a time; a loss is noticed between two."""
+
+Move = Callable[[Tensor], None]
+"""Sends a tensor, or fills one with what comes."""
+
+
+def send_message(move: Move, header: dict[str, Any], tensors: Iterable[Tensor] = ()) -> int:
+    """Send a message, whose header describes the `tensors`; return the bytes sent.
+
+    Raises:
+        TransportError: the other end is gone.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    move(as_bytes(torch.tensor([text.numel()])))
+    move(text)
+    sent = text.numel()
+    for piece in _pieces(tensors):
+        move(piece)
+        sent += piece.numel()
+    return sent
+
+
+def receive_header(move: Move, most: int) -> dict[str, Any]:
+    """Take a header.
+
+    Raises:
+        TransportError: the other end is gone.
+        ValueError: more than `most` bytes are offered.
+    """
+    length = torch.zeros(1, dtype=torch.int64)
+    move(as_bytes(length))
+    _check(int(length), most)
+    text = torch.empty(int(length), dtype=torch.uint8)
+    move(text)
+    header: dict[str, Any] = json.loads(text.numpy().tobytes())
+    return header
+
+
+def receive_tensors(
+    move: Move, header: dict[str, Any], most: int, came: Callable[[], None] = lambda: None
+) -> dict[str, Tensor]:
+    """Take the tensors of a header, after which `came` is called now and then.
+
+    Raises:
+        TransportError: the other end is gone.
+        ValueError: more than `most` bytes are offered.
+    """
+    offered = make_described(0, header["tensors"], "meta").values()
+    _check(sum(tensor.nbytes for tensor in offered), most)
+    tensors = make_described(0, header["tensors"])
+    for piece in _pieces(tensors.values()):
+        move(piece)
+        came()
+    return tensors
+
+
+def _check(nbytes: int, most: int) -> None:
+    """Before memory is taken for it."""
+    if not 0 <= nbytes <= most:
+        raise ValueError(f"the other end offers {nbytes:,} bytes, where at most {most:,} can be")
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from (piece for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES) if len(piece))

@@ -1,0 +1,293 @@
+"""A pipeline without replicas goes on if a machine is lost: another one takes its place.
+
+All then go back to the newest step of which copies of all stages are left in RAM (`copies.py`), and
+do the steps since then again. A machine is lost as a whole, as another can join only in its place.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.failures import LOST, Losses
+from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
+from thinpipe.launch.net.ranks.group import Newcomer
+from thinpipe.launch.run.elastic.copies import keepers, newest_common
+from thinpipe.launch.run.elastic.door import Door
+from thinpipe.launch.run.elastic.generations import Generations
+from thinpipe.launch.run.elastic.hosts import say_where
+from thinpipe.launch.run.elastic.joining import JoiningStore
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+if TYPE_CHECKING:
+    from thinpipe.launch.run.elastic.redoing import RedoingTraining
+
+_POLL_S = 0.1
+_T = TypeVar("_T")
+
+
+class WentBackError(Exception):
+    """All have gone back to an earlier step."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A rank that joins, as number so many, is wanted in a generation of these members."""
+
+    number: int
+    generation: int
+    members: list[int]
+
+    @property
+    def place(self) -> int:
+        return self.members.index(self.number)
+
+
+@dataclass(frozen=True)
+class Back:
+    """All go back to a `step`; at these `places` there are others, who have no state."""
+
+    step: int
+    places: list[int]
+    done: int
+    """The steps that were done."""
+    epoch: int
+    """In which the run is."""
+
+
+def wait_for_call(newcomer: Newcomer, host: str) -> Call:
+    """Wait until a place is free for this rank.
+
+    Raises:
+        ConfigError: the run has ended.
+        TerminatedError: this process was asked to stop.
+    """
+    store, losses = PrefixStore("elastic", newcomer.store), Losses(newcomer.store)
+    try:
+        (number,) = Door(store).numbers(1)
+        say_where(store, number, host)
+        newcomer.say(number)
+        store.set(f"spare/{store.add('spares', 1)}", str(number))
+        while not store.check([f"called/{number}"]):
+            newcomer.check()
+            if not losses.is_open:
+                raise ConfigError("--join: the run has ended")
+            time.sleep(_POLL_S)
+        generation, members = json.loads(store.get(f"called/{number}"))
+    except RuntimeError:
+        raise ConfigError("--join: the run has ended") from None
+    return Call(number, generation, members)
+
+
+@contextmanager
+def answering(newcomer: Newcomer, call: Call) -> Iterator[None]:
+    """What fails here is told to those who have called."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(RuntimeError):
+            Losses(newcomer.store).report(call.number, f"rank {call.number} failed: {error}")
+        raise
+
+
+class Places(Generations):
+    """`Generations` of as many ranks as there are places."""
+
+    _left_out = "the others go on with another machine in the place of this one"
+
+    def __init__(
+        self,
+        store: Store,
+        transport: GlooTransport,
+        run: "RedoingTraining",
+        *,
+        newcomer: Newcomer | None = None,
+        call: Call | None = None,
+        **settings: Any,
+    ) -> None:
+        """As `Generations`; a newcomer was called."""
+        super().__init__(store, transport, run, members=call.members if call else (), **settings)
+        self._redoing, self._newcomer = run, newcomer
+        self._back: Back | None = None
+        self._comes_in = call is not None
+        if call is not None:
+            self._generation, self._warm = call.generation, {*call.members} - {self._me}
+        elif self._me == 0:
+            Door(self._store).open(transport.mesh.world_size)
+
+    def step(self, do: Callable[[], _T], forget: Callable[[], None]) -> _T:
+        """A section that need not be counted, as steps are.
+
+        Raises:
+            WentBackError: it was not done.
+            TransportError: as in `together`.
+        """
+        while True:
+            try:
+                self.prove()
+                return do()
+            except TransportError as error:
+                before = self._members
+                furthest = self._regroup(error)
+                forget()
+                self._tell(furthest, before)
+
+    def take_place(self) -> Back:
+        """Called by a newcomer, once: come in; to where all have gone back."""
+        with suppress(WentBackError):
+            self.together(lambda: None)
+        assert self._back is not None, "there is somebody who has no state"
+        return self._back
+
+    def prove(self) -> None:
+        """Go back, if one of the others is new.
+
+        Raises:
+            WentBackError: all did.
+            TransportError: a peer is lost.
+        """
+        if self._comes_in:
+            self._comes_in = False
+            self._come_in()
+        if self._back is not None and self._cold:
+            self._redoing.go_back(self._back, self._keepers())
+            self._warm = {*self._members}
+            if self._newcomer is not None:
+                self._newcomer.take_part()
+                self._newcomer = None
+            raise WentBackError
+
+    def connect(self, store: Store, source: int, end: int) -> Pair:
+        """Connect the copies of the rank at place `source` with who keeps them.
+
+        Raises:
+            TransportError: the other end does not come.
+        """
+        waits = JoiningStore(store, lambda: bool(self.loss), self._wait_s)
+        return pair(waits, end, self._wait_s)
+
+    @property
+    def root(self) -> Store:
+        """Where ranks tell each other things, for its parts."""
+        return self._store
+
+    @property
+    def goes_back_to(self) -> int:
+        """The step."""
+        assert self._back is not None, "a place has been taken"
+        return self._back.step
+
+    @property
+    def places(self) -> list[str]:
+        """The machine at each place."""
+        return [self._hosts.of(member) for member in self._members]
+
+    def _keepers(self) -> list[int]:
+        return keepers(self.places)
+
+    def _come_in(self) -> None:
+        assert self._newcomer is not None, "it was called"
+        self._newcomer.has_entered = True
+        self._store.set(f"ready/{self._generation}/{self._me}", json.dumps(self._post()))
+        self._be(self._members)
+        self._form(f"generation{self._generation}")
+        before = self._members
+        self._tell(self._furthest(self._posts(before)), before)
+
+    def _post(self) -> dict[str, Any]:
+        has_state = self._me in self._warm
+        own = {"has": self._redoing.held if has_state else None, "at": self._redoing.point}
+        return super()._post() | own
+
+    def _choose(self, silent: Set[int]) -> list[int]:
+        """Those of machines that are all there, and others in the places of those that are not."""
+        limit_s, known = time.monotonic() + self._wait_s, list[int]()
+        while time.monotonic() < limit_s:
+            stay = self._staying(silent)
+            if stay != known:
+                known = stay
+                if not self._waits_for_others(stay):
+                    break
+            found = self._spares()
+            if len(stay) + len(found) >= len(self._members):
+                others = iter(found)
+                return [member if member in stay else next(others) for member in self._members]
+            time.sleep(_POLL_S)
+        return known
+
+    def _waits_for_others(self, stay: Sequence[int]) -> bool:
+        """Whether the run can go on when others come; all machines that are lost leave then."""
+        if 0 not in stay or self._why_over(stay):
+            return False
+        if self._me not in stay:
+            end_now(LOST, f"rank {self._me}: {self._left_out}")
+        for member in {*self._members} - {*stay}:
+            self._losses.settle(member, goes_on=True)
+        if self._me == 0:
+            self._redoing.ask_for_machine(self._lost_of(self._members))
+        return True
+
+    def _staying(self, silent: Set[int]) -> list[int]:
+        with self._changed:
+            gone = silent | self._lost.keys()
+        hosts = {self._hosts.of(member) for member in self._members if member in gone}
+        return [member for member in self._members if self._hosts.of(member) not in hosts]
+
+    def _spares(self) -> list[int]:
+        """Ranks that have come, and are neither lost nor members."""
+        count = self._store.add("spares", 0)
+        keys = [f"spare/{number}" for number in range(1, count + 1)]
+        numbers = [int(self._store.get(key)) for key in keys if self._store.check([key])]
+        with self._changed:
+            return [n for n in numbers if n not in self._lost and n not in self._members]
+
+    def _why_over(self, stay: Sequence[int]) -> str:
+        """Why the run cannot go on with others; nothing if it can."""
+        posts = dict(zip(stay, self._posts(stay), strict=True))
+        if any(post["at"] is None for post in posts.values()):
+            return "the run is about to end"
+        held = {self._members.index(m): post["has"] for m, post in posts.items() if post["has"]}
+        if not held or newest_common(held, len(self._members)) is None:
+            return "of no step all copies are left in RAM (checkpoint.ram_every)"
+        return ""
+
+    def _are_enough(self, members: Sequence[int]) -> bool:
+        return len(members) == len(self._members)
+
+    def _why_not(self, members: Sequence[int]) -> str:
+        if 0 not in members:
+            return "the machine of rank 0 writes the run's folder: nobody can take its place"
+        return self._why_over(members) or (
+            f"no machine came in its place within {self._wait_s:.0f} s (pipeline.peer_timeout_s): "
+            "start one with --join"
+        )
+
+    def _be(self, members: list[int]) -> None:
+        call = json.dumps([self._generation, members])
+        for member in members:
+            if member not in self._members:
+                self._store.set(f"called/{member}", call)
+        super()._be(members)
+
+    def _furthest(self, posts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        held = {place: post["has"] for place, post in enumerate(posts) if post["has"]}
+        step = newest_common(held, len(posts))
+        assert step is not None, "as was seen before"
+        places = [place for place in range(len(posts)) if place not in held]
+        furthest = max((posts[place] for place in held), key=lambda post: int(post["done"]))
+        done = max(posts[place]["at"][0] for place in held)
+        self._back = Back(step, places, done, furthest["at"][1])
+        if not self._has_state:
+            self._done = int(furthest["done"])
+        return super()._furthest(posts)
+
+    @property
+    def _has_state(self) -> bool:
+        return self._me in self._warm

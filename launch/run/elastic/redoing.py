@@ -1,0 +1,236 @@
+"""Training of a pipeline that goes on when a machine is lost: steps since a copy are redone."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.checkpoint.agreement import Ask
+from thinpipe.launch.checkpoint.contents import collect, distribute
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.group import Newcomer
+from thinpipe.launch.net.ranks.session import Session
+from thinpipe.launch.run.elastic.copies import RamCopies
+from thinpipe.launch.run.elastic.places import (
+    Back,
+    Places,
+    WentBackError,
+    answering,
+    wait_for_call,
+)
+from thinpipe.launch.run.elastic.state import SENT, hand_over
+from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.launch.run.training import Training
+from thinpipe.launch.view.report.metrics import StepRecord
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.step_stats import StepTotals
+
+_T = TypeVar("_T")
+
+
+class RedoingTraining(ElasticTraining):
+    """`Training` with checkpoint.ram_every.
+
+    Who calls its methods need not know that all went back: they redo what was done before.
+    """
+
+    _elastic: Places  # type: ignore[assignment]  # its other kind
+
+    def __init__(self, config: RunConfig, samples: Any, session: Session, *rest: Any, **more: Any):
+        """As of `Training`; a newcomer waits until a place is free."""
+        self._call, newcomer = None, session.newcomer
+        self._had = 0  # steps that were done before all went back
+        self._epoch = 0
+        if newcomer is not None:
+            self._call = wait_for_call(newcomer, config.network.own_name())
+            with answering(newcomer, self._call):
+                transport = cast(GlooTransport, session.transport)
+                transport.stand_in(config.pipeline.pipeline_ranks, self._call.place)
+                super().__init__(config, samples, session, *rest, **more)
+        else:
+            super().__init__(config, samples, session, *rest, **more)
+
+    def begin(self, stack: ExitStack) -> None:
+        if self._call is None:
+            super().begin(stack)
+            self._had = self._done
+            self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
+            self._begin_copies(0, self._done)
+        else:
+            assert self._session.newcomer is not None, "it was called"
+            with answering(self._session.newcomer, self._call):
+                super().begin(stack)
+
+    @property
+    def nothing_left(self) -> bool:
+        return self._call is None and super().nothing_left
+
+    @property
+    def first_epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def point(self) -> tuple[int, int] | None:
+        """How many steps are done or were, and the epoch; None if the run is about to end."""
+        over = self.stopping or self._finished
+        return None if over else (max(self._had, self._done), self.first_epoch)
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Of which steps this rank has copies."""
+        return self._copies.held
+
+    def ask_for_machine(self, lost: str) -> None:
+        """Say that a machine is missing."""
+        wait_s = self._config.pipeline.peer_timeout_s
+        self.display.note(
+            f"lost: {lost}; waiting for a machine in its place, at most {wait_s:.0f} s: "
+            f"thinpipe train RUN.TOML --join"
+        )
+
+    def go_back(self, back: Back, keepers: list[int]) -> None:
+        """Have the state of an earlier step again; a collective.
+
+        Raises:
+            TransportError: a rank is lost meanwhile.
+        """
+        transport, mesh, step = self._session.transport, self._session.mesh, back.step
+        own = [self._plan.state, self._checkpoints.number, self.built.best.state_dict()]
+        plan, save, best = gather_json(transport, own)[0]
+        for place in back.places:
+            keeper = keepers[place]
+            kept = self._copies.kept(place, step) if mesh.rank == keeper else None
+            state = hand_over(transport, keeper, place, kept)
+            if mesh.rank == place:
+                self._copies.take_over(step, state)
+        state = self._copies.own(step)
+        distribute(self.built, state["built"], SENT)
+        self._skips.state = state["skips"]
+        self.built.best.load_state_dict(best)  # evaluations are not done again
+        if not self._has_state:
+            self._plan.take(plan, mesh)
+            self._checkpoints.follow(*save)
+            self._had, self._epoch = back.done, back.epoch
+        self._done = self._agreed = step
+        repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
+        self.records.go_back(step)
+        self._checkpoints.locate()
+        self._begin_copies(self._change, step)
+        self._has_state = True
+        self.display.note(f"{self._lost}; all went back from step {back.done} to step {step}")
+        if repaired:
+            self.display.note_repaired(dict(repaired))
+        if mesh.rank == 0:
+            self.agreement.ask(Ask.SAVE)  # a disk is new, too
+
+    def regrouped(
+        self,
+        change: int,
+        before: tuple[int, int],
+        passes: int,
+        words: str,
+        *,
+        agreed: tuple[int, int] = (0, 0),
+    ) -> None:
+        self._change, self._lost = change, words
+        self._sync.regroup(*before)
+        self._checkpoints.regroup(change)
+        self._checkpoints.watch(lambda: self._elastic.loss)
+        self.built.engine.regroup(self._sampler.all_ids(), passes)
+        self.records.planned(self.steps, self._elastic.hosts)
+        self._agreed = self._elastic.goes_back_to
+        before_this = self.agreement
+        self.agreement = self._agreement(PrefixStore(f"generation{change}", self._session.store))
+        before_this.close(self.agreement)
+        if self._elastic.loss:  # which `interrupt` may have told the one before
+            self.agreement.release()
+
+    def step(self, batch: Batch, step: int) -> StepRecord:
+        self._epoch = self._sampler.epoch(step)
+        return self._redone(step, lambda: super(RedoingTraining, self).step(batch, step))
+
+    def evaluate(self, samples: Any, step: int) -> dict[str, float]:
+        self._epoch = self._sampler.epoch(step)
+        return super().evaluate(samples, step)
+
+    def stop(self, whole: bool) -> Any:
+        """Nobody leaves alone: another machine would be waited for."""
+        return Training.stop(self, whole)
+
+    def _join(self, store: Store, newcomer: Newcomer | None) -> None:
+        config = self._config
+        self._elastic = Places(
+            store,
+            cast(GlooTransport, self._session.transport),
+            self,
+            host=config.network.own_name(),
+            least=1,
+            wait_s=config.pipeline.peer_timeout_s,
+            newcomer=newcomer,
+            call=self._call,
+        )
+        every = config.checkpoint.ram_every
+        assert every is not None, "or this is another kind of training"
+        self._copies = RamCopies(self._elastic.root, every, self._elastic.connect)
+
+    def _come_in(self) -> None:
+        self.start = self._elastic.take_place().step
+        self._redone(self._had, lambda: None)
+
+    def _begin_weights(self) -> str | None:
+        return super()._begin_weights() if self._call is None else None
+
+    def _check_memories(self) -> None:
+        if self._call is None:
+            super()._check_memories()
+
+    def _begin_copies(self, change: int, step: int) -> None:
+        hosts = self._elastic.places
+        self._copies.regroup(change, self._session.mesh.rank, hosts, step)
+
+    def _collect(self) -> dict[str, Any]:
+        return {"built": collect(self.built, memories=False), "skips": self._skips.state}
+
+    def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
+        engine = self.built.engine
+
+        def train() -> StepTotals:
+            if problem := self._copies.take(step, self._collect):
+                self.display.note(problem)
+            return engine.train_step(batch, step, self._ids(step + 1))
+
+        def forget() -> None:
+            self._sync.abandon()
+            engine.abandon_step()
+
+        totals = self._elastic.step(train, forget)
+        return totals, self._sampler.epoch(step), self._sampler.samples(step)
+
+    def _all_do(self, do: Callable[[], _T]) -> _T:
+        had = max(self._had, self._done)
+        return self._redone(had, lambda: super(RedoingTraining, self)._all_do(do))
+
+    def _redone(self, had: int, do: Callable[[], _T]) -> _T:
+        """The result of `do` after so many steps."""
+        self._had = had
+        while True:
+            try:
+                self._redo(had)
+                return do()
+            except WentBackError:
+                pass
+
+    def _redo(self, had: int) -> None:
+        saves = False
+        while self._done < had:
+            batch = self.batch(self._done)
+            assert batch is not None, "a stream is refused"
+            super().step(batch, self._done)
+            saves |= self._save_again
+            if self.stopping:
+                self.stop_here()
+        if saves:
+            self.agreement.ask(Ask.SAVE)
