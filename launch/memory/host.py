@@ -32,6 +32,8 @@ _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
 _LIBRARY_NBYTES = 45 * 2**20
 """What transformers takes of a rank, and bitsandbytes as much again; measured on a CPU."""
+_KEPT = 4
+"""Copies in RAM of a stage's state: its own, as much for another one, and a newer one of each."""
 _REPORTING_NBYTES = 45 * 2**20  # bytes of the first rank for metrics, display and report
 _GAPS, _GAPS_OF_LOSS, _GAPS_ON_GPU = 0.45, 1.2, 0.2
 """What an allocator cannot use again between tensors that come and go: of activations, and of the
@@ -43,12 +45,14 @@ few large tensors of a loss (`memory_count_cpu_202611.md` has measured both); of
 class HostNeeds:
     """Bytes of RAM that some ranks need on one host.
 
-    `copies` is what a save copies before it writes in the background; `parts` are the bytes that
-    each rank saves. `unused` is what malloc keeps between tensors.
+    `copies` is what a save copies before it writes in the background, `kept` are copies of stages
+    that stay in RAM; `parts` are the bytes that each rank saves. `unused` is what malloc keeps
+    between tensors.
     """
 
     model: ModelMemory
     copies: int
+    kept: int
     memories: HostBytes
     processes: int
     parts: tuple[int, ...]
@@ -56,7 +60,7 @@ class HostNeeds:
 
     @property
     def total(self) -> int:
-        held = self.model.total + self.copies
+        held = self.model.total + self.copies + self.kept
         return held + self.unused + self.memories.ram + self.processes
 
     def compared(self, available: int) -> str:
@@ -70,6 +74,7 @@ class HostNeeds:
             "cached weights": self.model.remembered,
             "the exchange of replicas": self.model.exchange + self.model.exchanged,
             "a copy while a checkpoint is written": self.copies,
+            "copies of stages (checkpoint.ram_every)": self.kept,
             "the activation cache": self.memories.ram,
             "gaps between tensors": self.unused,
             "processes": self.processes,
@@ -168,13 +173,15 @@ def _counted(
     in_ram = held if on_cpu else [_offloaded(config, each) for each in held]
     model = functools.reduce(ModelMemory.plus, in_ram, ModelMemory())
     saved = [0 if config.memory.tier == "disk" else own.saved for own in held]
-    rows = [needs(config, ends, [position]).rows for position in positions]
-    parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
+    cached = [needs(config, ends, [position]).rows for position in positions]
+    parts = tuple(own.saved + n for own, n in zip(held, cached, strict=True))
     libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
     each = _PROCESS_NBYTES + _LIBRARY_NBYTES * libraries
     processes = each * len(ranks) + _REPORTING_NBYTES * reports
     unused = sum(_unused(config, *one) for one in zip(in_ram, saved, strict=True))
-    return HostNeeds(model, sum(saved), needs(config, ends, positions), processes, parts, unused)
+    kept = 0 if config.checkpoint.ram_every is None else _KEPT * sum(own.saved for own in held)
+    rows = needs(config, ends, positions)
+    return HostNeeds(model, sum(saved), kept, rows, processes, parts, unused)
 
 
 def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:

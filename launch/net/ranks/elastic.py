@@ -25,7 +25,7 @@ from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.machines import Joins, several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
-from thinpipe.launch.net.ranks.failures import death_by
+from thinpipe.launch.net.ranks.failures import OUT, death_by
 from thinpipe.launch.net.ranks.network import HostNetwork, one_machine
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
@@ -160,6 +160,9 @@ def _launch(
         if fork_server.is_gone():
             print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
         codes = [failure.exitcode for failure in error.failures.values()]
+        if OUT in codes:
+            print_error(f"error: {_LEFT_OUT}")
+            return 1
         return next((code for code in codes if code > 0), 1)
     except rendezvous.RefusedError as refused:
         print_error(f"not restarted: {refused}")

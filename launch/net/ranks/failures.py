@@ -18,8 +18,10 @@ _STUCK_S = 10.0
 _SETTLE_S = 20.0
 """Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
 _FIRST = "1"
-LOST = 75
-"""Exit code of a rank that is well, but whose replica the others go on without."""
+LOST, OUT = 75, 76
+"""Exit codes of a rank that is well, but that the others go on without; `OUT` if that is so of all
+ranks of its machine, which then need not wait for the end of the run.
+"""
 
 
 class Failures:
@@ -104,19 +106,22 @@ class Losses:
         rank, message = json.loads(self._store.get(str(number)))
         return int(rank), str(message)
 
-    def settle(self, rank: int, *, goes_on: bool) -> None:
-        """Say whether the others go on without a rank."""
-        self._store.set(f"settled/{rank}", str(int(goes_on)))
+    def settle(self, rank: int, *, goes_on: bool, out: bool = False) -> None:
+        """Say whether the others go on without a rank, and if without all those of its machine."""
+        code = 0 if not goes_on else OUT if out else LOST
+        self._store.set(f"settled/{rank}", str(code))
 
-    def settled(self, rank: int, has_failed: Callable[[], bool]) -> bool:
-        """Whether they do; waits until it is known, the run `has_failed`, or nobody can say it."""
+    def settled(self, rank: int, has_failed: Callable[[], bool]) -> int:
+        """`LOST` or `OUT` if they do; waits until it is known, the run `has_failed`, or nobody can
+        say it.
+        """
         key = f"settled/{rank}"
         limit_s = time.monotonic() + float(self._store.get("open")) + _SETTLE_S
         while self.is_open and not self._store.check([key]) and time.monotonic() < limit_s:
             if has_failed():
                 break
             time.sleep(0.05)
-        return self._store.check([key]) and self._store.get(key) == b"1"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
 class Watch:

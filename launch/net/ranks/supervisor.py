@@ -56,34 +56,36 @@ def supervise(be_rank: Callable[[], None]) -> bool:
     if code >= 0:
         sys.exit(code)
     if not asked:
-        if _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading):
+        code = _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+        if code == LOST:
             return True
-        sys.exit(1)
+        sys.exit(code)
     if -code != signal.SIGKILL:  # which cannot be handled
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     return False
 
 
-def _report(message: str, reading: int) -> bool:
+def _report(message: str, reading: int) -> int:
+    """Tell the others; what this process exits with."""
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
         host, port, name, who, rank = json.loads(os.read(reading, 4096).splitlines()[-1])
     except (BlockingIOError, ValueError, IndexError):  # it died before there were others
         print_error(f"rank {os.environ['RANK']}: {message}")
-        return False
+        return 1
     print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         losses, failures = Losses(store), Failures(store, who)
         if losses.is_open:
             losses.report(rank, f"{who}: {message}")
-            if losses.settled(rank, lambda: failures.known() is not None):
-                return True
+            if code := losses.settled(rank, lambda: failures.known() is not None):
+                return code
         failures.report(message, cause=True)
     except RuntimeError:
         print_error(f"{who}: the run's store is gone, so the others are not told")
-    return False
+    return 1
 
 
 def _memory_kills() -> int:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.failures import LOST, Losses
+from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
@@ -221,14 +221,17 @@ class Generations:
             members = self._agree()
             lost = [member for member in self._members if member not in members]
             goes_on = self._are_enough(members)
+            out = self._hosts.of_all(lost)
             for member in lost:
-                self._losses.settle(member, goes_on=goes_on)
+                out_too = self._hosts.of(member) in out
+                self._losses.settle(member, goes_on=goes_on, out=out_too)
             if not goes_on:
                 raise TransportError(f"{error}; {self._why_not(members)}") from error
             if self._me not in members:
                 if self._cold:
                     end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
-                end_now(LOST, f"rank {self._me}: {self._left_out}")
+                code = OUT if self._hosts.own in out else LOST
+                end_now(code, f"rank {self._me}: {self._left_out}")
             self._be(members)
             try:
                 self._form(f"generation{self._generation}")

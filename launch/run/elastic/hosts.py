@@ -74,6 +74,12 @@ class Hosts:
     def ranks_of(self, host: str) -> list[int]:
         return [member for member, name in self._names.items() if name == host]
 
+    def of_all(self, members: Sequence[int]) -> set[str]:
+        """The machines of which all members are among these."""
+        return {self.of(member) for member in members} - {
+            name for member, name in self._names.items() if member not in members
+        }
+
     @property
     def own_ranks(self) -> list[int]:
         return self.ranks_of(self.own)

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.failures import LOST, Losses
+from thinpipe.launch.net.ranks.failures import OUT, Losses
 from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.copies import keepers, newest_common
@@ -227,9 +227,9 @@ class Places(Generations):
         if 0 not in stay or self._why_over(stay):
             return False
         if self._me not in stay:
-            end_now(LOST, f"rank {self._me}: {self._left_out}")
+            end_now(OUT, f"rank {self._me}: {self._left_out}")
         for member in {*self._members} - {*stay}:
-            self._losses.settle(member, goes_on=True)
+            self._losses.settle(member, goes_on=True, out=True)
         if self._me == 0:
             self._redoing.ask_for_machine(self._lost_of(self._members))
         return True

@@ -30,6 +30,8 @@ MOMENTS = {
     "rename": (Path, "rename"),
 }
 """What a process is about to do when it is killed."""
+ONCE = ("settle", "rename")
+"""Done once where training and evaluation are of one file."""
 ROWS = [{"q": f"{n} squared?", "a": f"{n * n}", "l": n % 2} for n in range(90)]
 ROWS[7]["a"] = ROWS[8]["q"] = ""
 KINDS: dict[str, dict[str, Any]] = {
@@ -105,7 +107,7 @@ def test_the_next_start_after_a_kill_has_the_same_tokens(
         left = {path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()}
         assert left == {"", ".lock"}
         shutil.rmtree(tmp_path / "cache")
-    assert tried >= 2
+    assert tried >= (1 if moment in ONCE else 2)
     assert "waiting" not in caplog.text
     assert "made again" not in caplog.text
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.commands import PATIENCE_S
 from tests.ranks import Ranks
-from thinpipe.launch.net.ranks.failures import Failures, Losses, death_by
+from thinpipe.launch.net.ranks.failures import LOST, OUT, Failures, Losses, death_by
 
 
 def fail(rank: int) -> str:
@@ -63,8 +63,10 @@ def test_nobody_waits_for_what_none_will_settle() -> None:
     assert losses.is_open
     losses.settle(1, goes_on=True)
     losses.settle(2, goes_on=False)
-    assert losses.settled(1, lambda: False)
+    losses.settle(4, goes_on=True, out=True)
+    assert losses.settled(1, lambda: False) == LOST
     assert not losses.settled(2, lambda: False)
+    assert losses.settled(4, lambda: False) == OUT
     failures.report("no space left", cause=True)
     assert not losses.settled(3, lambda: failures.known() is not None)
     losses.close()

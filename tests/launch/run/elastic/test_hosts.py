@@ -43,7 +43,8 @@ def kill(run: HostsRun, host: int) -> list[psutil.Process]:
 
 
 def said_by(run: HostsRun, host: int) -> str:
-    return " ".join(run.log(host).read_text(encoding="utf-8").split())
+    log = run.log(host)
+    return " ".join(log.read_text(encoding="utf-8").split()) if log.exists() else ""
 
 
 def trained(run: HostsRun) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """A pipeline loses a machine, and another takes its place."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -8,57 +9,139 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.launch.run.elastic.trained import as_rank, train, write_run
+from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
-from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run.elastic.copies import keepers, newest_common
 from thinpipe.launch.run.elastic.redoing import RedoingTraining
-from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
+STEPS = 40
 PIPELINE = (
     "pipeline.replicas=1",
     "pipeline.cuts=[1,2]",
     "pipeline.microbatches=2",
-    "model.layers=3",
+    "model.dropout=0.1",
     "elastic={}",
     "train.verify_every=1",
     "checkpoint.ram_every=4",
     "checkpoint.every_steps=5",
 )
+RAW = 'boundary=[{forward={kind="raw"},backward={kind="raw"}}]'
+AQSGD = 'boundary=[{forward={kind="aqsgd",bits=4},backward={kind="direct",bits=8}}]'
+TRANSFORM = 'boundary=[{forward={kind="transform",step=0.6},backward={kind="transform",step=0.6}}]'
+TIED = 'model.tie_embeddings="exact"'
+Watch = Callable[[Any, int], None]
 
 
-def loses_a_stage(rank: int, port: int, folder: str, *changes: str) -> dict[str, Any]:
-    """Rank 1 is gone after step 10; rank 3 comes."""
-    store, seen = TCPStore("127.0.0.1", port, is_master=False), dict[str, Any](steps=[], losses=[])
+def as_place(
+    rank: int, port: int, folder: str, changes: tuple[str, ...], each: Watch = lambda *_: None
+) -> list[int]:
+    """Train as rank 0, 1 or 2, or as one that comes when it should; the steps it was asked for."""
+    store, steps = TCPStore("127.0.0.1", port, is_master=False), list[int]()
+    own = [*PIPELINE, *changes, f"network.name=host{rank}"]
+    if rank > 2:
+        store.wait([f"comes{rank}"], timedelta(seconds=PATIENCE_S))
+        own.append(f"run.folder={folder}/{rank}")
+
+    def counted(training: Any, step: int) -> None:
+        steps.append(step)
+        each(training, step)
+
+    with suppress(SystemExit), as_rank(rank, port, folder, *own, comes=rank > 2) as run:
+        train(run, counted)
+    return steps
+
+
+def leaves(training: Any, port: int, others: int = 1) -> None:
+    """This rank is gone, and others come."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    for other in range(others):
+        store.set(f"comes{3 + other}", "")
+    training._elastic.leave("this rank is gone")
+    raise SystemExit
+
+
+def loses_a_stage(
+    rank: int, port: int, folder: str, place: int, at: int, *changes: str
+) -> list[int]:
+    """A place is left after a step, rank 3 comes."""
 
     def each(training: Any, step: int) -> None:
         assert isinstance(training, RedoingTraining)
-        seen["steps"].append(step)
-        if rank == 1 and step == 10:
-            store.set("comes", "")
-            training._elastic.leave("rank 1 is gone")
-            raise SystemExit
+        if rank == place and step == at:
+            leaves(training, port)
 
-    own = [*PIPELINE, *changes, f"network.name=host{rank}"]
-    if rank == 3:
-        store.wait(["comes"], timedelta(seconds=PATIENCE_S))
-        own.append(f"run.folder={folder}/elsewhere")
-    with suppress(SystemExit), as_rank(rank, port, folder, *own, comes=rank == 3) as run:
-        train(run, each)
-        training: Any = run._training
-        seen["weights"] = [
-            float(p.double().abs().sum()) for s in training.built.stages for p in s.submod.parameters()
-        ]
-    return seen
+    return as_place(rank, port, folder, changes, each)
+
+
+def told(records: list[StepRecord]) -> list[Any]:
+    """What does not depend on time."""
+    return [(r.step, r.epoch, r.loss, r.grad_norm, r.lr, r.samples, r.eval) for r in records]
+
+
+def trained(ranks: Ranks, folder: Path, *run: Any) -> tuple[list[list[int]], list[StepRecord]]:
+    """The steps of each rank, and the records; `run` is a function for ranks and arguments."""
+    folder.mkdir()
+    write_run(folder, layers=3)
+    count, function, *rest = run
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    steps = ranks(count, function, store.port, str(folder), *rest)
+    return steps, read_metrics(folder / "run/metrics.jsonl")
 
 
 @pytest.mark.dist
-def test_another_takes_the_place_of_a_stage(ranks: Ranks, tmp_path: Path) -> None:
-    write_run(tmp_path, layers=3)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, lost, last, other = ranks(4, loses_a_stage, store.port, str(tmp_path))
-    assert first["steps"] == last["steps"] == [*range(1, 41)]
-    assert lost["steps"] == [*range(1, 11)]
-    assert other["steps"] == [*range(11, 41)]
-    records = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert [record.step for record in records] == [*range(1, 41)]
+@pytest.mark.parametrize(
+    "lost",
+    mostly_slow(
+        [(2, 10, (RAW, TIED)), (1, 20, (RAW,)), (1, 13, (RAW, 'pipeline.schedule="1F1B"'))],
+        lambda case: case[0] == 2,
+    ),
+)
+def test_what_is_learned_is_the_same_bit_for_bit(
+    ranks: Ranks, tmp_path: Path, lost: tuple[int, int, tuple[str, ...]]
+) -> None:
+    """Also if the last step was that of an epoch. Nothing is cached, and nothing is lossy."""
+    place, at, changes = lost
+    steps, records = trained(ranks, tmp_path / "a", 4, loses_a_stage, place, at, *changes)
+    left = [steps[other] for other in range(3) if other != place]
+    assert left == [[*range(1, STEPS + 1)]] * 2
+    assert steps[place] == [*range(1, at + 1)]
+    assert steps[3] == [*range(at + 1, STEPS + 1)]
+    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, changes)
+    assert told(records) == told(undisturbed)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("boundary", mostly_slow([AQSGD, TRANSFORM], lambda case: case == AQSGD))
+def test_ends_of_a_cut_are_equal_after_every_step(
+    ranks: Ranks, tmp_path: Path, boundary: str
+) -> None:
+    """As `train.verify_every` proves; caches of the new stage's cuts begin anew."""
+    _, records = trained(ranks, tmp_path / "a", 4, loses_a_stage, 1, 25, boundary)
+    assert [record.step for record in records] == [*range(1, STEPS + 1)]
+    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, (boundary,))
+    assert told(records)[:20] == told(undisturbed)[:20]
+    assert abs(records[-1].loss - undisturbed[-1].loss) < 0.05
+    sent = [sum(wire.nbytes for wire in record.wire) for record in (records[30], undisturbed[30])]
+    assert sent[0] > sent[1], "samples are sent as in a first epoch"
+
+
+def test_a_copy_is_kept_on_another_machine_where_there_is_one() -> None:
+    assert keepers(["a", "b", "c"]) == [1, 2, 0]
+    assert keepers(["a", "a", "b", "b"]) == [2, 2, 0, 0]
+    assert keepers(["a", "a"]) == [1, 0]
+
+
+def test_all_go_back_to_the_newest_step_that_all_have() -> None:
+    held = {
+        0: {"own": [8, 12], "kept": [(2, 8), (2, 12)]},
+        2: {"own": [8, 12], "kept": [[1, 8]]},
+    }
+    assert newest_common(held, 3) == 8
+    held[2]["kept"].append([1, 12])
+    assert newest_common(held, 3) == 12
+    held[2]["own"].remove(8)
+    held[2]["kept"].remove([1, 12])
+    assert newest_common(held, 3) is None
