@@ -51,7 +51,7 @@ ram_every = 5
 def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
     (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     config = RUN.format(folder=folder, text=folder / "text.txt")
-    settings = ("network.patience_s=3", "pipeline.peer_timeout_s=60", *settings)
+    settings = ("network.patience_s=3", "pipeline.peer_timeout_s=240", *settings)
     return HostsRun(net, folder, config, *settings, hosts=HOSTS - 1)
 
 
