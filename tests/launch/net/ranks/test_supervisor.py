@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tests.commands import PATIENCE_S
+from tests.waiting import until
 from thinpipe.launch.net.ranks.failures import Losses
 
 pytestmark = pytest.mark.slow
@@ -72,12 +73,12 @@ def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses = Losses(PrefixStore("run", store))
     losses.open(PATIENCE_S)
-    told = f"announce(('127.0.0.1', {store.port}), 'run', 'rank 3')"
+    told = f"announce(('127.0.0.1', {store.port}), 'run', 'rank 3', 3)"
     supervisor = start(
         f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
         "os.kill(os.getpid(), 9)"
     )
-    assert losses.wait(1)[0] == 3
+    until(lambda: losses.has(3))
     supervisor.send_signal(signal.SIGTERM)
     supervisor.communicate(timeout=PATIENCE_S / 4)
     assert supervisor.returncode == -signal.SIGTERM
