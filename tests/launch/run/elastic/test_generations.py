@@ -396,6 +396,8 @@ def killed_while_regrouping(rank: int, port: int) -> dict[str, Any]:
     results, began_s = [elastic.together(share)], time.monotonic()
     if rank == 2:
         dist.init_process_group = leave
+        store.set("is to leave", "")
+    store.wait(["is to leave"], timedelta(seconds=PATIENCE_S))
     try:
         results.append(elastic.together(leave if rank == 3 else share))
     except SystemExit:
