@@ -20,7 +20,8 @@ def cache_folder() -> Path:
         folder = Path(chosen).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    # not Path.expanduser, which raises where a user has neither HOME nor a name
+    user = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
     temporary = (os.environ.get("TMPDIR") or "/tmp", "/dev/shm")  # not that of one launcher
     names = [Path(place) / f"thinpipe-{os.getuid()}" for place in temporary]
     places = [*[user / "thinpipe"] * user.is_absolute(), *names]

@@ -3,16 +3,17 @@
 import os
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.host.test_disk import faults
-from tests.launch.test_ends import temporary
 from tests.launch.test_train import command, run_file
 from thinpipe.launch.checkpoint import files
 
-__all__ = ["faults", "run_file", "temporary"]
+__all__ = ["faults", "run_file"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -27,10 +28,17 @@ mount -o remount,bind,ro /
 cd "$1"
 shift
 setpriv --reuid=12345 --regid=12345 --clear-groups --inh-caps=+dac_read_search \\
-    --ambient-caps=+dac_read_search env -i PATH="$PATH" OMP_NUM_THREADS=1 "$@"
+    --ambient-caps=+dac_read_search env -i PATH="$PATH" OMP_NUM_THREADS=1 THINPIPE_CACHE=cache "$@"
 ls runs/tiny/checkpoints
 """
 """Read-only but for one folder; no /proc/net, no /sys; a user without a name and without HOME."""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Not in /dev/shm, where others may be: the container has its own."""
+    with tempfile.TemporaryDirectory(prefix="thinpipe-test-", dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 def test_a_run_in_a_container_that_hides_and_forbids_nearly_everything(

@@ -1,6 +1,8 @@
 """The user's cache lies where nobody else decides what is written over."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,15 @@ def test_a_link_of_somebody_else_is_not_followed(
     assert cache_folder() == link
     os.lchown(link, 12345, 12345)
     assert cache_folder() not in (link, target)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without a name")
+def test_a_user_without_a_home_has_a_cache_too() -> None:
+    """As in a container that is started with `--user 12345`."""
+    code = "import os; from thinpipe.launch.host import cache; "
+    code += "os.setuid(12345); print(cache.cache_folder())"
+    environment = {"PATH": os.environ["PATH"], "TMPDIR": "/tmp"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() in ("/tmp/thinpipe-12345", "/dev/shm/thinpipe-12345")
