@@ -80,6 +80,10 @@ def _check_elastic(config: RunConfig, machines: Machines) -> None:
             f"--join = {machines.join}: a run that others can join has elastic.min_replicas or, "
             "without replicas, checkpoint.ram_every; use its own run file"
         )
+    if machines.join and machines.ranks and config.checkpoint.ram_every is None:
+        raise ConfigError(
+            f"--ranks = {machines.ranks}: not with --join, which brings one replica; remove it"
+        )
     if machines.alone or not what:
         return
     if config.network.trusted:

@@ -91,7 +91,7 @@ class Checkpoints:
 
         New `facts`, and `locate`, come next.
         """
-        self._gone = lambda: "replicas have left"
+        self._gone = lambda: "ranks have left"
         if not self.wait():
             self._retry_at_s = time.monotonic()
         self._board, self._made_peers = None, None

@@ -66,6 +66,7 @@ class Records:
         self._writer: MetricsWriter | None = None
         self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
+        self._told = 0  # the last step that trackers know of
         self._measured: dict[int, dict[str, Any]] = {}  # of steps that are to be done again
         self._journal: Journal | None = None
         self._reported = False
@@ -168,8 +169,9 @@ class Records:
         self._records.append(record)
         if self._writer is not None:
             self._writer.write(record)
-        for outlet in self._outlets:
+        for outlet in self._outlets if record.step > self._told else ():
             outlet.add(record.step, scalars(record))
+        self._told = max(self._told, record.step)
 
     def _report_so_far(self) -> None:
         """Write the report of the steps so far; it is the last one if the run ends early."""

@@ -29,6 +29,7 @@ class Overlay:
     def __init__(self, settings: Settings) -> None:
         """Start the process; `join` waits for the others."""
         self.name, self._waits = settings.name, settings.waits
+        self._gone_s = max(_RUN_GONE_S, settings.patience_s)
         self.peer_list = PeerList(run="00", coordinator="", needed=settings.needed)
         self.on_link: Callable[[str, str, str], None] | None = None
         """Called with the peer's name, "silent", "back" or "lost", and the reason."""
@@ -66,7 +67,7 @@ class Overlay:
                 event = self._events.get(timeout=max(0.0, limit - monotonic()))
             except Empty:
                 if self._waits and news.refused:
-                    raise OverlayError(f"the run does not answer any more: {news.reason}") from None
+                    raise OverlayError(f"the run does not answer any more. {news.reason}") from None
                 needed = f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
                 raise OverlayError(needed + news.why(expected)) from None
             if event["event"] == "joined":
@@ -74,7 +75,7 @@ class Overlay:
             if event["event"] == "failed":
                 raise OverlayError(event["message"])
             if event["event"] == "spare":
-                limit = monotonic() + _RUN_GONE_S
+                limit = monotonic() + self._gone_s
             for line in news.take(event, self.peer_list.needed):
                 log(line)
 

@@ -66,7 +66,7 @@ def pair(store: Store, place: int, wait_s: float) -> Pair:
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
-    edge = "a connection for the state of a replica that joins"
+    edge = "a connection for states"
     with naming(edge):
         group: Any = dist.ProcessGroupGloo(store, place, 2, options)
 

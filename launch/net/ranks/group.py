@@ -99,7 +99,7 @@ def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
         time.sleep(_POLL_S)
     raise HandshakeError(
         f"--join: nobody may join the run there yet, after {wait_s:.0f} s: it has not begun, or "
-        "goes on without no replica ([elastic] min_replicas)"
+        "ends when a rank is lost (elastic.min_replicas, checkpoint.ram_every)"
     )
 
 

@@ -24,6 +24,8 @@ from thinpipe.launch.run.elastic.messages import receive_header, receive_tensors
 from thinpipe.launch.run.weights import as_bytes, describe
 
 _log = logging.getLogger(__name__)
+_REGROUP_S = 60.0
+"""After that what broke a connection was no loss."""
 _BEAT_S = 2.0
 """A message at least this often: the other end waits no longer than for a rank in training."""
 
@@ -70,6 +72,12 @@ class RamCopies:
         self._latest: int | None = None
         self._next = self._change = 0
         self._queue: SimpleQueue[int | None] = SimpleQueue()
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Nothing is copied any more."""
+        self._over.set()
+        self._queue.put(None)
 
     def regroup(self, change: int, place: int, hosts: Sequence[str], step: int) -> None:
         """Begin anew, at a `step`, among ranks on these `hosts`; copies of others are dropped."""
@@ -79,10 +87,10 @@ class RamCopies:
         with self._changes:
             self._change = change
             self._drop_all_but(step, step)
-        self._start(self._send, place, self._queue)
+        self._start(self._send, change, place, self._queue)
         for source, keeper in enumerate(keepers(hosts)):
             if keeper == place:
-                self._start(self._receive, source)
+                self._start(self._receive, change, source)
 
     @property
     def held(self) -> dict[str, Any]:
@@ -135,8 +143,8 @@ class RamCopies:
         store = self._store.clone()  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=act, args=(store, *args), daemon=True).start()
 
-    def _send(self, store: Store, place: int, queue: SimpleQueue[int | None]) -> None:
-        with _told():
+    def _send(self, store: Store, change: int, place: int, queue: SimpleQueue[int | None]) -> None:
+        with self._told(change):
             send, _ = self._connect(PrefixStore(str(place), store), place, 0)
             while (step := _next(queue)) is not None:
                 if step < 0:
@@ -147,9 +155,8 @@ class RamCopies:
                 header = {"step": step, "tree": tree, "digest": _digest(tensors)}
                 send_message(send, {**header, "tensors": listed}, tensors.values())
 
-    def _receive(self, store: Store, source: int) -> None:
-        change = self._change
-        with _told():
+    def _receive(self, store: Store, change: int, source: int) -> None:
+        with self._told(change):
             _, receive = self._connect(PrefixStore(str(source), store), source, 1)
             while change == self._change:
                 header = receive_header(receive, free_memory())
@@ -164,6 +171,18 @@ class RamCopies:
                     self._kept[source, header["step"]] = Packed(header["tree"], tensors)
                 store.add(f"has/{header['step']}", 1)
 
+    @contextmanager
+    def _told(self, change: int) -> Iterator[None]:
+        """What fails here ends the copies, never training."""
+        try:
+            yield
+        except Exception as error:
+            if self._over.wait(_REGROUP_S) or change != self._change:
+                return  # a rank was lost, or the run has ended
+            _log.warning(
+                "note: states are not copied to RAM any more: %s: %s", type(error).__name__, error
+            )
+
 
 def _next(queue: SimpleQueue[int | None]) -> int | None:
     """The next step to send; -1 after a while without one."""
@@ -171,19 +190,6 @@ def _next(queue: SimpleQueue[int | None]) -> int | None:
         return queue.get(timeout=_BEAT_S)
     except Empty:
         return -1
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """What fails here ends the copies, never training."""
-    try:
-        yield
-    except RuntimeError:  # the other end is lost, which all are about to learn
-        pass
-    except Exception as error:
-        _log.warning(
-            "note: states are not copied to RAM any more: %s: %s", type(error).__name__, error
-        )
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

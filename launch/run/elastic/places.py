@@ -18,13 +18,14 @@ from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import OUT, Losses
 from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
-from thinpipe.launch.run.elastic.copies import keepers, newest_common
+from thinpipe.launch.run.elastic.copies import newest_common
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.generations import Generations
 from thinpipe.launch.run.elastic.hosts import say_where
 from thinpipe.launch.run.elastic.joining import JoiningStore
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.mesh import Mesh
 
 if TYPE_CHECKING:
     from thinpipe.launch.run.elastic.redoing import RedoingTraining
@@ -52,18 +53,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Back:
-    """All go back to a `step`; at these `places` there are others, who have no state."""
+    """All go back to a `step`."""
 
     step: int
-    places: list[int]
+    holders: dict[int, int]
+    """For places of others, who have no state, the place that has a copy for it."""
     done: int
     """The steps that were done."""
     epoch: int
     """In which the run is."""
 
 
-def wait_for_call(newcomer: Newcomer, host: str) -> Call:
-    """Wait until a place is free for this rank.
+def wait_for_call(newcomer: Newcomer, mesh: Mesh, host: str) -> Call:
+    """Wait until places are free for the ranks of this machine, which `mesh` is of.
 
     Raises:
         ConfigError: the run has ended.
@@ -71,10 +73,12 @@ def wait_for_call(newcomer: Newcomer, host: str) -> Call:
     """
     store, losses = PrefixStore("elastic", newcomer.store), Losses(newcomer.store)
     try:
-        (number,) = Door(store).numbers(1)
+        numbers = newcomer.numbers(Door(store).numbers, mesh)
+        number = numbers[mesh.rank]
         say_where(store, number, host)
         newcomer.say(number)
-        store.set(f"spare/{store.add('spares', 1)}", str(number))
+        if mesh.rank == 0:
+            store.set(f"spare/{store.add('spares', 1)}", json.dumps(numbers))
         while not store.check([f"called/{number}"]):
             newcomer.check()
             if not losses.is_open:
@@ -157,7 +161,7 @@ class Places(Generations):
             self._comes_in = False
             self._come_in()
         if self._back is not None and self._cold:
-            self._redoing.go_back(self._back, self._keepers())
+            self._redoing.go_back(self._back)
             self._warm = {*self._members}
             if self._newcomer is not None:
                 self._newcomer.take_part()
@@ -189,9 +193,6 @@ class Places(Generations):
         """The machine at each place."""
         return [self._hosts.of(member) for member in self._members]
 
-    def _keepers(self) -> list[int]:
-        return keepers(self.places)
-
     def _come_in(self) -> None:
         assert self._newcomer is not None, "it was called"
         self._newcomer.has_entered = True
@@ -208,22 +209,38 @@ class Places(Generations):
 
     def _choose(self, silent: Set[int]) -> list[int]:
         """Those of machines that are all there, and others in the places of those that are not."""
-        limit_s, known = time.monotonic() + self._wait_s, list[int]()
+        limit_s, known = time.monotonic() + self._wait_s, None
         while time.monotonic() < limit_s:
             stay = self._staying(silent)
             if stay != known:
                 known = stay
                 if not self._waits_for_others(stay):
                     break
-            found = self._spares()
-            if len(stay) + len(found) >= len(self._members):
-                others = iter(found)
-                return [member if member in stay else next(others) for member in self._members]
+            if (members := self._filled(stay)) is not None:
+                return members
             time.sleep(_POLL_S)
-        return known
+        return known or []
+
+    def _filled(self, stay: Sequence[int]) -> list[int] | None:
+        """The members, with ranks of others in place of lost machines; None if too few have come.
+
+        Each machine is replaced by one of as many ranks.
+        """
+        members, spares = [*self._members], self._spares()
+        for host in dict.fromkeys(self._hosts.of(m) for m in self._members if m not in stay):
+            places = [place for place, name in enumerate(self.places) if name == host]
+            other = next((ranks for ranks in spares if len(ranks) == len(places)), None)
+            if other is None:
+                return None
+            spares.remove(other)
+            for place, number in zip(places, other, strict=True):
+                members[place] = number
+        return members
 
     def _waits_for_others(self, stay: Sequence[int]) -> bool:
-        """Whether the run can go on when others come; all machines that are lost leave then."""
+        """Whether the run can go on when others come; machines that are lost leave at once then, as
+        only that makes room for others.
+        """
         if 0 not in stay or self._why_over(stay):
             return False
         if self._me not in stay:
@@ -231,7 +248,8 @@ class Places(Generations):
         for member in {*self._members} - {*stay}:
             self._losses.settle(member, goes_on=True, out=True)
         if self._me == 0:
-            self._redoing.ask_for_machine(self._lost_of(self._members))
+            ranks = len(self._members) - len(stay)
+            self._redoing.ask_for_machine(self._lost_of(self._members), ranks)
         return True
 
     def _staying(self, silent: Set[int]) -> list[int]:
@@ -240,13 +258,14 @@ class Places(Generations):
         hosts = {self._hosts.of(member) for member in self._members if member in gone}
         return [member for member in self._members if self._hosts.of(member) not in hosts]
 
-    def _spares(self) -> list[int]:
-        """Ranks that have come, and are neither lost nor members."""
+    def _spares(self) -> list[list[int]]:
+        """The ranks of each machine that has come, and has neither lost nor member ranks."""
         count = self._store.add("spares", 0)
         keys = [f"spare/{number}" for number in range(1, count + 1)]
-        numbers = [int(self._store.get(key)) for key in keys if self._store.check([key])]
+        machines = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         with self._changed:
-            return [n for n in numbers if n not in self._lost and n not in self._members]
+            gone = self._lost.keys() | {*self._members}
+        return [ranks for ranks in machines if not gone & {*ranks}]
 
     def _why_over(self, stay: Sequence[int]) -> str:
         """Why the run cannot go on with others; nothing if it can."""
@@ -280,10 +299,14 @@ class Places(Generations):
         held = {place: post["has"] for place, post in enumerate(posts) if post["has"]}
         step = newest_common(held, len(posts))
         assert step is not None, "as was seen before"
-        places = [place for place in range(len(posts)) if place not in held]
+        holders = {
+            place: next(p for p, has in held.items() if [place, step] in has["kept"])
+            for place in range(len(posts))
+            if place not in held
+        }
         furthest = max((posts[place] for place in held), key=lambda post: int(post["done"]))
         done = max(posts[place]["at"][0] for place in held)
-        self._back = Back(step, places, done, furthest["at"][1])
+        self._back = Back(step, holders, done, furthest["at"][1])
         if not self._has_state:
             self._done = int(furthest["done"])
         return super()._furthest(posts)

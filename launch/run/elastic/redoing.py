@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.checkpoint.agreement import Ask
-from thinpipe.launch.checkpoint.contents import collect, distribute
+from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.group import Newcomer
@@ -43,9 +43,10 @@ class RedoingTraining(ElasticTraining):
         """As of `Training`; a newcomer waits until a place is free."""
         self._call, newcomer = None, session.newcomer
         self._had = 0  # steps that were done before all went back
+        self._in_step = False
         self._epoch = 0
         if newcomer is not None:
-            self._call = wait_for_call(newcomer, config.network.own_name())
+            self._call = wait_for_call(newcomer, session.mesh, config.network.own_name())
             with answering(newcomer, self._call):
                 transport = cast(GlooTransport, session.transport)
                 transport.stand_in(config.pipeline.pipeline_ranks, self._call.place)
@@ -63,6 +64,11 @@ class RedoingTraining(ElasticTraining):
             assert self._session.newcomer is not None, "it was called"
             with answering(self._session.newcomer, self._call):
                 super().begin(stack)
+            self._redone(self._had, lambda: None)
+
+    def finish(self, done: int) -> None:
+        super().finish(done)
+        self._copies.close()
 
     @property
     def nothing_left(self) -> bool:
@@ -83,15 +89,16 @@ class RedoingTraining(ElasticTraining):
         """Of which steps this rank has copies."""
         return self._copies.held
 
-    def ask_for_machine(self, lost: str) -> None:
-        """Say that a machine is missing."""
+    def ask_for_machine(self, lost: str, ranks: int) -> None:
+        """Say that machines are missing, which had so many ranks."""
         wait_s = self._config.pipeline.peer_timeout_s
+        several = f" --ranks {ranks}" if ranks > 1 else ""
         self.display.note(
             f"lost: {lost}; waiting for a machine in its place, at most {wait_s:.0f} s: "
-            f"thinpipe train RUN.TOML --join"
+            f"thinpipe train RUN.TOML --join HOST:PORT{several}"
         )
 
-    def go_back(self, back: Back, keepers: list[int]) -> None:
+    def go_back(self, back: Back) -> None:
         """Have the state of an earlier step again; a collective.
 
         Raises:
@@ -100,27 +107,30 @@ class RedoingTraining(ElasticTraining):
         transport, mesh, step = self._session.transport, self._session.mesh, back.step
         own = [self._plan.state, self._checkpoints.number, self.built.best.state_dict()]
         plan, save, best = gather_json(transport, own)[0]
-        for place in back.places:
-            keeper = keepers[place]
+        for place, keeper in back.holders.items():
             kept = self._copies.kept(place, step) if mesh.rank == keeper else None
             state = hand_over(transport, keeper, place, kept)
             if mesh.rank == place:
                 self._copies.take_over(step, state)
         state = self._copies.own(step)
-        distribute(self.built, state["built"], SENT)
+        # an optimizer keeps the tensors that it is given
+        distribute(self.built, snapshot(state["built"]), SENT)
         self._skips.state = state["skips"]
         self.built.best.load_state_dict(best)  # evaluations are not done again
+        words, (serial, generation, _) = self._lost, self._checkpoints.number
         if not self._has_state:
+            words, (serial, generation, _) = f"took the place of rank {mesh.rank}", save
+            self._checkpoints.check_earlier(back.done, serial)
             self._plan.take(plan, mesh)
-            self._checkpoints.follow(*save)
             self._had, self._epoch = back.done, back.epoch
+        self._checkpoints.follow(serial, generation, None)  # a new disk has none of the last save
         self._done = self._agreed = step
         repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
         self.records.go_back(step)
         self._checkpoints.locate()
         self._begin_copies(self._change, step)
         self._has_state = True
-        self.display.note(f"{self._lost}; all went back from step {back.done} to step {step}")
+        self.display.note(f"{words}; all went back from step {back.done} to step {step}")
         if repaired:
             self.display.note_repaired(dict(repaired))
         if mesh.rank == 0:
@@ -140,7 +150,7 @@ class RedoingTraining(ElasticTraining):
         self._checkpoints.regroup(change)
         self._checkpoints.watch(lambda: self._elastic.loss)
         self.built.engine.regroup(self._sampler.all_ids(), passes)
-        self.records.planned(self.steps, self._elastic.hosts)
+        self.records.planned(self.steps, dict(enumerate(self._elastic.places)))
         self._agreed = self._elastic.goes_back_to
         before_this = self.agreement
         self.agreement = self._agreement(PrefixStore(f"generation{change}", self._session.store))
@@ -150,7 +160,7 @@ class RedoingTraining(ElasticTraining):
 
     def step(self, batch: Batch, step: int) -> StepRecord:
         self._epoch = self._sampler.epoch(step)
-        return self._redone(step, lambda: super(RedoingTraining, self).step(batch, step))
+        return self._redone(step, lambda: self._once(batch, step))
 
     def evaluate(self, samples: Any, step: int) -> dict[str, float]:
         self._epoch = self._sampler.epoch(step)
@@ -178,7 +188,6 @@ class RedoingTraining(ElasticTraining):
 
     def _come_in(self) -> None:
         self.start = self._elastic.take_place().step
-        self._redone(self._had, lambda: None)
 
     def _begin_weights(self) -> str | None:
         return super()._begin_weights() if self._call is None else None
@@ -209,7 +218,16 @@ class RedoingTraining(ElasticTraining):
         totals = self._elastic.step(train, forget)
         return totals, self._sampler.epoch(step), self._sampler.samples(step)
 
+    def _once(self, batch: Batch, step: int) -> StepRecord:
+        self._in_step = True
+        try:
+            return super().step(batch, step)
+        finally:
+            self._in_step = False
+
     def _all_do(self, do: Callable[[], _T]) -> _T:
+        if self._in_step:  # which is done again as a whole
+            return super()._all_do(do)
         had = max(self._had, self._done)
         return self._redone(had, lambda: super(RedoingTraining, self)._all_do(do))
 
@@ -228,7 +246,7 @@ class RedoingTraining(ElasticTraining):
         while self._done < had:
             batch = self.batch(self._done)
             assert batch is not None, "a stream is refused"
-            super().step(batch, self._done)
+            self._once(batch, self._done)
             saves |= self._save_again
             if self.stopping:
                 self.stop_here()

@@ -179,8 +179,8 @@ class MetricsWriter:
         """Drop later steps, which are going to be written again."""
         try:
             _truncate(Path(self._file.name), step)
-        except OSError as error:  # readers take the last of two
-            _log.warning("%s: steps were done again: %s", self._file.name, disk.why(error))
+        except (OSError, ValueError) as error:
+            _log.warning("%s: steps were done again: %s", self._file.name, error)
         self._file.close()
         path = Path(self._file.name)
         self._file, self._waiting = path.open("ab", buffering=0), b""

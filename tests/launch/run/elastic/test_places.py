@@ -54,11 +54,9 @@ def as_place(
     return steps
 
 
-def leaves(training: Any, port: int, others: int = 1) -> None:
-    """This rank is gone, and others come."""
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    for other in range(others):
-        store.set(f"comes{3 + other}", "")
+def leaves(training: Any, port: int, key: str) -> None:
+    """This rank is gone, and another may come."""
+    TCPStore("127.0.0.1", port, is_master=False).set(key, "")
     training._elastic.leave("this rank is gone")
     raise SystemExit
 
@@ -71,7 +69,17 @@ def loses_a_stage(
     def each(training: Any, step: int) -> None:
         assert isinstance(training, RedoingTraining)
         if rank == place and step == at:
-            leaves(training, port)
+            leaves(training, port, "comes3")
+
+    return as_place(rank, port, folder, changes, each)
+
+
+def loses_two(rank: int, port: int, folder: str, *changes: str) -> list[int]:
+    """Place 1 is left after step 10 and place 2 after step 27; ranks 3 and 4 come."""
+
+    def each(training: Any, step: int) -> None:
+        if (rank, step) in ((1, 10), (2, 27)):
+            leaves(training, port, f"comes{rank + 2}")
 
     return as_place(rank, port, folder, changes, each)
 
@@ -110,6 +118,17 @@ def test_what_is_learned_is_the_same_bit_for_bit(
     assert steps[place] == [*range(1, at + 1)]
     assert steps[3] == [*range(at + 1, STEPS + 1)]
     _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, changes)
+    assert told(records) == told(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_second_machine_is_lost_later(ranks: Ranks, tmp_path: Path) -> None:
+    """The copies that all go back to then were made after the first had been replaced."""
+    steps, records = trained(ranks, tmp_path / "a", 5, loses_two, RAW)
+    assert steps[0] == [*range(1, STEPS + 1)]
+    assert (steps[3], steps[4]) == ([*range(11, STEPS + 1)], [*range(28, STEPS + 1)])
+    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, (RAW,))
     assert told(records) == told(undisturbed)
 
 
