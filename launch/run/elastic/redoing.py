@@ -249,6 +249,7 @@ class RedoingTraining(ElasticTraining):
             self._once(batch, self._done)
             saves |= self._save_again
             if self.stopping:
+                self._had = self._done  # no more is done again
                 self.stop_here()
         if saves:
             self.agreement.ask(Ask.SAVE)

@@ -13,6 +13,9 @@ from tests.launch.run.elastic.trained import as_rank, train, write_run
 from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.agreement import Ask
+from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic.copies import keepers, newest_common
 from thinpipe.launch.run.elastic.redoing import RedoingTraining
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
@@ -119,6 +122,36 @@ def test_what_is_learned_is_the_same_bit_for_bit(
     assert steps[3] == [*range(at + 1, STEPS + 1)]
     _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, changes)
     assert told(records) == told(undisturbed)
+
+
+def stops_in_between(rank: int, port: int, folder: str) -> list[int]:
+    """Place 1 is left after step 11; all are asked to stop as they go back to step 8."""
+    go_back = RedoingTraining.go_back
+
+    def stopped(training: RedoingTraining, back: Any) -> None:
+        go_back(training, back)
+        if rank == 0:
+            training.agreement.ask(Ask.STOP)
+
+    RedoingTraining.go_back = stopped  # type: ignore[method-assign]
+    try:
+        return loses_a_stage(rank, port, folder, 1, 11, RAW)
+    except TerminatedError:
+        return []
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_stop_while_steps_are_done_again_saves_the_step_there_is(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    _, records = trained(ranks, tmp_path / "a", 4, stops_in_between)
+    last = records[-1].step
+    assert last in (9, 10, 11)
+    root = tmp_path / "a/run/checkpoints"
+    assert files.newest(root) == last
+    state = files.read_part(root / f"step-{last}", "replica-0.rank-0", verify=False)
+    assert state["lr_schedule"]["last_epoch"] == last
 
 
 @pytest.mark.slow
