@@ -136,14 +136,13 @@ class Records:
 
     def go_back(self, step: int) -> None:
         """Later steps are done again; what was measured after them stays."""
-        pending = [self._pending] if self._pending else []
-        for record in [*self._records, *pending]:
+        self.flush()
+        for record in self._records:
             if record.step > step and (record.eval or record.own):
                 self._measured[record.step] = {"eval": record.eval, "own": record.own}
         self._records = [record for record in self._records if record.step <= step]
-        self._pending = None
         if self._writer is not None:
-            self._writer.go_back(step)
+            self._writer.rewrite(self._records)
 
     def ends_early(self, why: str) -> None:
         self._display.note(why)

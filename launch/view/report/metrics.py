@@ -5,7 +5,7 @@ The training loop, the display and the report share these dataclasses.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,14 +175,15 @@ class MetricsWriter:
             if not warned:
                 _log.warning("%s: steps wait to be written: %s", self._file.name, disk.why(error))
 
-    def go_back(self, step: int) -> None:
-        """Drop later steps, which are going to be written again."""
-        try:
-            _truncate(Path(self._file.name), step)
-        except (OSError, ValueError) as error:
-            _log.warning("%s: steps were done again: %s", self._file.name, error)
-        self._file.close()
+    def rewrite(self, records: Sequence[StepRecord]) -> None:
+        """Hold these alone; what a full disk has no room for stays as it was, with a warning."""
         path = Path(self._file.name)
+        try:
+            _rewrite(path, records)
+        except OSError as error:
+            _log.warning("%s: later steps are in it twice: %s", path, disk.why(error))
+            return
+        self._file.close()
         self._file, self._waiting = path.open("ab", buffering=0), b""
 
     def close(self) -> None:
@@ -235,10 +236,13 @@ def _truncate(path: Path, last_step: int) -> None:
     """Rewrite the file with the records up to `last_step`, atomically."""
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record.step <= last_step]
+    _rewrite(path, [record for record in read_metrics(path) if record.step <= last_step])
+
+
+def _rewrite(path: Path, records: Iterable[StepRecord]) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.writelines(_line(record) for record in kept)
+        file.writelines(_line(record) for record in records)
         file.flush()
         disk.flush(file.fileno())
     disk.replace(partial, path)
