@@ -84,6 +84,11 @@ def _check_elastic(config: RunConfig, machines: Machines) -> None:
         raise ConfigError(
             f"--ranks = {machines.ranks}: not with --join, which brings one replica; remove it"
         )
+    if machines.alone and config.checkpoint.ram_every is not None:
+        raise ConfigError(
+            f"{what}: on one machine there is no other to take a place; remove it, or start the "
+            "run on several (--nnodes, --rdzv)"
+        )
     if machines.alone or not what:
         return
     if config.network.trusted:

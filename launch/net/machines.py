@@ -95,8 +95,8 @@ def several_machines(
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
-    what = "joining the run" if joins else f"waiting for {hosts} machines"
-    log(f"{what} at {endpoint}, at most {limit_s:.0f} s")
+    what = f"waiting for {hosts} machines at {endpoint}, at most {limit_s:.0f} s"
+    log(f"joining the run at {endpoint}" if joins else what)
     with contextlib.ExitStack() as on_error:
         on_error.callback(overlay.close)
         overlay.join(limit_s, log, expected=expected)

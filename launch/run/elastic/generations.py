@@ -223,8 +223,7 @@ class Generations:
             goes_on = self._are_enough(members)
             out = self._hosts.of_all(lost)
             for member in lost:
-                out_too = self._hosts.of(member) in out
-                self._losses.settle(member, goes_on=goes_on, out=out_too)
+                self._losses.settle(member, goes_on=goes_on, out=self._hosts.of(member) in out)
             if not goes_on:
                 raise TransportError(f"{error}; {self._why_not(members)}") from error
             if self._me not in members:

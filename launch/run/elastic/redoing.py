@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
@@ -146,17 +146,11 @@ class RedoingTraining(ElasticTraining):
         agreed: tuple[int, int] = (0, 0),
     ) -> None:
         self._change, self._lost = change, words
-        self._sync.regroup(*before)
-        self._checkpoints.regroup(change)
-        self._checkpoints.watch(lambda: self._elastic.loss)
+        self._regroup_parts(change, before)
         self.built.engine.regroup(self._sampler.all_ids(), passes)
         self.records.planned(self.steps, dict(enumerate(self._elastic.places)))
         self._agreed = self._elastic.goes_back_to
-        before_this = self.agreement
-        self.agreement = self._agreement(PrefixStore(f"generation{change}", self._session.store))
-        before_this.close(self.agreement)
-        if self._elastic.loss:  # which `interrupt` may have told the one before
-            self.agreement.release()
+        self._agree_anew(change)
 
     def step(self, batch: Batch, step: int) -> StepRecord:
         self._epoch = self._sampler.epoch(step)

@@ -142,23 +142,32 @@ class ElasticTraining(Training):
         `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
         that of the rank that is furthest.
         """
-        self._sync.regroup(*before)
         self._plan.share_anew(self._session.mesh, self._done)
-        self._checkpoints.regroup(change)
-        self._checkpoints.watch(lambda: self._elastic.loss)
+        self._regroup_parts(change, before)
         self._go_on(passes)
-        before_this, behind = self.agreement, self._has_state and agreed[0] > self._agreed
+        behind = self._has_state and agreed[0] > self._agreed
         if agreed[0] == self._done and agreed != self.agreed:  # those lost did not say it here
             self._admits |= agreed[1] == Ask.ADMIT
             self._stops_here = agreed[1] == Ask.STOP and not behind
-        store = PrefixStore(f"generation{change}", self._session.store)
-        self.agreement = self._agreement(store, agreed if behind else (0, Ask.NOTHING))
         stops = self.stopping or self._stops_here  # nobody has to be asked for it
-        before_this.close(None if stops else self.agreement)
-        if self._elastic.loss:  # which `interrupt` may have told the one before
-            self.agreement.release()
+        self._agree_anew(change, agreed if behind else (0, Ask.NOTHING), stops=stops)
         if self._has_state:
             self._say(words)
+
+    def _regroup_parts(self, change: int, before: tuple[int, int]) -> None:
+        self._sync.regroup(*before)
+        self._checkpoints.regroup(change)
+        self._checkpoints.watch(lambda: self._elastic.loss)
+
+    def _agree_anew(
+        self, change: int, agreed: tuple[int, int] = (0, Ask.NOTHING), *, stops: bool = False
+    ) -> None:
+        """Agree with the new ranks, and ask them for what is not done, unless all stop."""
+        before, store = self.agreement, PrefixStore(f"generation{change}", self._session.store)
+        self.agreement = self._agreement(store, agreed)
+        before.close(None if stops else self.agreement)
+        if self._elastic.loss:  # which `interrupt` may have told the one before
+            self.agreement.release()
 
     def _go_on(self, passes: int) -> None:
         """By the plan, which has changed."""

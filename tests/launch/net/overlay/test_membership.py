@@ -78,6 +78,9 @@ def test_only_one_that_comes_later_may_have_the_place_of_a_lost_host() -> None:
     full = members("a", host("a"), host("b10"), host("b9"))
     newcomer, early = (Hello(purpose="join", name="c", hosts=hosts) for hosts in (0, 3))
     assert full.place(newcomer, ["b10", "b9"]) == "b9"
+    assert full.is_spare(newcomer)
+    assert not full.is_spare(early)
+    assert not full.is_spare(newcomer.model_copy(update={"name": "b9"})), "it is started twice"
     assert full.place(newcomer, []) is None
     assert full.place(early, ["b9"]) is None
     assert full.place(Hello(purpose="join", name="b9", hosts=0), ["b10"]) is None

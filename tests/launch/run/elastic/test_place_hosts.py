@@ -10,6 +10,7 @@ import pytest
 
 from tests.faults.hosts import HostsRun
 from tests.launch.net.overlay.test_run import HOSTS, net
+from tests.launch.run.elastic.test_generations import RUN
 from tests.launch.run.elastic.test_hosts import kill, said_by
 from tests.processes import lives, named
 from tests.waiting import until
@@ -19,40 +20,23 @@ from thinpipe.launch.view.report.metrics import read_metrics
 
 __all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-RUN = """
-[run]
-name = "places"
-folder = "{folder}"
-[model]
-layers = 2
-width = 32
-heads = 2
-context = 32
-[data]
-path = "{text}"
-sequence_length = 32
-train_sequences = 240
-eval_sequences = 6
-[pipeline]
-device = "cpu"
-cuts = [1]
-microbatches = 2
-[train]
-epochs = 8
-batch_size = 6
-warmup_steps = 2
-verify_every = 7
-[checkpoint]
-every_steps = 50
-ram_every = 5
-"""
+PIPELINE = (
+    "network.patience_s=3",
+    "pipeline.peer_timeout_s=240",
+    "pipeline.replicas=1",
+    "pipeline.cuts=[1]",
+    "pipeline.microbatches=2",
+    "elastic={}",
+    "train.epochs=8",
+    "checkpoint.every_steps=50",
+    "checkpoint.ram_every=5",
+)
 
 
 def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
     (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    config = RUN.format(folder=folder, text=folder / "text.txt")
-    settings = ("network.patience_s=3", "pipeline.peer_timeout_s=240", *settings)
-    return HostsRun(net, folder, config, *settings, hosts=HOSTS - 1)
+    config = RUN.format(folder=folder, text=folder / "text.txt", method="allreduce")
+    return HostsRun(net, folder, config, *PIPELINE, *settings, hosts=HOSTS - 1)
 
 
 def test_a_spare_machine_takes_the_place_of_one_that_was_killed(

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from torch.distributed import TCPStore
 
 from tests.launch.run.elastic.trained import as_rank, train, write_run
 from tests.often import mostly_slow
 from tests.ranks import Ranks
+from tests.training import config
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.agreement import Ask
+from thinpipe.launch.memory.host import host_needs
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic.copies import keepers, newest_common
 from thinpipe.launch.run.elastic.redoing import RedoingTraining
@@ -106,7 +109,12 @@ def trained(ranks: Ranks, folder: Path, *run: Any) -> tuple[list[list[int]], lis
 @pytest.mark.parametrize(
     "lost",
     mostly_slow(
-        [(2, 10, (RAW, TIED)), (1, 20, (RAW,)), (1, 13, (RAW, 'pipeline.schedule="1F1B"'))],
+        [
+            (2, 10, (RAW, TIED)),
+            (1, 20, (RAW,)),
+            (1, 13, (RAW, 'pipeline.schedule="1F1B"')),
+            (1, 22, (RAW, "checkpoint.ram_every=50")),  # evaluated after step 20, which is redone
+        ],
         lambda case: case[0] == 2,
     ),
 )
@@ -197,3 +205,37 @@ def test_all_go_back_to_the_newest_step_that_all_have() -> None:
     held[2]["own"].remove(8)
     held[2]["kept"].remove([1, 12])
     assert newest_common(held, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"pipeline": {"cuts": [2], "replicas": 2}}, "of 2 replicas .* set elastic.min_replicas"),
+        ({"pipeline": {"cuts": [], "replicas": 1}}, "a single rank has no other to keep its copy"),
+        (
+            {"pipeline": {"cuts": [2], "replicas": 1, "shards": 2, "device": "cpu"}},
+            "pipeline.shards = 2: with it no machine can take the place of another yet",
+        ),
+        (
+            {"gradcomp": {"method": "cocktail"}},
+            'gradcomp.method = "cocktail": with it no machine can take the place',
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_rejected_by_name(sections: dict[str, Any], message: str) -> None:
+    base: dict[str, Any] = {
+        "pipeline": {"cuts": [2], "replicas": 1},
+        "boundary": [],
+        "checkpoint": {"ram_every": 5},
+    }
+    config(**base)
+    with pytest.raises(ValidationError, match=message):
+        config(**{**base, **sections})
+
+
+def test_copies_in_ram_are_counted_before_the_start() -> None:
+    run = config(pipeline={"cuts": [2], "replicas": 1}, boundary=[], checkpoint={"ram_every": 5})
+    plain = config(pipeline={"cuts": [2], "replicas": 1}, boundary=[])
+    with_copies, without = (host_needs(each, 8, [1]) for each in (run, plain))
+    assert with_copies.kept == 4 * without.copies > 0
+    assert with_copies.total == without.total + with_copies.kept
