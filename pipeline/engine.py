@@ -9,7 +9,6 @@ Axes: B samples, T tokens, D channels.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,12 +33,11 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import DEPTH, build_schedule, fit_microbatches, pass_order
 from thinpipe.pipeline.shards import Shards
 from thinpipe.pipeline.stage import CompressedStage
-from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
+from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals, square_norm
 from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, ComputeEvent, ScheduleName
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
-_PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -389,18 +387,3 @@ class PipelineEngine:
             enabled=self._options.precision == "bf16",
             cache_enabled=self._options.share_casts,
         )
-
-
-def square_norm(tensors: Sequence[Tensor]) -> float:
-    """Of all values, in fp64: parts of tensors, as shards have them, add up to that of the whole.
-
-    In fp32 the factor that clips differed in its last bit now and then, and weights with it. What
-    fp64 leaves (some 1e-15) changes the factor, an fp32 number, once in 1e7 steps or less.
-    """
-    # pieces: a copy in fp64 of a whole embedding would be larger than anything else of a step
-    pieces = [piece for tensor in tensors for piece in torch.split(tensor.flatten(), _PIECE)]
-    if not pieces:
-        return 0.0
-    norms = torch._foreach_norm(pieces, dtype=torch.float64)
-    together = torch.stack([norm.to(norms[0].device) for norm in norms])  # one wait for a GPU
-    return math.fsum(norm * norm for norm in together.tolist())

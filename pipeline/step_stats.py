@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repaired
 from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
@@ -31,6 +32,8 @@ class _Scalars(NamedTuple):
 
 _SCALARS = len(_Scalars._fields)
 _COUNTS = 3  # of a direction: bytes, messages, values
+
+_PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -197,3 +200,18 @@ def _wire_total(cut: int, direction: int, senders: Sequence[Sequence[float]]) ->
         values=values,
         **asdict(error_stats(*(row[_COUNTS:] for row in senders))),
     )
+
+
+def square_norm(tensors: Sequence[Tensor]) -> float:
+    """Of all values, in fp64: parts of tensors, as shards have them, add up to that of the whole.
+
+    In fp32 the factor that clips differed in its last bit now and then, and weights with it. What
+    fp64 leaves (some 1e-15) changes the factor, an fp32 number, once in 1e7 steps or less.
+    """
+    # pieces: a copy in fp64 of a whole embedding would be larger than anything else of a step
+    pieces = [piece for tensor in tensors for piece in torch.split(tensor.flatten(), _PIECE)]
+    if not pieces:
+        return 0.0
+    norms = torch._foreach_norm(pieces, dtype=torch.float64)
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])  # one wait for a GPU
+    return math.fsum(norm * norm for norm in together.tolist())

@@ -87,14 +87,22 @@ class Training:
         )
         if config.train.decay != "none":  # with it, a run may be made longer
             self._checkpoints.end = self.steps
-        self._skips = _skips(config, session)
+        self._skips = Skips(
+            config.train.max_skipped,
+            lr=config.train.lr,
+            precision=config.pipeline.precision,
+            speaks=session.writes_run_folder,
+        )
         self._wanted = Wanted(
             config.eval.metrics,
             self.built.engine.objective,
             given.metrics,
             program=getattr(config.model, "program", ()),
         )
-        self.together = _calls(config, session, given)
+        # ranks of a run file make the same calls, and need not ask each other
+        rank, world = (mesh.rank, mesh.world_size) if given.is_program else (0, 1)
+        wait_s = config.pipeline.peer_timeout_s
+        self.together = Together(session.store, rank, world, wait_s=wait_s)
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self._digests, self._is_program = digests, given.is_program
@@ -388,19 +396,3 @@ class Training:
             missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
             batch = self._config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
             yield batch.counting(len(own)) if missing else batch
-
-
-def _calls(config: RunConfig, session: Session, given: ProgramParts) -> Together:
-    """Ranks of a run file make the same calls, and need not ask each other."""
-    mesh = session.mesh
-    rank, world = (mesh.rank, mesh.world_size) if given.is_program else (0, 1)
-    return Together(session.store, rank, world, wait_s=config.pipeline.peer_timeout_s)
-
-
-def _skips(config: RunConfig, session: Session) -> Skips:
-    return Skips(
-        config.train.max_skipped,
-        lr=config.train.lr,
-        precision=config.pipeline.precision,
-        speaks=session.writes_run_folder,
-    )

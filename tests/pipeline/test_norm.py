@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.engine import square_norm
+from thinpipe.pipeline.step_stats import square_norm
 
 
 def factor(tensors: list[Tensor]) -> Tensor:

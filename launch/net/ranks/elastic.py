@@ -157,13 +157,7 @@ def _launch(
     try:
         lost = elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
-        if fork_server.is_gone():
-            print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
-        codes = [failure.exitcode for failure in error.failures.values()]
-        if OUT in codes:
-            print_error(f"error: {_LEFT_OUT}")
-            return 1
-        return next((code for code in codes if code > 0), 1)
+        return _failed(error)
     except rendezvous.RefusedError as refused:
         print_error(f"not restarted: {refused}")
         return 1 if str(refused) == STOPPED else USAGE_ERROR
@@ -179,6 +173,17 @@ def _launch(
         print_error(f"error: {_LEFT_OUT}")
         return 1
     return 0
+
+
+def _failed(error: ChildFailedError) -> int:
+    """What this machine ends with, as ranks have failed."""
+    if fork_server.is_gone():
+        print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
+    codes = [failure.exitcode for failure in error.failures.values()]
+    if OUT in codes:
+        print_error(f"error: {_LEFT_OUT}")
+        return 1
+    return next((code for code in codes if code > 0), 1)
 
 
 def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> str:
