@@ -19,6 +19,7 @@ from thinpipe.launch.net.ssh.copying import copy_files, files_to_copy
 from thinpipe.launch.net.ssh.hosts import HostsConfig, check_shares, load_hosts, rendezvous
 from thinpipe.launch.net.ssh.processes import run_commands
 from thinpipe.launch.run.script import look_at
+from thinpipe.pipeline.models.paths import user_path
 
 
 def launch_on_hosts(  # noqa: PLR0913  # one parameter per option
@@ -109,7 +110,7 @@ def _show_launch(
 
 
 def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> NetworkConfig:
-    path = Path(start.run).expanduser()
+    path = user_path(start.run)
     if not path.exists():
         what = "it was" if start.is_program else "the settings were"
         print_error(f"note: {start.run} is not on this machine, so {what} not checked")
@@ -123,7 +124,7 @@ def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> Networ
 
 def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
     """Report here the errors that every machine would report; needs the run file here."""
-    config = load_config(Path(run).expanduser(), overrides)
+    config = load_config(user_path(run), overrides)
     placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
     if placed and len(names) > 1:
         check_hosts(hosts_by_rank(placed), names, f"the machines of the hosts file ({run})")

@@ -177,9 +177,13 @@ SETTINGS = tuple(
     f"launch.config.{name}" for name in ("cli_options", "network", "placement", "toml")
 )
 ROOMS = {
-    ("host",): ("pipeline.precision", "pipeline.wire.kernels.cpu.compilation"),
+    ("host",): (
+        "pipeline.models.paths",
+        "pipeline.precision",
+        "pipeline.wire.kernels.cpu.compilation",
+    ),
     ("view",): SHOWN,
-    ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods"),
+    ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods", "pipeline.models.paths"),
 }
 """Rooms of launch, and what they may import beside themselves and `host`."""
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, Field
 
 from thinpipe.launch.host.interfaces import parse_endpoint
+from thinpipe.pipeline.models.paths import user_path
 
 KEY_FILE = "THINPIPE_KEY_FILE"
 """Environment variable that stands for `network.key_file` where that is not set."""
@@ -89,7 +90,7 @@ class NetworkConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
             raise ValueError(NO_KEY)
-        return Path(path).expanduser()
+        return user_path(path)
 
     def own_name(self) -> str:
         own = os.environ.get(TAKEN) or self.name

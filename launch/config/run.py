@@ -53,6 +53,7 @@ from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.own.example import Functions
+from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
@@ -250,7 +251,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         folder = given.get("config") or given.get("pretrained")
         if not isinstance(folder, str):  # [model] itself is rejected for it
             return tree
-        folder = str(Path(folder).expanduser().resolve())
+        folder = str(user_path(folder).resolve())
         return {**tree, "data": {**tree["data"], "tokenizer": folder}}
 
     @model_validator(mode="before")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, field_validator
 
+from thinpipe.pipeline.models.paths import user_path
+
 
 def _as_folder(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
@@ -24,7 +26,7 @@ class RunSection(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @property
     def path(self) -> Path:
         """Run folder, by default runs/<name>."""
-        return Path(self.folder or f"runs/{self.name}").expanduser().resolve()
+        return user_path(self.folder or f"runs/{self.name}").resolve()
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from thinpipe.launch.data.sample_set import Counted, SampleSet
 from thinpipe.launch.data.streams.blocks import make_of
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.host.words import format_bytes, format_count
+from thinpipe.pipeline.models.paths import user_path
 
 _LARGE_NBYTES = 64 << 20  # less than this is read as in a run, within a minute
 _HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000
@@ -30,7 +30,7 @@ def estimate(
 ) -> tuple[SampleSet, SampleSet] | None:
     """Samples to train and to evaluate on; None if the data are small, or not files."""
     named = [path for path in config.paths.values() if path is not None]
-    datasets = any(path.startswith(HUB) or is_saved(Path(path).expanduser()) for path in named)
+    datasets = any(path.startswith(HUB) or is_saved(user_path(path)) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:
         return None
     sources = [source_of(config, path, "data.path") for path in named]

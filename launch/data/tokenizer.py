@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from thinpipe.launch.data.tokenizer_files import read_backend, read_ends, without_dummy_space
+from thinpipe.pipeline.models.paths import user_path
 
 BYTES = "bytes"
 Spans = list[tuple[int, int]]
@@ -194,4 +195,4 @@ def check_room(room: int, length: int, marks: int) -> None:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a `data.tokenizer`."""
-    return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
+    return Bytes() if name == BYTES else FolderTokenizer(user_path(name))

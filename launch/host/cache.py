@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from thinpipe.pipeline.models.paths import user_path
+
 CACHE = "THINPIPE_CACHE"
 """Environment variable that names another place for it."""
 
@@ -15,9 +17,10 @@ def cache_folder() -> Path:
 
     Raises:
         OSError: none can be written.
+        ValueError: THINPIPE_CACHE is in a home that is not known.
     """
     if chosen := os.environ.get(CACHE):
-        folder = Path(chosen).expanduser().resolve()
+        folder = user_path(chosen).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     # not Path.expanduser, which raises where a user has neither HOME nor a name

@@ -21,6 +21,7 @@ from thinpipe.launch.host.device import device_type, gpu_count
 from thinpipe.launch.host.disk import existing
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
+from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _ROWS_IN_FLIGHT = 4
@@ -217,7 +218,7 @@ def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterato
 def memory_folder(config: RunConfig) -> Path:
     """Folder for the files of the disk tier."""
     folder = config.memory.folder
-    return config.run.path if folder is None else Path(folder).expanduser().resolve()
+    return config.run.path if folder is None else user_path(folder).resolve()
 
 
 def _ends(config: RunConfig) -> list[End]:

@@ -34,6 +34,7 @@ from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.models.paths import user_path
 
 
 class RankRun:
@@ -172,7 +173,7 @@ class RankRun:
             )
         assert session is not None, "something was trained"
         training.together.meet("run.save_model", self._done)
-        save_model(session, training.built, Path(path).expanduser().resolve())
+        save_model(session, training.built, user_path(path).resolve())
 
     @property
     def epoch(self) -> int:

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.data.tokenizer_files import has_chat_template, has_tokenizer
 from thinpipe.pipeline.models.own.functions import load_function
+from thinpipe.pipeline.models.paths import user_path
 
 _TEXT = ("text", "content", "document")
 _CHAT = ("messages", "conversations", "conversation")
@@ -102,7 +102,7 @@ def _look_at_model(found: Draft, model: str | None) -> None:
     if model is None:
         found.model = {"layers": 8, "width": 128, "heads": 4, "context": 128}
         return
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"--model = {model}: neither a folder with config.json nor module:function; correct "
@@ -137,7 +137,7 @@ def _look_at_data(found: Draft, data: str | None) -> None:
     if not rows:
         raise ConfigError(f"--data = {data!r}: no rows; name a file that has some")
     folder = found.model.get("pretrained", found.model.get("config"))
-    own = folder is not None and has_chat_template(Path(folder).expanduser())
+    own = folder is not None and has_chat_template(user_path(folder))
     readable = next((row for row in rows if row.problem is None), None)
     if readable is None:
         raise ConfigError(f"--data = {data!r}: {rows[0].where}: {rows[0].problem}; correct it")

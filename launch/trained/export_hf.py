@@ -26,6 +26,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.layouts import Layout
 from thinpipe.pipeline.models.hf.shards import write_shards
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
+from thinpipe.pipeline.models.paths import user_path
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def _copy_tokenizer(source: Path, tokenizer: str, folder: Path) -> list[str]:
     """Copy the files that belong to text: the source's, or those of the tokenizer in use."""
-    used = source if tokenizer == BYTES else Path(tokenizer).expanduser().resolve()
+    used = source if tokenizer == BYTES else user_path(tokenizer).resolve()
     for place, patterns in ((source, _SETTINGS), (used, _TOKENIZER)):
         for found in sorted({path for pattern in patterns for path in place.glob(pattern)}):
             if found.is_dir():

@@ -30,6 +30,7 @@ from thinpipe.pipeline.models.hf.weights import tied_names
 from thinpipe.pipeline.models.hf.whole import build_on_meta
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.example import Functions
+from thinpipe.pipeline.models.paths import user_path
 
 _HF_PREFIX = "model."  # of a stage's own module around the library's
 
@@ -167,7 +168,7 @@ def load(
         ValueError: the function cannot be imported, or makes another model.
     """
     functions = Functions(model) if model else None
-    trained = read_trained(Path(run_folder).expanduser(), step=step, functions=functions)
+    trained = read_trained(user_path(run_folder), step=step, functions=functions)
     config = trained.config.model
     if isinstance(config, HuggingFaceConfig):
         return _transformers_model(config, trained.state_dict())
@@ -270,7 +271,7 @@ def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
 
 def _source(config: RunConfig) -> Path | None:
     name = config.model.from_run
-    return Path(name).expanduser().resolve() if name else None
+    return user_path(name).resolve() if name else None
 
 
 def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> nn.Module:

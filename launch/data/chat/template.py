@@ -7,12 +7,12 @@ has some, say what the assistant wrote.
 import re
 from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message
 from thinpipe.launch.data.tokenizer import FolderTokenizer, Tokenizer
 from thinpipe.launch.host.packages import explain
+from thinpipe.pipeline.models.paths import user_path
 
 OWN, PLAIN = "tokenizer", "plain"
 _PLAIN_SOURCE = (
@@ -150,7 +150,7 @@ def _renderer(name: str, tokenizer: Tokenizer) -> Any:
 
 
 def _read(name: str) -> str:
-    file = Path(name).expanduser()
+    file = user_path(name)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -6,6 +6,8 @@ import re
 import sysconfig
 from pathlib import Path
 
+from thinpipe.pipeline.models.paths import user_path
+
 # Tests, installed packages, and generated modules, which differ between machines with one Python.
 _STDLIB_SKIPPED = re.compile(
     r"(tests?|idle_test|site-packages|dist-packages|__pycache__|config-.*)$|_sysconfigdata"
@@ -22,7 +24,7 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     """
     if path == "":
         raise ValueError(f"{setting} = '': give a path, or leave it out")
-    place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
+    place = user_path(path or sysconfig.get_paths()["stdlib"])
     if path is None:
         files = _stdlib_files(place)
     elif place.is_dir():

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.data.columns import Field
@@ -16,6 +15,7 @@ from thinpipe.launch.data.reading.records import FileRows, with_columns
 from thinpipe.launch.data.reading.text import FileTexts, RowTexts, Texts
 from thinpipe.launch.data.rows import Row, Rows
 from thinpipe.launch.data.tokens.store import key_of
+from thinpipe.pipeline.models.paths import user_path
 
 _FAMILIES: tuple[set[Kind], ...] = (
     {"text"},
@@ -150,7 +150,7 @@ def _dataset(path: str | None, setting: str) -> Any | None:
     what = f"{setting} = {path!r}"
     if path is not None and path.startswith(saved.HUB):
         return saved.load_hub(saved.parse_hub(path, setting), what)
-    folder = Path(path or "").expanduser()
+    folder = user_path(path or "")
     return saved.load_saved(folder, what) if path and saved.is_saved(folder) else None
 
 

@@ -13,6 +13,7 @@ from thinpipe.launch.config.toml import ConfigError, files_of
 from thinpipe.launch.net.ssh.commands import Start, enter, ssh
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 from thinpipe.launch.net.ssh.processes import SSH_FAILED, not_connected, start_ssh
+from thinpipe.pipeline.models.paths import user_path
 
 _END_S = 60.0  # how long a machine may take to write what it has received
 
@@ -23,7 +24,7 @@ def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: one is not here.
     """
-    run = Path(start.run).expanduser()
+    run = user_path(start.run)
     found = [*([run] if start.is_program else files_of(run)), *more]
     for file in found:
         if not file.exists():

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import nn
 
 from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
+from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.precision import WeightFormat
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class HuggingFaceConfig(TokenModel):
     @field_validator("pretrained", "config")
     @classmethod
     def _absolute(cls, folder: str | None) -> str | None:
-        return folder and str(Path(folder).expanduser().resolve())
+        return folder and str(user_path(folder).resolve())
 
     @model_validator(mode="after")
     def _check(self) -> "HuggingFaceConfig":

@@ -81,6 +81,13 @@ def test_an_unknown_machine_is_named(capfd: pytest.CaptureFixture[str], tmp_path
             ["train", "run.toml", "--set", "data.tokenizer=gone"],
             "data.tokenizer = 'gone': no such folder, seen from {cwd}; name one with tokenizer",
         ),
+        *[
+            (
+                ["train", "run.toml", "--dry-run", "--set", f"{setting}=~nobody9/x"],
+                "~nobody9/x: the home folder of ~nobody9 is not known; write the path in full",
+            )
+            for setting in ("data.path", "data.tokenizer", "run.folder")
+        ],
         (
             ["doctor", "run.toml", "--save", "gone/net.json"],
             "--save = gone/net.json: no such folder; create it, or use another",
