@@ -116,7 +116,7 @@ def _measure_groups(
         steps[k - groups[0]] = step
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, room: Any) -> Any:
     """Quantize x - memory.
 
@@ -165,7 +165,7 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
     return largest.max()
 
 
-@njit
+@njit(inline="always")
 def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: Any) -> Any:
     """Dequantize a row onto a memory; arguments and result are those of `encode_row`."""
     (m_values, m_place), (f_values, f_place), (o_values, o_place) = memory, fresh, out
