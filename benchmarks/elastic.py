@@ -1,51 +1,57 @@
-"""How long a run stands still when it loses a replica and when one joins, and its goodput.
+"""Goodput of a run that loses machines and gets them back, and how long it stands still.
 
     python -m benchmarks.elastic --json out.jsonl
 
-Four replicas, each with a launcher of its own, talk over loopback. At intervals one of their ranks
-gets SIGKILL, and a while later a replica joins in its place. The run's metrics say how much longer
-the steps took in which that happened than others with as many samples. Goodput is the share of time
-that the run spends on steps of usual length, from its first step on.
+Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a replica (as root).
+At intervals one of hosts 1 to 3 is struck: SIGKILL of its rank, of its relay or of all its
+processes at once, SIGSTOP of its rank for 20 s, or its link cut for 60 s. It comes back with
+`--join` some time after, once its launcher has ended. Goodput is the share of time that the steps
+would take if each had the usual duration of steps with as many samples: with fewer replicas steps
+are quicker here. `restarts` has no [elastic]: all ranks begin anew from a checkpoint,
+`--max-restarts`.
 """
 
-import contextlib
 import json
 import random
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import psutil
 
 from benchmarks.harness import Records, Row, command_line, parse_options, summary
-from thinpipe.launch.view.report.metrics import read_metrics
+from tests.faults.hosts import HostsRun, cut_off, kill_machine
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.view.report.metrics import StepRecord
 
-REPLICAS, _PATIENCE_S, _FIRST_STEPS = 4, 120.0, 20
+HOSTS, _FIRST_STEPS, _CALM_S = 4, 20, 60.0
+_STOPPED_S, _CUT_S, _SETTLED_S, _NEAR_S = 20.0, 60.0, 60.0, 15.0
+RESTARTS = "restarts"
+KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
+    "goodput": ".3f",
+    "steps by calm ones": ".2f",
+    "faults": ".0f",
     "losses": ".0f",
-    "stands still s": ".2f",
-    "worst s": ".2f",
     "joins": ".0f",
+    "kill to next step s": ".2f",
+    "worst s": ".2f",
     "join stands still s": ".2f",
     "join worst s": ".2f",
-    "called to joined s": ".1f",
-    "usual step s": ".3f",
-    "goodput": ".3f",
+    "calm step s": ".3f",
 }
 _RUN = """
-[run]
-folder = "{folder}/run"
 [model]
 layers = 4
 width = 128
 [data]
-path = "{folder}/text.txt"
+path = "{text}"
 train_sequences = 4096
 eval_sequences = 16
 [pipeline]
@@ -58,154 +64,195 @@ batch_size = 16
 every_epochs = 1000
 [checkpoint]
 every_epochs = 1000
-[gradcomp]
-method = "{method}"
-[elastic]
-min_replicas = 1
+every_steps = 50
+[network]
+patience_s = 3
 """
 
 
-class Launchers:
-    """A run of four replicas, of which some are lost and others come."""
+class Faulty:
+    """A run of which machines are struck and come back."""
 
-    def __init__(self, folder: Path, method: str, seed: int) -> None:
-        self._file = folder / "run.toml"
-        self.metrics, self._log = folder / "run/metrics.jsonl", folder / "log"
+    def __init__(self, run: HostsRun, seed: int, back_s: float, *, joins: bool) -> None:
+        self._run, self._draw = run, random.Random(seed)
+        self._back_s, self._joins = back_s, joins
+        self._heal: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._back_at: dict[int, float] = {}
+        self._before: dict[int, int] = {}  # how often a host that comes back was let in before
+        self._kinds: list[str] = []
+        self.progress: list[tuple[float, int]] = []  # time, steps done
+
+    def pass_time(self, until_s: float) -> None:
+        """Note each step, mend what was broken, and let machines join whose launchers ended."""
+        while (now := time.monotonic()) < until_s:
+            self._note(now)
+            for host in [host for host, (when, _) in self._heal.items() if now >= when]:
+                self._heal.pop(host)[1]()
+            self._run.has_ended()
+            for host in [host for host, when in self._back_at.items() if now >= when]:
+                self._bring_back(host, now)
+            if 0 in self._run.codes:
+                raise RuntimeError(f"the run has ended:\n{self._run.text()[-6000:]}")
+            time.sleep(0.02)
+
+    def _bring_back(self, host: int, now: float) -> None:
+        """Start a host's launcher if it has ended; whole is who was let in, or was not lost."""
+        if host in self._run.codes and host not in self._heal:
+            self._before[host] = len(_noted(self._run, f"joined: host{host},"))
+            self._run.start(host, joins=self._joins)
+        elif self._joins and host in self._before:
+            if len(_noted(self._run, f"joined: host{host},")) > self._before[host]:
+                del self._back_at[host], self._before[host]
+        elif now > self._back_at[host] + _SETTLED_S:
+            del self._back_at[host]
+
+    def _note(self, now: float) -> None:
+        if not self.progress or self._run.steps() != self.progress[-1][1]:
+            self.progress.append((now, self._run.steps()))
+
+    def strike(self) -> tuple[str, float] | None:
+        """The kind of fault and when, unless no machine is whole."""
+        whole = [host for host in range(1, HOSTS) if host not in self._back_at]
+        if not whole:
+            return None
+        if not self._kinds:
+            self._kinds = self._draw.sample(KINDS, len(KINDS))
+        kind, host, now = self._kinds.pop(), self._draw.choice(whole), time.monotonic()
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # one that is just starting
+            self._break(kind, host, now)
+        self._back_at[host] = now + self._back_s
+        return kind, now
+
+    def _break(self, kind: str, host: int, now: float) -> None:
+        children = psutil.Process(self._run.pids[host]).children(recursive=True)
+        ranks = [one for one in children if one.name()[9:].isdecimal()]  # "thinpipe 2"
+        if kind == "machine":
+            kill_machine(self._run, host)
+        elif kind == "relay":
+            self._run.relay(host).kill()
+        elif kind == "cut":
+            cut_off(self._run, host, True)
+            self._heal[host] = now + _CUT_S, partial(cut_off, self._run, host, False)
+        for rank in ranks:
+            if kind == "rank":
+                rank.kill()
+            elif kind == "stopped":
+                rank.suspend()
+                self._heal[host] = now + _STOPPED_S, partial(_wake, rank)
+
+    def longest_s(self, begin_s: float, end_s: float) -> float:
+        """Of the times between two steps: the longest of those that end between two moments."""
+        found = [
+            after - max(before, begin_s)
+            for (before, _), (after, _) in pairwise(self.progress)
+            if begin_s < after < end_s
+        ]
+        return max(found, default=end_s - begin_s)
+
+    def usual_s(self, records: Sequence[StepRecord]) -> float:
+        """What these steps would take, if each took as long as most with as many samples."""
+        known = {record.step: record.samples for record in self._run.records()}
+        took_s: dict[int | None, list[float]] = {}
+        for (before, done), (after, next_done) in pairwise(self.progress):
+            if next_done == done + 1:
+                took_s.setdefault(known.get(next_done), []).append(after - before)
+        usual = {samples: median(times) for samples, times in took_s.items()}
+        return sum(usual.get(record.samples, 0.0) for record in records)
+
+    def around(self, step: int) -> float:
+        """The longest time between two of the steps around one."""
+        near = [(a, b) for a, b in pairwise(self.progress) if step <= b[1] <= step + 2]
+        return max((after - before for (before, _), (after, _) in near), default=0.0)
+
+
+def _wake(rank: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        rank.resume()
+
+
+def measure(method: str, seed: int, minutes: float, every_s: float, back_s: float) -> Row:
+    """A run that is struck at intervals."""
+    elastic = method != RESTARTS
+    settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
+    settings += ["elastic.min_replicas=1"] * elastic
+    options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
+    with (
+        tempfile.TemporaryDirectory() as place,
+        ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms")) as net,
+    ):
+        folder = Path(place)
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
         (folder / "text.txt").write_text(text, encoding="utf-8")
-        self._file.write_text(_RUN.format(folder=folder, method=method), encoding="utf-8")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._where = f"127.0.0.1:{probe.getsockname()[1]}"
-        self._seed, self._draw = seed, random.Random(seed)
-        count = str(REPLICAS)
-        self._all = [self._start("--nnodes", count, "--rdzv", self._where) for _ in range(REPLICAS)]
-        self.wait_for(_FIRST_STEPS)
-
-    def wait_for(self, steps: int) -> None:
-        limit_s = time.monotonic() + _PATIENCE_S
-        while not self.metrics.exists() or self.steps < steps:
-            if time.monotonic() > limit_s or all(one.poll() is not None for one in self._all):
-                raise RuntimeError(f"the run has not done {steps} steps in time, or has ended")
-            time.sleep(0.1)
-
-    @property
-    def steps(self) -> int:
-        return self.metrics.read_bytes().count(b"\n")
-
-    def lose_one(self) -> None:
-        """SIGKILL to a rank that is not replica 0's."""
-        ranks = [
-            process
-            for launcher in self._all
-            if launcher.poll() is None
-            for process in psutil.Process(launcher.pid).children(recursive=True)
-            if process.name().startswith("thinpipe ") and process.name()[9:].isdecimal()
-        ]
-        others = [rank for rank in ranks if str(self.metrics) not in _open_files(rank)]
-        if not others:
-            raise RuntimeError(f"the run has ended: {self._log.read_text(encoding='utf-8')}")
-        self._draw.choice(others).send_signal(signal.SIGKILL)
-
-    def join_one(self) -> float:
-        """Seconds until another replica is let in."""
-        before, begin_s = len(self.changes("joined")), time.monotonic()
-        self._all.append(self._start("--join", self._where))
-        while len(self.changes("joined")) == before:
-            if time.monotonic() > begin_s + _PATIENCE_S:
-                raise RuntimeError(f"nobody joined: {self._log.read_text(encoding='utf-8')}")
-            time.sleep(0.1)
-        return time.monotonic() - begin_s
-
-    def changes(self, what: str) -> list[int]:
-        """Steps after which a replica was "lost" or "joined"."""
-        notes = self.metrics.with_name("notes.jsonl").read_text(encoding="utf-8").splitlines()
-        found = (json.loads(note) for note in notes)
-        return [note["step"] for note in found if note["text"].startswith(f"{what}: ")]
-
-    def _said(self) -> str:
-        return self._log.read_text(encoding="utf-8")
-
-    def end(self) -> None:
-        for launcher in self._all:
-            launcher.kill()
-            launcher.wait()
-
-    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
-        words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(self._file)]
-        words += [*options, "--show", "-1", "--set", f"run.seed={self._seed}"]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(words, stdout=log, stderr=log)
-
-
-def _open_files(process: psutil.Process) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return [file.path for file in process.open_files()]
-    return []
-
-
-def measure(method: str, seed: int, losses: int, every_s: float, back_s: float) -> Row:
-    """A run that loses a replica at intervals, and gets it back."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Launchers(Path(folder), method, seed)
+        config = _RUN.format(text=folder / "text.txt")
+        run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
         try:
-            called_s = list[float]()
-            for _ in range(losses):
-                time.sleep(every_s - back_s)
-                run.lose_one()
-                time.sleep(back_s)
-                called_s.append(run.join_one())
-            run.wait_for(run.steps + 3)
+            run.wait_for_step(_FIRST_STEPS)
+            faulty = Faulty(run, seed, back_s, joins=elastic)
+            begin_s = time.monotonic()
+            strikes = list[tuple[str, float]]()
+            faulty.pass_time(begin_s + _CALM_S)
+            end_s = begin_s + _CALM_S + 60 * minutes
+            for when_s in range(int(60 * minutes / every_s)):
+                strikes += filter(None, [faulty.strike()])
+                faulty.pass_time(begin_s + _CALM_S + (when_s + 1) * every_s)
+            faulty.pass_time(end_s)
+            return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S)
         finally:
-            run.end()
-        return _row(method, seed, run, called_s)
+            run.kill()
 
 
-def _row(method: str, seed: int, run: Launchers, called_s: Sequence[float]) -> Row:
-    """Of each loss and join, the longest of the steps around it."""
-    records = read_metrics(run.metrics)
-    usual_s = {
-        samples: median(one.step_s for one in records if one.samples == samples)
-        for samples in {one.samples for one in records}
+def _row(
+    method: str,
+    seed: int,
+    run: HostsRun,
+    faulty: Faulty,
+    strikes: Sequence[tuple[str, float]],
+    first_s: float,
+) -> Row:
+    (begin_s, begun), (end_s, done) = faulty.progress[0], faulty.progress[-1]
+    calm = max(step for when, step in faulty.progress if when <= first_s)
+    calm_s = (first_s - begin_s) / (calm - begun)
+    still = {
+        kind: [faulty.longest_s(at, at + _NEAR_S) for k, at in strikes if k == kind]
+        for kind in KINDS
     }
-
-    def still_s(step: int) -> float:
-        around = records[max(0, step - 1) : step + 2]
-        return max(one.step_s - usual_s[one.samples] for one in around)
-
-    lost_s, joined_s = ([still_s(step) for step in run.changes(w)] for w in ("lost", "joined"))
-    total_s = sum(record.step_s for record in records[_FIRST_STEPS:])
+    killed = [s for kind in ("rank", "relay", "machine") for s in still[kind]]
+    joined = [faulty.around(step) for step in _noted(run, "joined: ")]
     numbers: dict[str, float | None] = {
-        "losses": len(lost_s),
-        "stands still s": median(lost_s),
-        "worst s": max(lost_s),
-        "joins": len(joined_s),
-        "join stands still s": median(joined_s) if joined_s else None,
-        "join worst s": max(joined_s, default=None),
-        "called to joined s": median(called_s),
-        "usual step s": usual_s[records[0].samples],
-        "goodput": 1 - sum(lost_s + joined_s) / total_s,
+        "goodput": faulty.usual_s(run.records()[calm:done]) / (end_s - first_s),
+        "steps by calm ones": (done - calm) / ((end_s - first_s) / calm_s),
+        "faults": len(strikes),
+        "losses": len(_noted(run, "lost: ")),
+        "joins": len(joined),
+        "kill to next step s": median(killed) if killed else None,
+        "worst s": max(killed, default=None),
+        "join stands still s": median(joined) if joined else None,
+        "join worst s": max(joined, default=None),
+        "calm step s": calm_s,
     }
-    detail = {"lost_s": lost_s, "joined_s": joined_s, "called_s": list(called_s)}
-    return Row(method, numbers, seed=seed, detail={**detail, "total_s": total_s})
+    return Row(method, numbers, seed=seed, detail={"still_s": still, "joined_s": joined})
+
+
+def _noted(run: HostsRun, what: str) -> list[int]:
+    """Steps of the run's notes that begin so."""
+    notes = run.run_folder(0) / "notes.jsonl"
+    lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    found = map(json.loads, lines)
+    return [note["step"] for note in found if note["text"].startswith(what)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     command = command_line("benchmarks.elastic", __doc__)
-    command.add_argument("--methods", nargs="+", default=["allreduce", "ef_gradients"])
+    methods = ["allreduce", "ef_gradients", "diloco", "sparse_loco", RESTARTS]
+    command.add_argument("--methods", nargs="+", default=methods)
     command.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
-    command.add_argument("--losses", type=int, default=30, help="in a run (default 30)")
-    command.add_argument(
-        "--every-s",
-        type=float,
-        default=30.0,
-        help="of a loss and a join, but for what joining takes (default 30)",
-    )
+    command.add_argument("--minutes", type=float, default=15.0, help="of faults (default 15)")
+    command.add_argument("--every-s", type=float, default=30.0, help="a fault (default 30)")
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
-    options = parse_options(command, arguments, "quick", {"seeds": 1, "losses": 4})
+    options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
     records, rows = Records(options.json), []
-    settings = {name: getattr(options, name) for name in ("losses", "every_s", "back_s")}
+    settings = {name: getattr(options, name) for name in ("minutes", "every_s", "back_s")}
     for method in options.methods:
         for seed in range(options.seeds):
             rows.append(measure(method, seed, **settings))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.wire.pinned import host_bytes
 
 MAX_MICROBATCHES = 4096
@@ -26,14 +26,16 @@ def naming(edge: str) -> Iterator[None]:
     the port, whose bytes are in the wrong order.
 
     Raises:
-        TransportError: the peer is gone, or silent for longer than the group's timeout.
+        TransportError: the peer is gone.
+        SilentError: it is silent for longer than the group's timeout.
     """
     try:
         yield
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
-        raise TransportError(f"{edge}: {reason}") from error
+        kind = SilentError if "timed out" in reason.lower() else TransportError
+        raise kind(f"{edge}: {reason}") from error
 
 
 def isend(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:

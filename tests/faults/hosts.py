@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,6 +156,17 @@ class HostsRun:
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
         until(self.has_ended, PATIENCE_S)
+
+
+def kill_machine(run: HostsRun, host: int) -> list[psutil.Process]:
+    """All processes of a host at once, as if its power had gone."""
+    launcher = psutil.Process(run.pids[host])
+    own = [run.relay(host), launcher, *launcher.children(recursive=True)]
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for process in own:
+            with suppress(psutil.NoSuchProcess):  # one that looked at something, and ended
+                process.send_signal(signum)
+    return own
 
 
 def cut_off(run: HostsRun, host: int, cut: bool, *, ways: str = "both") -> None:

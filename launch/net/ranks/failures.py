@@ -72,6 +72,11 @@ class Failures:
         await_key(self._store, _FIRST)
 
 
+def doubted(generation: int) -> int:
+    """What `Losses.wait` gives in place of a rank if one of a generation is silent."""
+    return -1 - generation
+
+
 class Losses:
     """Ranks that were lost, in the run's store, and whether the others go on without them."""
 
@@ -95,6 +100,10 @@ class Losses:
         if self._store.add(f"reported/{rank}", 1) == 1:
             number = self._store.add("count", 1)
             self._store.set(str(number), json.dumps([rank, message]))
+
+    def doubt(self, generation: int) -> None:
+        """Say that a rank of a generation is silent; who is waiting need not wait any longer."""
+        self.report(doubted(generation), "")
 
     def has(self, rank: int) -> bool:
         """Whether a rank was reported."""

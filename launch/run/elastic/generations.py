@@ -9,7 +9,8 @@ as gradients were summed before.
 
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
-this rank's connections, which wakes up whatever waits for a peer.
+this rank's connections, which wakes up whatever waits for a peer. If nobody says so, but a peer is
+silent for `wait_s`, all are woken up, and who does not say that it is here counts as lost.
 """
 
 import json
@@ -22,11 +23,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses
+from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses, doubted, end_soon
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
-from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import DesyncError
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _NOTICE_S = 10.0
 """From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
+_MISSED_S = 6.0
+"""For ranks that were woken up to say that they are here."""
 _POLL_S = 0.005
 
 _T = TypeVar("_T")
@@ -45,7 +48,7 @@ class Generations:
 
     _left_out = "the others go on without it, as its replica is lost"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one parameter per setting
         self,
         store: Store,
         transport: GlooTransport,
@@ -54,10 +57,13 @@ class Generations:
         host: str,
         least: int,
         wait_s: float,
+        patience_s: float,
         members: Sequence[int] = (),
     ) -> None:
         """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
 
+        A process that stands still for `patience_s` is lost; so is a rank that is silent for
+        `wait_s`.
         Ranks that come later are the `members` of their own transport at first.
 
         Raises:
@@ -88,7 +94,7 @@ class Generations:
             self._losses.open(wait_s)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
-        self._hosts.watch(Losses(store.clone()))  # type: ignore[attr-defined]
+        self._hosts.watch(store.clone(), patience_s)  # type: ignore[attr-defined]
         self._leaving = Losses(store.clone())  # type: ignore[attr-defined]
 
     def together(
@@ -200,21 +206,27 @@ class Generations:
             except RuntimeError:  # the store is gone, which ends the process
                 return
             with self._changed:
-                self._lost[rank] = message
-                is_member = rank in self._members  # else the next generation is without it already
-                if is_member:
+                # else the next generation is there already
+                is_news = rank in self._members or rank == doubted(self._generation)
+                if rank >= 0:
+                    self._lost[rank] = message
+                if is_news:
                     break_connections(self._hosts.ports)
                 self._changed.notify_all()
-            if is_member:
+            if rank == self._me:  # in the eyes of the others: it hangs
+                end_soon()
+            if is_news:
                 self._run.interrupt()
-            elif self._me == 0:  # one that is not let in yet
+            elif self._me == 0 and rank >= 0:  # one that is not let in yet
                 losses.settle(rank, goes_on=True)
             number += 1
 
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
-            if not self._knows_a_loss() and not self._blames_newcomers(error):
+            self._store.set(f"here/{self._generation}/{self._me}", "")
+            known = self._misses_some(error) or self._knows_a_loss()
+            if not known and not self._blames_newcomers(error):
                 raise error
             self._run.settle()
             self._generation += 1
@@ -256,6 +268,24 @@ class Generations:
     def _knows_a_loss(self) -> bool:
         with self._changed:
             return self._changed.wait_for(self._is_incomplete, _NOTICE_S)
+
+    def _misses_some(self, error: TransportError) -> bool:
+        """Whether one is lost, if need be as it is silent, and not here when all were woken up."""
+        if not isinstance(error, SilentError):
+            return False
+        self._losses.doubt(self._generation)
+        limit_s, waiting = time.monotonic() + _MISSED_S, {*self._members}
+        while waiting and not self._is_incomplete() and time.monotonic() < limit_s:
+            waiting = {
+                m for m in waiting if not self._store.check([f"here/{self._generation}/{m}"])
+            }
+            time.sleep(_POLL_S)
+        for member in waiting if not self._is_incomplete() else ():
+            where = self._hosts.of(member)
+            self._leaving.report(
+                member, f"rank {member} on {where}: does not answer, though it runs"
+            )
+        return bool(waiting) and self._knows_a_loss()
 
     def _blames_newcomers(self, error: TransportError) -> bool:
         """Whether there are some, who must not end the run: they count as lost."""

@@ -11,6 +11,7 @@ from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
+from thinpipe.launch.run.elastic.beats import Beats
 
 _LOOK_S = 0.25
 
@@ -26,7 +27,8 @@ class Hosts:
 
     A machine that is lost cannot say so; its supervisors are lost with it. The others see that its
     relay is silent for `network.patience_s`, or was ended. If two have lost each other and both
-    still reach the store, only the one of higher members is lost.
+    still reach the store, only the one of higher members is lost. Processes that stand still are
+    lost too (`beats.py`).
     """
 
     def __init__(self, store: Store, member: int, own: str) -> None:
@@ -99,15 +101,16 @@ class Hosts:
             return False
         return self.own == self._holder or min(theirs) > min(own)
 
-    def watch(self, losses: Losses) -> None:
-        """Report, in a thread, members of machines that are gone.
+    def watch(self, store: Store, patience_s: float) -> None:
+        """Report, in a thread, members that stand still or whose machines are gone.
 
-        `losses` is that thread's own.
+        The run's `store` is that thread's own.
         """
-        self._watch = HostWatch()
-        threading.Thread(target=self._look, args=(losses, self._watch), daemon=True).start()
+        self._watch, beats = HostWatch(), Beats(store, self._member, patience_s)
+        arguments = (Losses(store), beats, self._watch)
+        threading.Thread(target=self._look, args=arguments, daemon=True).start()
 
-    def _look(self, losses: Losses, watch: HostWatch) -> None:
+    def _look(self, losses: Losses, beats: Beats, watch: HostWatch) -> None:
         try:
             while losses.is_open and not losses.has(self._member):
                 with self._lock:
@@ -116,6 +119,11 @@ class Hosts:
                     except OverlayError:  # the relay is late, or gone: then so is the store
                         gone = []
                     self.report(gone, losses)
+                    names = self._names
+                for member in beats.silent([*names]):
+                    still = f"its process stands still, for {beats.patience_s:g} s now"
+                    where = f"rank {member} on {names[member]}"
+                    losses.report(member, f"{where}: {still} (network.patience_s)")
                 time.sleep(_LOOK_S)
         except RuntimeError:  # the store is gone, which ends the process
             return

@@ -173,6 +173,7 @@ class RedoingTraining(ElasticTraining):
             host=config.network.own_name(),
             least=1,
             wait_s=config.pipeline.peer_timeout_s,
+            patience_s=config.network.patience_s,
             newcomer=newcomer,
             call=self._call,
         )

@@ -84,6 +84,7 @@ class ElasticTraining(Training):
             host=self._config.network.own_name(),
             least=least,
             wait_s=self._config.pipeline.peer_timeout_s,
+            patience_s=self._config.network.patience_s,
             newcomer=newcomer,
         )
 

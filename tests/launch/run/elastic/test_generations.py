@@ -28,7 +28,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.run.elastic import hosts
+from thinpipe.launch.run.elastic import generations, hosts
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.view.report.journal import Told
@@ -96,13 +96,14 @@ class Started:
         )
         self.seen: list[psutil.Process] = []
 
-    def kill_rank(self, rank: int, *, after: int) -> None:
-        """SIGKILL, once so many steps are on record."""
+    def kill_rank(self, rank: int, *, after: int, by: int = signal.SIGKILL) -> psutil.Process:
+        """A signal, once so many steps are on record."""
         until(lambda: self.steps >= after or self._process.poll() is not None)
         assert self._process.poll() is None, self._process.communicate()
         self.seen = psutil.Process(self._process.pid).children(recursive=True)
         (found,) = named(self.seen, f"thinpipe {rank}")
-        found.send_signal(signal.SIGKILL)
+        found.send_signal(by)
+        return found
 
     @property
     def steps(self) -> int:
@@ -163,6 +164,22 @@ def test_the_checkpoint_of_an_epoch_is_due_if_a_replica_leaves_at_its_end() -> N
     run._config.checkpoint = CheckpointConfig()
     assert Training._save_due(run, 0, 10)
     assert not Training._save_due(run, 0, 9)
+
+
+@pytest.mark.slow
+def test_it_goes_on_without_a_replica_that_hangs(folder: Path) -> None:
+    run = Started(folder, "ef_gradients", "network.patience_s=3")
+    hung = run.kill_rank(2, after=8, by=signal.SIGSTOP)
+    done = run.steps
+    until(lambda: run.steps > done + 3)
+    hung.resume()
+    code, said = run.done()
+    assert code == 0, said
+    assert "rank 2 on" in said
+    assert "its process stands still, for 3 s now (network.patience_s); from step" in said
+    assert "rank 2: the others go on without it" in said
+    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
 TWO_BY_TWO = (
@@ -315,7 +332,7 @@ class Recorder:
 
 
 def joined(
-    rank: int, port: int, world: int, *, least: int = 1
+    rank: int, port: int, world: int, *, least: int = 1, timeout_s: float = 60
 ) -> tuple[Store, GlooTransport, Recorder, Any]:
     """As a rank of a run, whose connections can be broken."""
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -328,9 +345,9 @@ def joined(
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    transport = GlooTransport(1, world, timeout_s=60)
+    transport = GlooTransport(1, world, timeout_s=timeout_s)
     run: Any = Recorder(transport)
-    elastic = Elastic(store, transport, run, host="here", least=least, wait_s=60)
+    elastic = Elastic(store, transport, run, host="here", least=least, wait_s=60, patience_s=30)
     return store, transport, run, elastic
 
 
@@ -417,6 +434,43 @@ def test_a_rank_that_is_lost_while_others_regroup(ranks: Ranks) -> None:
     assert "rank 2 is gone; rank 3 is gone" in first["told"][0][2]
 
 
+def one_hangs(rank: int, port: int) -> dict[str, Any]:
+    """Rank 2, in the second section; rank 1 is the first to run out of patience."""
+    store, transport, run, elastic = joined(rank, port, 3, timeout_s=2 if rank == 1 else 60)
+
+    def share() -> list[float]:
+        mine = torch.tensor([float(rank)], dtype=torch.float64)
+        found: list[float] = transport.share(mine, "world").flatten().tolist()
+        return found
+
+    def hang() -> list[float]:
+        store.wait(["elastic/members/1"], timedelta(seconds=PATIENCE_S))
+        return share()
+
+    def end(code: int, message: str = "") -> None:
+        raise SystemExit(f"{code} {message}")
+
+    generations.end_now, generations.end_soon = end, lambda: None  # type: ignore[assignment]
+    results, began_s = [elastic.together(share)], time.monotonic()
+    try:
+        results.append(elastic.together(hang if rank == 2 else share))
+    except SystemExit as ended:
+        return {"ended": str(ended)}
+    return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
+    """Who waits longer than the first who misses it is woken up."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, hung = ranks(3, one_hangs, store.port)
+    for found in (first, second):
+        assert found["results"] == [[0, 1, 2], [0, 1]]
+        assert "rank 2 on here: does not answer, though it runs" in found["told"][0][2]
+        assert found["took_s"] < 30
+    assert hung["ended"].endswith("the others go on without it, as its replica is lost")
+
+
 def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
     """What is raised where a rank is lost that the others cannot go on without."""
     store, transport, _, elastic = joined(rank, port, 3, least=least)
@@ -455,7 +509,7 @@ def nobody_was_lost(rank: int, port: int) -> str:
     gloo_backend.PORTS["control"] = 1
     transport = GlooTransport(1, 2, timeout_s=60)
     run: Any = Recorder(transport)
-    elastic = Elastic(store, transport, run, host="here", least=1, wait_s=60)
+    elastic = Elastic(store, transport, run, host="here", least=1, wait_s=60, patience_s=30)
 
     def fail() -> None:
         raise TransportError("an edge")

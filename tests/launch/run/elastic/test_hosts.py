@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.faults.hosts import HostsRun
+from tests.faults.hosts import HostsRun, kill_machine
 from tests.launch.net.overlay.test_run import HOSTS, net
 from tests.launch.run.elastic.test_generations import RUN, SAMPLES
 from tests.processes import lives
@@ -31,17 +30,6 @@ def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
     return HostsRun(net, folder, config, *settings, hosts=HOSTS)
 
 
-def kill(run: HostsRun, host: int) -> list[psutil.Process]:
-    """All processes of a host at once, as if its power had gone."""
-    launcher = psutil.Process(run.pids[host])
-    own = [run.relay(host), launcher, *launcher.children(recursive=True)]
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for process in own:
-            with suppress(psutil.NoSuchProcess):  # one that looked at something, and ended
-                process.send_signal(signum)
-    return own
-
-
 def said_by(run: HostsRun, host: int) -> str:
     log = run.log(host)
     return " ".join(log.read_text(encoding="utf-8").split()) if log.exists() else ""
@@ -57,7 +45,7 @@ def test_a_machine_is_killed_another_leaves_and_the_last_saves(
 ) -> None:
     run = started(net, tmp_path)
     run.wait_for_step(8)
-    killed, before_s = kill(run, 2), time.monotonic()
+    killed, before_s = kill_machine(run, 2), time.monotonic()
     done = run.steps()
     until(lambda: run.steps() > done + 1)
     took_s = time.monotonic() - before_s
@@ -85,7 +73,7 @@ def test_another_machine_takes_the_place_of_one_that_was_killed(
     """It need not know its name. Its replica trains as if it had been there from the start."""
     run = started(net, tmp_path, "train.epochs=6", "network.patience_s=30")
     run.wait_for_step(8)
-    killed = kill(run, 2)
+    killed = kill_machine(run, 2)
     until(lambda: "its machine is gone" in said_by(run, 0))
     run.start(2, "network.name=other", joins=True)
     until(lambda: "joined: host2, as rank 3" in said_by(run, 0) or run.has_ended())
@@ -101,7 +89,7 @@ def test_another_machine_takes_the_place_of_one_that_was_killed(
 def test_who_may_not_join_is_told_why(net: ShapedNetwork, tmp_path: Path) -> None:
     run = started(net, tmp_path, "train.epochs=12")
     run.wait_for_step(8)
-    kill(run, 2)
+    kill_machine(run, 2)
     until(lambda: "its machine is gone" in said_by(run, 0))
     run.start(2, "train.lr=0.5", joins=True)
     until(lambda: "this machine has train.lr = 0.5, the run has" in said_by(run, 2))

@@ -83,9 +83,8 @@ def connected(
     if comes:
         own = PrefixStore(f"own{rank}", store)
         newcomer = Newcomer(store, own, say=lambda _: None, take_part=lambda: None)
-    elastic = Elastic(
-        store, transport, run, host=f"host{rank}", least=1, wait_s=wait_s, newcomer=newcomer
-    )
+    settings = {"host": f"host{rank}", "least": 1, "wait_s": wait_s, "patience_s": 30}
+    elastic = Elastic(store, transport, run, newcomer=newcomer, **settings)
     return store, run, elastic
 
 

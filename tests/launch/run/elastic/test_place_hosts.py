@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.hosts import HostsRun
+from tests.faults.hosts import HostsRun, kill_machine
 from tests.launch.net.overlay.test_run import HOSTS, net
 from tests.launch.run.elastic.test_generations import RUN
-from tests.launch.run.elastic.test_hosts import kill, said_by
+from tests.launch.run.elastic.test_hosts import said_by
 from tests.processes import lives, named
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
@@ -48,7 +48,7 @@ def test_a_spare_machine_takes_the_place_of_one_that_was_killed(
     until(lambda: "waiting for one whose place is free" in said_by(run, 2))
     done = run.steps()
     until(lambda: run.steps() > done + 3)
-    killed, before_s = kill(run, 1), time.monotonic()
+    killed, before_s = kill_machine(run, 1), time.monotonic()
     until(lambda: "all went back" in said_by(run, 0) or run.has_ended())
     took_s = time.monotonic() - before_s
     codes = run.done()
@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_its_machine_which_may_come_back(
 def test_without_another_machine_it_ends_as_before(net: ShapedNetwork, tmp_path: Path) -> None:
     run = started(net, tmp_path, "pipeline.peer_timeout_s=8")
     run.wait_for_step(8)
-    kill(run, 1)
+    kill_machine(run, 1)
     codes = run.done()
     assert codes[0] == 1, run.text()
     said = said_by(run, 0)
