@@ -5,10 +5,11 @@
 Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a replica (as root).
 At intervals one of hosts 1 to 3 is struck: SIGKILL of its rank, of its relay or of all its
 processes at once, SIGSTOP of its rank for 20 s, or its link cut for 60 s. It comes back with
-`--join` some time after, once its launcher has ended. Goodput is the share of time that the steps
-would take if each had the usual duration of steps with as many samples: with fewer replicas steps
-are quicker here. `restarts` has no [elastic]: all ranks begin anew from a checkpoint,
-`--max-restarts`.
+`--join` some time after, once its launcher has ended. *Goodput* is the number of steps, and
+*samples* that of their samples, both by those of as much time before the first fault. As hosts
+share cores here, steps of fewer replicas are quicker; so *in steps* is the share of time that the
+steps would take if each took as long as most with as many samples. `restarts` has no [elastic]: all
+ranks begin anew from a checkpoint (`--max-restarts`).
 """
 
 import json
@@ -30,15 +31,17 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import StepRecord
 
-HOSTS, _FIRST_STEPS, _CALM_S = 4, 20, 60.0
+HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S, _NEAR_S = 20.0, 60.0, 60.0, 15.0
 RESTARTS = "restarts"
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     "goodput": ".3f",
-    "steps by calm ones": ".2f",
+    "samples": ".3f",
+    "in steps": ".3f",
     "faults": ".0f",
     "losses": ".0f",
+    "tries to join": ".0f",
     "joins": ".0f",
     "kill to next step s": ".2f",
     "worst s": ".2f",
@@ -59,7 +62,7 @@ device = "cpu"
 replicas = 4
 [train]
 epochs = 1000
-batch_size = 16
+batch_size = {batch}
 [eval]
 every_epochs = 1000
 [checkpoint]
@@ -80,6 +83,7 @@ class Faulty:
         self._back_at: dict[int, float] = {}
         self._before: dict[int, int] = {}  # how often a host that comes back was let in before
         self._kinds: list[str] = []
+        self.tries = 0  # to come back
         self.progress: list[tuple[float, int]] = []  # time, steps done
 
     def pass_time(self, until_s: float) -> None:
@@ -91,13 +95,14 @@ class Faulty:
             self._run.has_ended()
             for host in [host for host, when in self._back_at.items() if now >= when]:
                 self._bring_back(host, now)
-            if 0 in self._run.codes:
-                raise RuntimeError(f"the run has ended:\n{self._run.text()[-6000:]}")
+            if unasked := self._run.codes.keys() - self._back_at.keys():
+                raise RuntimeError(f"hosts {unasked} have ended:\n{self._run.text()[-6000:]}")
             time.sleep(0.02)
 
     def _bring_back(self, host: int, now: float) -> None:
         """Start a host's launcher if it has ended; whole is who was let in, or was not lost."""
         if host in self._run.codes and host not in self._heal:
+            self.tries += 1
             self._before[host] = len(_noted(self._run, f"joined: host{host},"))
             self._run.start(host, joins=self._joins)
         elif self._joins and host in self._before:
@@ -117,9 +122,9 @@ class Faulty:
             return None
         if not self._kinds:
             self._kinds = self._draw.sample(KINDS, len(KINDS))
-        kind, host, now = self._kinds.pop(), self._draw.choice(whole), time.monotonic()
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # one that is just starting
-            self._break(kind, host, now)
+        kind, host = self._kinds.pop(), self._draw.choice(whole)
+        self._break(kind, host, time.monotonic())
+        now = time.monotonic()
         self._back_at[host] = now + self._back_s
         return kind, now
 
@@ -141,13 +146,12 @@ class Faulty:
                 self._heal[host] = now + _STOPPED_S, partial(_wake, rank)
 
     def longest_s(self, begin_s: float, end_s: float) -> float:
-        """Of the times between two steps: the longest of those that end between two moments."""
-        found = [
+        """Of the times between two steps: the longest that was under way between two moments."""
+        return max(
             after - max(before, begin_s)
-            for (before, _), (after, _) in pairwise(self.progress)
-            if begin_s < after < end_s
-        ]
-        return max(found, default=end_s - begin_s)
+            for (before, _), (after, _) in pairwise([*self.progress, (time.monotonic(), 0)])
+            if after > begin_s and before < end_s
+        )
 
     def usual_s(self, records: Sequence[StepRecord]) -> float:
         """What these steps would take, if each took as long as most with as many samples."""
@@ -183,7 +187,7 @@ def measure(method: str, seed: int, minutes: float, every_s: float, back_s: floa
         folder = Path(place)
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
         (folder / "text.txt").write_text(text, encoding="utf-8")
-        config = _RUN.format(text=folder / "text.txt")
+        config = _RUN.format(text=folder / "text.txt", batch=_BATCH)
         run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
         try:
             run.wait_for_step(_FIRST_STEPS)
@@ -192,11 +196,11 @@ def measure(method: str, seed: int, minutes: float, every_s: float, back_s: floa
             strikes = list[tuple[str, float]]()
             faulty.pass_time(begin_s + _CALM_S)
             end_s = begin_s + _CALM_S + 60 * minutes
-            for when_s in range(int(60 * minutes / every_s)):
+            for number in range(int(60 * minutes / every_s)):
                 strikes += filter(None, [faulty.strike()])
-                faulty.pass_time(begin_s + _CALM_S + (when_s + 1) * every_s)
+                faulty.pass_time(begin_s + _CALM_S + (number + 1) * every_s)
             faulty.pass_time(end_s)
-            return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S)
+            return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S, end_s)
         finally:
             run.kill()
 
@@ -208,10 +212,13 @@ def _row(
     faulty: Faulty,
     strikes: Sequence[tuple[str, float]],
     first_s: float,
+    end_s: float,
 ) -> Row:
-    (begin_s, begun), (end_s, done) = faulty.progress[0], faulty.progress[-1]
+    (begin_s, begun), done = faulty.progress[0], run.steps()
     calm = max(step for when, step in faulty.progress if when <= first_s)
     calm_s = (first_s - begin_s) / (calm - begun)
+    struck = run.records()[calm:done]
+    samples = sum(record.samples or _BATCH for record in struck)
     still = {
         kind: [faulty.longest_s(at, at + _NEAR_S) for k, at in strikes if k == kind]
         for kind in KINDS
@@ -219,10 +226,12 @@ def _row(
     killed = [s for kind in ("rank", "relay", "machine") for s in still[kind]]
     joined = [faulty.around(step) for step in _noted(run, "joined: ")]
     numbers: dict[str, float | None] = {
-        "goodput": faulty.usual_s(run.records()[calm:done]) / (end_s - first_s),
-        "steps by calm ones": (done - calm) / ((end_s - first_s) / calm_s),
+        "goodput": (done - calm) / ((end_s - first_s) / calm_s),
+        "samples": samples / (_BATCH * (end_s - first_s) / calm_s),
+        "in steps": faulty.usual_s(struck) / (end_s - first_s),
         "faults": len(strikes),
         "losses": len(_noted(run, "lost: ")),
+        "tries to join": faulty.tries,
         "joins": len(joined),
         "kill to next step s": median(killed) if killed else None,
         "worst s": max(killed, default=None),

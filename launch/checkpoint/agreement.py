@@ -20,7 +20,7 @@ from itertools import count
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.store import await_key
-from thinpipe.pipeline.comm.errors import SilentError, TransportError
+from thinpipe.pipeline.comm.errors import TransportError
 
 _OVER = "over"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
@@ -94,11 +94,11 @@ class Agreement:
         """The common action after `done` steps; waits if that is being agreed on.
 
         Raises:
-            SilentError: a rank did not answer in time.
+            TransportError: a rank did not answer in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._answered, self._wait_s):
-                raise SilentError(
+                raise TransportError(
                     f"rank {self._rank}: another rank did not say within {self._wait_s:.0f} s "
                     "which step it is in, to save or stop after the same one"
                 )

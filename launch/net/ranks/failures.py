@@ -73,8 +73,8 @@ class Failures:
 
 
 def doubted(generation: int) -> int:
-    """What `Losses.wait` gives in place of a rank if one of a generation is silent."""
-    return -1 - generation
+    """What `Losses.wait` gives in place of a rank if one of a generation, from 0, is silent."""
+    return -2 - generation
 
 
 class Losses:

@@ -9,7 +9,10 @@ import functools
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -29,8 +32,16 @@ JOINING = "joining"
 """The traffic of `pair`: nobody waits for it."""
 _DEFAULT = "control"
 _DEVICES: dict[str, Any] = {}
+_POLL_S = 0.05
 _MOST_DESCRIPTORS = 1024
 """Looked at where the system does not list them; a rank has about 50 when it starts."""
+
+
+def _nobody() -> bool:
+    return False
+
+
+_lost = _nobody
 
 
 def register(address: str | None, *, joining: bool) -> dict[str, int]:
@@ -59,16 +70,28 @@ Pair = tuple[Callable[[Tensor], None], Callable[[Tensor], None]]
 """What sends a tensor to the other process, and what fills one with what comes from there."""
 
 
-def pair(store: Store, place: int, wait_s: float) -> Pair:
+@contextlib.contextmanager
+def given_up_if(lost: Callable[[], bool]) -> Iterator[None]:
+    """Groups that are made meanwhile are given up once a rank is `lost`."""
+    global _lost
+    _lost = lost
+    try:
+        yield
+    finally:
+        _lost = _nobody
+
+
+def pair(store: Store, place: int, wait_s: float, lost: Callable[[], bool]) -> Pair:
     """Connect two processes, beside all groups; `place` is 0 in one and 1 in the other.
 
-    Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most.
+    Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most,
+    or if the other is `lost` while they connect.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
     edge = "a connection for states"
     with naming(edge):
-        group: Any = dist.ProcessGroupGloo(store, place, 2, options)
+        group: Any = _made(lost, store, place, 2, options)
 
     def send(tensor: Tensor) -> None:
         with naming(edge):
@@ -91,7 +114,28 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
     options._devices, options._timeout = [device], given.timeout
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
-    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
+    return _made(_lost, given.store, given.group_rank, given.group_size, options)
+
+
+def _made(lost: Callable[[], bool], *arguments: Any) -> Any:
+    """A group, made by a thread: who waits for a lost rank to connect cannot be woken up.
+
+    Raises:
+        RuntimeError: a rank is lost, or it cannot be made.
+    """
+    found: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            found.set_result(dist.ProcessGroupGloo(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    while not futures.wait([found], timeout=_POLL_S).done:
+        if lost():
+            raise RuntimeError("another rank was lost meanwhile")
+    return found.result()
 
 
 def _listening(address: str) -> set[int]:

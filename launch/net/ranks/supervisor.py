@@ -1,11 +1,14 @@
 """A process that waits for a rank, and says what ended it if the rank no longer can."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -17,6 +20,9 @@ from thinpipe.launch.net.ranks.store import connect_store
 DESCRIPTOR = "THINPIPE_SUPERVISOR"
 """Environment variable: where a rank says how its supervisor finds the run's failures."""
 _REPORT_S = 5.0
+_LOOK_S = 2.0
+_HANGS_S = 10.0
+"""From when the others go on without a rank until it is killed, if it has not ended."""
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -47,8 +53,11 @@ def supervise(be_rank: Callable[[], None]) -> bool:
         be_rank()
         os._exit(0)
     os.close(writing)
+    said, ended = _Said(reading), threading.Event()
+    threading.Thread(target=_end_if_lost, args=(rank, said, ended), daemon=True).start()
     asked = pass_on_signals(rank)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    ended.set()
     for number in handled(ENDING_SIGNALS):  # nobody is left to pass them on to
         signal.signal(number, signal.SIG_DFL)
     if code == LOST:
@@ -56,7 +65,7 @@ def supervise(be_rank: Callable[[], None]) -> bool:
     if code >= 0:
         sys.exit(code)
     if not asked:
-        code = _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+        code = _report(death_by(-code, out_of_memory=_memory_kills() > kills), said)
         if code == LOST:
             return True
         sys.exit(code)
@@ -66,14 +75,43 @@ def supervise(be_rank: Callable[[], None]) -> bool:
     return False
 
 
-def _report(message: str, reading: int) -> int:
+class _Said:
+    """What a rank has announced last: the store of its run, and who it is."""
+
+    def __init__(self, reading: int) -> None:
+        self._reading, self._lock = reading, threading.Lock()
+        self._last: list[Any] | None = None
+        os.set_blocking(reading, False)  # a child of the rank's may hold the other end
+
+    def last(self) -> list[Any] | None:
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                if lines := os.read(self._reading, 4096).splitlines():
+                    self._last = json.loads(lines[-1])
+            return self._last
+
+
+def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
+    """Kill a rank that the others go on without and that hangs; a thread."""
+    while (announced := said.last()) is None:
+        ended.wait(_LOOK_S)
+    host, port, name, _, rank = announced
+    with contextlib.suppress(RuntimeError):  # the store is gone, which ends the rank
+        losses = Losses(PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S)))
+        while not (losses.is_open and losses.has(rank)):
+            ended.wait(_LOOK_S)
+        losses.settled(rank, ended.is_set)
+        if not ended.wait(_HANGS_S):
+            os.kill(process, signal.SIGKILL)
+
+
+def _report(message: str, said: _Said) -> int:
     """Tell the others; what this process exits with."""
-    os.set_blocking(reading, False)  # a child of the rank's may hold the other end
-    try:
-        host, port, name, who, rank = json.loads(os.read(reading, 4096).splitlines()[-1])
-    except (BlockingIOError, ValueError, IndexError):  # it died before there were others
+    announced = said.last()
+    if announced is None:  # it died before there were others
         print_error(f"rank {os.environ['RANK']}: {message}")
         return 1
+    host, port, name, who, rank = announced
     print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))

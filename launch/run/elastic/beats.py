@@ -1,4 +1,4 @@
-"""Processes that stand still, though their machines answer: stopped, frozen or suspended."""
+"""Processes that give no sign of life though their machines answer: stopped, frozen, suspended."""
 
 import time
 from collections.abc import Sequence
@@ -6,38 +6,50 @@ from collections.abc import Sequence
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _BEAT_S = 1.0
+_SLACK = 3
+"""Beats that may be late: they come over the links of the run."""
 
 
 class Beats:
-    """A process of a run counts in the run's store; the first looks at the counts of the others."""
+    """A process of a run counts in the run's store, and looks at the counts of others.
+
+    Each member is looked at by the first of the others.
+    """
 
     def __init__(self, store: Store, member: int, patience_s: float) -> None:
         """`store` is the calling thread's own."""
         self._store, self._member = PrefixStore("beats", store), member
         self.patience_s = patience_s
-        self._next_s = 0.0
+        self._looked_s = 0.0
         self._seen: dict[int, tuple[int, float]] = {}  # the count, and when it had changed
 
     def silent(self, members: Sequence[int]) -> list[int]:
-        """Those of these members that have stood still for `patience_s`. Called more than once a
-        second.
+        """Those of these members that have not counted for `patience_s`.
 
-        Members that never counted are still starting.
+        Called more than once a second. Members that never counted are still starting.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        if time.monotonic() < self._next_s:
+        begin_s = time.monotonic()
+        if begin_s < self._looked_s + _BEAT_S:
             return []
+        if begin_s > self._looked_s + _SLACK * _BEAT_S:  # it was this process that paused
+            self._seen.clear()
         self._store.add(str(self._member), 1)
-        counts = {m: self._store.add(str(m), 0) for m in members} if self._judges(members) else {}
-        now_s = time.monotonic()
-        self._next_s = now_s + _BEAT_S
-        for member, count in counts.items():
-            if count != self._seen.get(member, (0, 0.0))[0]:
-                self._seen[member] = count, now_s
-        since_s = {member: self._seen[member][1] for member in counts if member in self._seen}
-        return [member for member, then_s in since_s.items() if now_s - then_s > self.patience_s]
+        counts = {member: self._store.add(str(member), 0) for member in self._watched(members)}
+        self._looked_s = now_s = time.monotonic()
+        self._seen = {
+            member: (count, now_s if count != last else since_s)
+            for member, count in counts.items()
+            if count
+            for last, since_s in [self._seen.get(member, (0, 0.0))]
+        }
+        limit_s = now_s - self.patience_s - _SLACK * _BEAT_S
+        return [member for member, (_, since_s) in self._seen.items() if since_s < limit_s]
 
-    def _judges(self, members: Sequence[int]) -> bool:
-        return self._member == min(members)
+    def _watched(self, members: Sequence[int]) -> list[int]:
+        first, *others = sorted(members)
+        if self._member == first:
+            return others
+        return [first] if others and self._member == others[0] else []

@@ -10,7 +10,7 @@ as gradients were summed before.
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
 this rank's connections, which wakes up whatever waits for a peer. If nobody says so, but a peer is
-silent for `wait_s`, all are woken up, and who does not say that it is here counts as lost.
+silent for `wait_s`, all are woken up, and who does not come here within `patience_s` is lost.
 """
 
 import json
@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses, doubted, end_soon
-from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
+from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses, doubted
+from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections, given_up_if
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _NOTICE_S = 10.0
 """From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
-_MISSED_S = 6.0
-"""For ranks that were woken up to say that they are here."""
 _POLL_S = 0.005
 
 _T = TypeVar("_T")
@@ -74,18 +72,21 @@ class Generations:
                 f"{run.goes_on_by}: these ranks were not started by `thinpipe train`, which tells "
                 "the others of a rank that is lost; start the run with it"
             )
-        self._transport, self._run, self._least, self._wait_s = transport, run, least, wait_s
+        self._transport, self._run, self._least = transport, run, least
+        self._wait_s, self._patience_s = wait_s, patience_s
         self._store, self._root = PrefixStore("elastic", store), store
         mesh = transport.mesh
         self._members = [*(members or range(mesh.world_size))]
         self._me = self._members[mesh.rank]
         self._known_as = mesh.replica, mesh.replicas  # to the run's parts
-        self._generation, self._done, self._packed = 0, 0, None
+        self._generation = -1 if members else 0  # of newcomers, until they are let in
+        self._done, self._packed = 0, None
         self._visits = self._tried = 0  # sections that let newcomers in: done, and begun
         self._warm = {*self._members}
         self._proven = True
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
+        self._doubted: int | None = None  # the last generation in which one was silent
         self._changed = threading.Condition()
         self._hosts = Hosts(self._store, self._me, host)
         self._hosts.now(self._members)
@@ -210,11 +211,11 @@ class Generations:
                 is_news = rank in self._members or rank == doubted(self._generation)
                 if rank >= 0:
                     self._lost[rank] = message
+                elif is_news:
+                    self._doubted = self._generation
                 if is_news:
                     break_connections(self._hosts.ports)
                 self._changed.notify_all()
-            if rank == self._me:  # in the eyes of the others: it hangs
-                end_soon()
             if is_news:
                 self._run.interrupt()
             elif self._me == 0 and rank >= 0:  # one that is not let in yet
@@ -225,8 +226,8 @@ class Generations:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
             self._store.set(f"here/{self._generation}/{self._me}", "")
-            known = self._misses_some(error) or self._knows_a_loss()
-            if not known and not self._blames_newcomers(error):
+            known = self._misses_some(error) or self._blames_newcomers(error)
+            if not known:
                 raise error
             self._run.settle()
             self._generation += 1
@@ -267,25 +268,30 @@ class Generations:
 
     def _knows_a_loss(self) -> bool:
         with self._changed:
-            return self._changed.wait_for(self._is_incomplete, _NOTICE_S)
+            known = self._changed.wait_for(self._is_incomplete, _NOTICE_S)
+            if known or self._doubted != self._generation:
+                return known
+            return self._changed.wait_for(self._is_incomplete, self._patience_s)
 
     def _misses_some(self, error: TransportError) -> bool:
-        """Whether one is lost, if need be as it is silent, and not here when all were woken up."""
+        """Whether one is lost: if a peer was silent, also who does not say then that it is here."""
         if not isinstance(error, SilentError):
-            return False
+            return self._knows_a_loss()
         self._losses.doubt(self._generation)
-        limit_s, waiting = time.monotonic() + _MISSED_S, {*self._members}
-        while waiting and not self._is_incomplete() and time.monotonic() < limit_s:
-            waiting = {
-                m for m in waiting if not self._store.check([f"here/{self._generation}/{m}"])
-            }
+        limit_s, silent = time.monotonic() + self._patience_s, self._not_here()
+        while silent and not self._is_incomplete() and time.monotonic() < limit_s:
             time.sleep(_POLL_S)
-        for member in waiting if not self._is_incomplete() else ():
-            where = self._hosts.of(member)
+            silent = self._not_here()
+        for member in silent if not self._is_incomplete() else ():
             self._leaving.report(
-                member, f"rank {member} on {where}: does not answer, though it runs"
+                member, f"rank {member} on {self._hosts.of(member)}: does not answer"
             )
-        return bool(waiting) and self._knows_a_loss()
+        return bool(silent) and self._knows_a_loss()
+
+    def _not_here(self) -> list[int]:
+        """Members that have not come where they look for losses."""
+        key = f"here/{self._generation}"
+        return [m for m in self._members if not self._store.check([f"{key}/{m}"])]
 
     def _blames_newcomers(self, error: TransportError) -> bool:
         """Whether there are some, who must not end the run: they count as lost."""
@@ -347,8 +353,9 @@ class Generations:
             raise TransportError(f"rank {self._me}: another rank is lost")
         keys, size = PrefixStore(name, self._root), len(self._members)
         self._joining = JoiningStore(keys, self._is_incomplete, self._wait_s)
-        join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
-        self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
+        with given_up_if(self._is_incomplete):
+            join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
+            self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
         with self._changed:
             if self._is_incomplete():
                 break_connections(self._hosts.ports)

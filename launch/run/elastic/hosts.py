@@ -113,17 +113,17 @@ class Hosts:
     def _look(self, losses: Losses, beats: Beats, watch: HostWatch) -> None:
         try:
             while losses.is_open and not losses.has(self._member):
+                names = self._names
+                for member in beats.silent([*names]):
+                    who = f"rank {member} on {names[member]}"
+                    silence = f"no sign of life for {beats.patience_s:g} s (network.patience_s)"
+                    losses.report(member, f"{who}: {silence}")
                 with self._lock:
                     try:
                         gone = watch.gone()
                     except OverlayError:  # the relay is late, or gone: then so is the store
                         gone = []
                     self.report(gone, losses)
-                    names = self._names
-                for member in beats.silent([*names]):
-                    still = f"its process stands still, for {beats.patience_s:g} s now"
-                    where = f"rank {member} on {names[member]}"
-                    losses.report(member, f"{where}: {still} (network.patience_s)")
                 time.sleep(_LOOK_S)
         except RuntimeError:  # the store is gone, which ends the process
             return
