@@ -143,7 +143,8 @@ class _News:
             come = [name for name in event["joined"] if name not in self.joined]
             self.reason, self.joined = "", event["joined"]
             if come:
-                yield f"{', '.join(come)} joined, {len(self.joined)} of {needed} machines"
+                of = f" of {needed}" if needed else ""  # a newcomer does not know how many
+                yield f"{', '.join(come)} joined, {len(self.joined)}{of} machines"
 
     def why(self, expected: Sequence[str]) -> str:
         """Why they have not all joined."""

@@ -208,7 +208,8 @@ def join(
     prefix = f"{run}/{token}/" if token else ""
     name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)
-    who = f"rank {rank} on {network_config.own_name()}"
+    host = network_config.own_name()
+    who = f"rank {rank} on {host}"
     announce(place, name, who, rank)
     if rank == 0:
         store.set(_BEFORE, "" if token else last_failure(met, name, who))
@@ -219,8 +220,11 @@ def join(
     if token:
         main = PrefixStore(run, met)
         run_id = agree_with(main, facts)
-        say, take_part = partial(announce, place, run, who), partial(failures.move, run)
-        newcomer = Newcomer(main, store, say, take_part)
+
+        def say(number: int) -> None:
+            announce(place, run, f"rank {number} on {host}", number)
+
+        newcomer = Newcomer(main, store, say, partial(failures.move, run))
     elif rank == 0:
         name_run(met, name)
     try:

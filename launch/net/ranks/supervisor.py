@@ -93,16 +93,19 @@ class _Said:
 
 def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
     """Kill a rank that the others go on without and that hangs; a thread."""
-    while (announced := said.last()) is None:
-        ended.wait(_LOOK_S)
-    host, port, name, _, rank = announced
+    store = None
     with contextlib.suppress(RuntimeError):  # the store is gone, which ends the rank
-        losses = Losses(PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S)))
-        while not (losses.is_open and losses.has(rank)):
-            ended.wait(_LOOK_S)
-        losses.settled(rank, ended.is_set)
-        if not ended.wait(_HANGS_S):
-            os.kill(process, signal.SIGKILL)
+        while not ended.wait(_LOOK_S):
+            if (announced := said.last()) is None:
+                continue
+            host, port, name, _, rank = announced
+            store = store or connect_store((host, port), wait_s=_REPORT_S)
+            losses = Losses(PrefixStore(name, store))
+            if losses.is_open and losses.has(rank):
+                losses.settled(rank, ended.is_set)
+                if not ended.wait(_HANGS_S):
+                    os.kill(process, signal.SIGKILL)
+                return
 
 
 def _report(message: str, said: _Said) -> int:

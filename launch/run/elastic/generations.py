@@ -226,8 +226,7 @@ class Generations:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
             self._store.set(f"here/{self._generation}/{self._me}", "")
-            known = self._misses_some(error) or self._blames_newcomers(error)
-            if not known:
+            if not self._misses_some(error) and not self._blames_newcomers(error):
                 raise error
             self._run.settle()
             self._generation += 1
