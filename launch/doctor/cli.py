@@ -44,7 +44,6 @@ from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks.network import HostNetwork
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
-EXIT_OK, EXIT_PROBLEM = 0, 1
 
 
 def doctor(  # noqa: PLR0913  # one parameter per option
@@ -89,7 +88,7 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     except (ValueError, OSError, ImportError, DoctorError, OverlayError) as error:
         results = [*diagnosis.results, problem("this host", explain(error), "")]
     show_results(console, results)
-    sys.exit(EXIT_PROBLEM if any(r.level == "problem" for r in results) else EXIT_OK)
+    sys.exit(int(any(r.level == "problem" for r in results)))
 
 
 class _Diagnosis:

@@ -4,11 +4,9 @@ gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that v
 address that the host's own name resolves to, which on many systems is 127.0.1.1.
 """
 
-import fcntl
 import ipaddress
 import re
 import socket
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +25,6 @@ class Interface:
 
     name: str
     address: str
-    mtu: int
     addresses: tuple[str, ...] = ()
 
     @property
@@ -46,21 +43,8 @@ def interfaces() -> dict[str, Interface]:
             if a.family == family and not _is_link_local(a.address)
         ]
         if addresses:
-            device = name.partition(":")[0]  # eth0:1 is a second address of eth0
-            found[name] = Interface(name, addresses[0], _mtu(device), tuple(addresses))
+            found[name] = Interface(name, addresses[0], tuple(addresses))
     return found
-
-
-def _mtu(name: str) -> int:
-    try:
-        return int(psutil.net_if_stats()[name].mtu)
-    except (OSError, KeyError):  # without /proc/net: ask the kernel
-        get_mtu, form = 0x8921, "16si"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            asked = fcntl.ioctl(
-                any_socket, get_mtu, struct.pack(form, name.encode(), 0) + bytes(20)
-            )
-        return int(struct.unpack_from(form, asked)[1])
 
 
 def resolve(host: str) -> str:

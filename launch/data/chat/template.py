@@ -33,9 +33,8 @@ class TemplateError(ValueError):
 class ChatTemplate:
     """Writes messages out. `marks_answers` says whether it tells which text is the assistant's."""
 
-    def __init__(self, source: str, renderer: Any, name: str) -> None:
+    def __init__(self, source: str, renderer: Any) -> None:
         """`renderer` is a tokenizer of transformers, whose special tokens templates use."""
-        self.name = name
         self._source = _TODAY.sub(lambda found: repr(_ALWAYS.strftime(found[2])), source)
         self._renderer = renderer
         self.marks_answers = _MARKS.search(source) is not None
@@ -111,9 +110,9 @@ def load_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     name = OWN if name is None else name
     renderer = _renderer(name, tokenizer)
     if name == PLAIN:
-        return ChatTemplate(_PLAIN_SOURCE, renderer, name)
+        return ChatTemplate(_PLAIN_SOURCE, renderer)
     if name != OWN:
-        return ChatTemplate(_read(name), renderer, name)
+        return ChatTemplate(_read(name), renderer)
     source = renderer.chat_template
     if isinstance(source, dict):
         source = source.get("default")
@@ -122,7 +121,7 @@ def load_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
             f'data.chat_template = "{OWN}": the tokenizer has no chat template; name a file of '
             f'Jinja, or use "{PLAIN}"'
         )
-    return ChatTemplate(source, renderer, name)
+    return ChatTemplate(source, renderer)
 
 
 def _renderer(name: str, tokenizer: Tokenizer) -> Any:

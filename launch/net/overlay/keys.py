@@ -59,12 +59,8 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
     if read(run_key).name is not None:
         raise ValueError(f"{run_key}: the key of one machine; sign with the run's key")
     key, certificate = _certificate(name, days, run_key)
-    _write(
-        path,
-        key,
-        certificate,
-        run_key.read_text(encoding="utf-8")[run_key.read_text(encoding="utf-8").index(_BEGIN) :],
-    )
+    text = run_key.read_text(encoding="utf-8")
+    _write(path, key, certificate, text[text.index(_BEGIN) :])
 
 
 def read(path: Path) -> KeyInfo:

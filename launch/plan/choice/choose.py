@@ -112,7 +112,6 @@ def choose(
     sequences: int = 0,
     *,
     memory: Sequence[ModelMemory] | None = None,
-    seed: int = 0,
     seconds: float | None = None,
 ) -> list[PlannedRun]:
     """Variants of a run with so many samples by their predicted step, the shortest first.
@@ -135,20 +134,18 @@ def choose(
         if len(found) >= _REFINED and bound_s >= sorted(f[0] for f in found)[_REFINED - 1]:
             break
         try:
-            found.append(_fitting(variant, cluster, seed))
+            found.append(_fitting(variant, cluster))
         except ValueError as error:
             refused = str(error)
     if not found:
         raise ValueError(f"no number of stages and replicas fits the network: {refused}")
     found.sort(key=lambda first: first[0])
     each_s = None if seconds is None else seconds / (2 * _REFINED)
-    choices = [
-        _refined(variant, start, cluster, seed, each_s) for _, variant, start in found[:_REFINED]
-    ]
+    choices = [_refined(variant, start, cluster, each_s) for _, variant, start in found[:_REFINED]]
     return sorted(choices, key=lambda choice: choice.cost.step_s)
 
 
-def _fitting(variant: _Variant, cluster: Cluster, seed: int) -> tuple[float, _Variant, Settings]:
+def _fitting(variant: _Variant, cluster: Cluster) -> tuple[float, _Variant, Settings]:
     """Step, variant and settings: as it is, or with what needs less memory, if it has to."""
     faithful = replace(variant.lean, exchange=len(variant.ladders.exchanges) - 1)
     frugal = variant.scheduled("1F1B")
@@ -158,19 +155,19 @@ def _fitting(variant: _Variant, cluster: Cluster, seed: int) -> tuple[float, _Va
         if work is None:
             continue
         try:
-            return solve_step(cluster, work, seed=seed, rounds=0).cost, trial, settings
+            return solve_step(cluster, work, rounds=0).cost, trial, settings
         except ValueError as error:
             refused = str(error)
     raise ValueError(refused)
 
 
 def _refined(
-    variant: _Variant, start: Settings, cluster: Cluster, seed: int, seconds: float | None
+    variant: _Variant, start: Settings, cluster: Cluster, seconds: float | None
 ) -> PlannedRun:
     """Search, choose the schedule, raise fidelity, and search again."""
 
     def searched(work: Workload) -> Placement:
-        return solve_step(cluster, work, seed=seed, rounds=ROUNDS, seconds=seconds)
+        return solve_step(cluster, work, rounds=ROUNDS, seconds=seconds)
 
     def step_of(trial: _Variant, settings: Settings) -> float:
         work = trial.workload(settings)

@@ -45,14 +45,13 @@ def _tiles(hop_DD: Floats, merged: Ints, size: int, worth_D: Floats) -> list[lis
     count = len(hop_DD)
     rest: list[list[int]] = [[device] for device in range(count)]
     tiles: list[list[int]] = []
-    for node, (left, right) in enumerate(merged.tolist(), start=count):
+    for left, right in merged.tolist():
         joined = [*rest[left], *rest[right]]
         rest[left] = rest[right] = []
         while len(joined) >= size:
             tiles.append(joined[:size])
             joined = joined[size:]
         rest.append(joined)
-        assert len(rest) == node + 1
     if size == 1:
         tiles = [[device] for device in range(count)]
 

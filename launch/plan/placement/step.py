@@ -47,21 +47,14 @@ class StepModel:
         self._cluster, self._workload = cluster, workload
         together = not workload.overlaps
         self._simulated = Simulation(workload, exchange=together)
-        self._need_P = np.array(workload.memory or [0.0] * workload.ranks)
-        self._alone = None if together else Simulation(_exchange_only(workload))
-
-    @property
-    def need(self) -> Floats:
+        self.need = np.array(workload.memory or [0.0] * workload.ranks)
         """Bytes that each rank of a pipeline needs."""
-        return self._need_P
-
-    def fits(self, grid_RP: Ints) -> bool:
-        return bool((self._need_P <= self._cluster.memory_D[grid_RP]).all())
+        self._alone = None if together else Simulation(_exchange_only(workload))
 
     def __call__(self, grid_RP: Ints) -> StepCost:
         """Simulate; infinite if a device has too little memory."""
         work, cluster = self._workload, self._cluster
-        if not self.fits(grid_RP):
+        if not (self.need <= cluster.memory_D[grid_RP]).all():
             return StepCost(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf)
         speed_RP = cluster.speed_D[grid_RP]
         pass_s, done_s = self._simulated(cluster, grid_RP)

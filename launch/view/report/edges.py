@@ -74,11 +74,6 @@ def read_edges(folder: Path) -> tuple[list[Edge], Traces]:
         return [], {}
 
 
-def mean_mbps(edge: Edge) -> str:
-    """The rate of a connection over the run, in Mbit/s."""
-    return NOTHING if edge["mean_Bps"] is None else f"{8e-6 * edge['mean_Bps']:,.1f}"
-
-
 def _mean_rate(samples: Sequence[EdgeSample], target: str) -> float | None:
     own = [sample for sample in samples if sample["target"] == target]
     seconds = sum(sample["seconds"] for sample in own)
@@ -103,7 +98,7 @@ def edge_cells(edge: Edge) -> list[str]:
         edge["source"],
         edge["target"],
         format_bytes(edge["bytes"]),
-        mean_mbps(edge),
+        NOTHING if edge["mean_Bps"] is None else f"{8e-6 * edge['mean_Bps']:,.1f}",
         format_round_trip(edge["round_trip_s"]),
         f"{edge['retransmitted']:,}",
         f"{edge['resumed']:,}",

@@ -45,9 +45,6 @@ class Rows:
             self._rows = [_merged(self._rows[i : i + 2]) for i in range(0, MOST_ROWS, 2)]
             self.stride *= 2
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def columns(self) -> dict[str, list[Value]]:
         names = dict.fromkeys(name for row in self._rows for name in row)
         return {name: [row.get(name) for row in self._rows] for name in names}

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -346,6 +347,13 @@ def joined(
     return store, transport, run, elastic
 
 
+def shared(transport: GlooTransport, value: float) -> list[float]:
+    """What all members have."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    found: list[float] = transport.share(mine, "world").flatten().tolist()
+    return found
+
+
 def one_is_behind(rank: int, port: int) -> dict[str, Any]:
     """The last exchange of the second section reaches rank 0 and not rank 1; rank 2 is lost."""
     store, transport, run, elastic = joined(rank, port, 3)
@@ -353,8 +361,7 @@ def one_is_behind(rank: int, port: int) -> dict[str, Any]:
 
     def share(section: int) -> list[float]:
         attempts[0] += 1
-        mine = torch.tensor([10.0 * section + rank], dtype=torch.float64)
-        found: list[float] = transport.share(mine, "world").flatten().tolist()
+        found = shared(transport, 10.0 * section + rank)
         if section == 1 and rank == 2:
             Losses(store).report(2, "rank 2 is gone")
             raise SystemExit
@@ -400,11 +407,7 @@ def killed_while_regrouping(rank: int, port: int) -> dict[str, Any]:
         Losses(store).report(rank, f"rank {rank} is gone")
         raise SystemExit
 
-    def share() -> list[float]:
-        mine = torch.tensor([float(rank)], dtype=torch.float64)
-        found: list[float] = transport.share(mine, "world").flatten().tolist()
-        return found
-
+    share = partial(shared, transport, rank)
     results, began_s = [elastic.together(share)], time.monotonic()
     if rank == 2:
         dist.init_process_group = leave
@@ -454,10 +457,7 @@ def killed_while_connecting(rank: int, port: int) -> dict[str, Any]:
     store, transport, run, elastic = joined(rank, port, 4)
     made = gloo_backend._made
 
-    def share() -> list[float]:
-        mine = torch.tensor([float(rank)], dtype=torch.float64)
-        found: list[float] = transport.share(mine, "world").flatten().tolist()
-        return found
+    share = partial(shared, transport, rank)
 
     def leave() -> list[float]:
         Losses(store).report(rank, f"rank {rank} is gone")
@@ -496,10 +496,7 @@ def one_hangs(rank: int, port: int) -> dict[str, Any]:
     """Rank 2, in the second section; rank 1 is the first to run out of patience."""
     store, transport, run, elastic = joined(rank, port, 3, timeout_s=2 if rank == 1 else 60)
 
-    def share() -> list[float]:
-        mine = torch.tensor([float(rank)], dtype=torch.float64)
-        found: list[float] = transport.share(mine, "world").flatten().tolist()
-        return found
+    share = partial(shared, transport, rank)
 
     def hang() -> list[float]:
         store.wait(["elastic/members/1"], timedelta(seconds=PATIENCE_S))

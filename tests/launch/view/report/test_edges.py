@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from thinpipe.launch.view.report.edges import (
+    edge_cells,
     edge_table,
     edges_of,
-    mean_mbps,
     read_edges,
     traces_of,
     write_traces,
@@ -48,7 +48,7 @@ def test_the_mean_rate_is_weighted_by_time_and_read_back(tmp_path: Path) -> None
     host = {"name": "a", "links": {"b": LINK}, "trace": trace}
     (edge,) = edges_of([host])
     assert edge["mean_Bps"] == pytest.approx(7e6)
-    assert mean_mbps(edge) == "56.0"
+    assert edge_cells(edge)[3] == "56.0"
     (tmp_path / "summary.json").write_text(json.dumps({"edges": [edge]}))
     write_traces(tmp_path, traces_of([host]))
     assert read_edges(tmp_path) == ([edge], {"a": trace})

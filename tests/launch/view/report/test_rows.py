@@ -30,7 +30,7 @@ def test_a_long_run_is_thinned_out_but_keeps_extremes_marks_and_the_end() -> Non
     records[1234] = replace(records[1234], loss=99.0, eval={"loss": 0.5}, skipped=True)
     rows = Rows(records)
     columns = rows.columns()
-    assert MOST_ROWS / 2 <= len(rows) < MOST_ROWS
+    assert MOST_ROWS / 2 <= len(columns["step"]) < MOST_ROWS
     assert rows.stride == 8
     assert (columns["step"][0], columns["step"][-1]) == (8, 2000)
     assert (columns["low"][0], columns["loss"][0], columns["high"][0]) == (2.0, 2.5, 3.0)
@@ -42,7 +42,7 @@ def test_a_long_run_is_thinned_out_but_keeps_extremes_marks_and_the_end() -> Non
 @pytest.mark.usefixtures("_few_rows")
 def test_the_row_that_is_not_full_changes_with_each_step() -> None:
     rows = Rows([step_record(step) for step in range(1, MOST_ROWS + 1)])
-    assert (rows.stride, len(rows)) == (2, MOST_ROWS // 2)
+    assert (rows.stride, len(rows.columns()["step"])) == (2, MOST_ROWS // 2)
     rows.add(step_record(MOST_ROWS + 1, loss=4.0))
     assert rows.columns()["loss"][-1] == 4.0
     rows.add(step_record(MOST_ROWS + 2, loss=6.0))
