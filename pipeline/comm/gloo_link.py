@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
+from thinpipe.pipeline.comm.leaving import leavable
 from thinpipe.pipeline.wire.pinned import host_bytes
 
 MAX_MICROBATCHES = 4096
@@ -57,7 +58,7 @@ def irecv(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int
 def wait(work: dist.Work, *, edge: str) -> None:
     """Wait for a send or a receive."""
     with naming(edge):
-        work.wait()
+        leavable(work.wait)
 
 
 @dataclass

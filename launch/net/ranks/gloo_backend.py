@@ -9,10 +9,7 @@ import functools
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent import futures
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -22,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from thinpipe.pipeline.comm.gloo import Traffic
 from thinpipe.pipeline.comm.gloo_link import naming
+from thinpipe.pipeline.comm.leaving import leavable
 
 BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
@@ -32,16 +30,8 @@ JOINING = "joining"
 """The traffic of `pair`: nobody waits for it."""
 _DEFAULT = "control"
 _DEVICES: dict[str, Any] = {}
-_POLL_S = 0.05
 _MOST_DESCRIPTORS = 1024
 """Looked at where the system does not list them; a rank has about 50 when it starts."""
-
-
-def _nobody() -> bool:
-    return False
-
-
-_lost = _nobody
 
 
 def register(address: str | None, *, joining: bool) -> dict[str, int]:
@@ -70,36 +60,25 @@ Pair = tuple[Callable[[Tensor], None], Callable[[Tensor], None]]
 """What sends a tensor to the other process, and what fills one with what comes from there."""
 
 
-@contextlib.contextmanager
-def given_up_if(lost: Callable[[], bool]) -> Iterator[None]:
-    """Groups that are made meanwhile are given up once a rank is `lost`."""
-    global _lost
-    _lost = lost
-    try:
-        yield
-    finally:
-        _lost = _nobody
-
-
 def pair(store: Store, place: int, wait_s: float, lost: Callable[[], bool]) -> Pair:
     """Connect two processes, beside all groups; `place` is 0 in one and 1 in the other.
 
     Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most,
-    or if the other is `lost` while they connect.
+    or if the other is `lost`.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
     edge = "a connection for states"
     with naming(edge):
-        group: Any = _made(lost, store, place, 2, options)
+        group: Any = leavable(lambda: dist.ProcessGroupGloo(store, place, 2, options), lost)
 
     def send(tensor: Tensor) -> None:
         with naming(edge):
-            group.send([tensor], 1 - place, 0).wait()
+            leavable(group.send([tensor], 1 - place, 0).wait, lost)
 
     def receive(tensor: Tensor) -> None:
         with naming(edge):
-            group.recv([tensor], 1 - place, 0).wait()
+            leavable(group.recv([tensor], 1 - place, 0).wait, lost)
 
     return send, receive
 
@@ -114,28 +93,9 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
     options._devices, options._timeout = [device], given.timeout
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
-    return _made(_lost, given.store, given.group_rank, given.group_size, options)
-
-
-def _made(lost: Callable[[], bool], *arguments: Any) -> Any:
-    """A group, made by a thread: who waits for a lost rank to connect cannot be woken up.
-
-    Raises:
-        RuntimeError: a rank is lost, or it cannot be made.
-    """
-    found: Future[Any] = Future()
-
-    def make() -> None:
-        try:
-            found.set_result(dist.ProcessGroupGloo(*arguments))
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=make, daemon=True).start()
-    while not futures.wait([found], timeout=_POLL_S).done:
-        if lost():
-            raise RuntimeError("another rank was lost meanwhile")
-    return found.result()
+    return leavable(
+        lambda: dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
+    )
 
 
 def _listening(address: str) -> set[int]:

@@ -24,11 +24,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses, doubted
-from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections, given_up_if
+from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.leaving import leave_if
 from thinpipe.pipeline.wire.header import DesyncError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Generations:
         self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
         if not members:
             self._losses.open(wait_s)
+        leave_if(self._is_broken)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
         self._hosts.watch(store.clone(), patience_s)  # type: ignore[attr-defined]
@@ -298,6 +300,10 @@ class Generations:
             self._leaving.report(member, f"rank {member} did not come in ({error})")
         return bool(self._cold) and self._knows_a_loss()
 
+    def _is_broken(self) -> bool:
+        """Whether this generation's connections are."""
+        return self._is_incomplete() or self._doubted == self._generation
+
     def _is_incomplete(self) -> bool:
         return any(member in self._lost for member in self._members)
 
@@ -352,9 +358,8 @@ class Generations:
             raise TransportError(f"rank {self._me}: another rank is lost")
         keys, size = PrefixStore(name, self._root), len(self._members)
         self._joining = JoiningStore(keys, self._is_incomplete, self._wait_s)
-        with given_up_if(self._is_incomplete):
-            join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
-            self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
+        join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
+        self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
         with self._changed:
             if self._is_incomplete():
                 break_connections(self._hosts.ports)

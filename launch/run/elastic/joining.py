@@ -23,7 +23,7 @@ class JoiningStore(Store):
     def __init__(self, store: Store, is_incomplete: Callable[[], bool], wait_s: float) -> None:
         """`is_incomplete` says that a rank is lost; without that a wait ends after `wait_s`."""
         super().__init__()
-        self._store, self.is_incomplete, self._wait_s = store, is_incomplete, wait_s
+        self._store, self._is_incomplete, self._wait_s = store, is_incomplete, wait_s
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
@@ -47,7 +47,7 @@ class JoiningStore(Store):
         wait_s = self._wait_s if timeout is None else min(self._wait_s, timeout.total_seconds())
         limit_s = time.monotonic() + wait_s
         while True:
-            if self.is_incomplete():
+            if self._is_incomplete():
                 raise TransportError("another rank was lost meanwhile")
             if self._store.check([*keys]):
                 return

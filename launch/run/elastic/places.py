@@ -175,7 +175,7 @@ class Places(Generations):
             TransportError: the other end does not come.
         """
         waits = JoiningStore(store, lambda: bool(self.loss), self._wait_s)
-        return pair(waits, end, self._wait_s, waits.is_incomplete)
+        return pair(waits, end, self._wait_s, lambda: bool(self.loss))
 
     @property
     def root(self) -> Store:

@@ -237,7 +237,7 @@ class Elastic(Generations):
             lambda: newcomer in self._lost or (own is not None and own.has_entered),
             _CONNECT_S if own is None else self._wait_s,
         )
-        return pair(waits, int(self._me == newcomer), self._wait_s, waits.is_incomplete)
+        return pair(waits, int(self._me == newcomer), self._wait_s, lambda: newcomer in self._lost)
 
     def _is_over(self, visit: int) -> bool:
         with self._changed:

@@ -36,8 +36,10 @@ from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.gloo_link import irecv, isend, wait
 
 SAMPLES, EPOCHS = 240, 2
+SENT_NBYTES = 2**26
 RUN = """
 [run]
 name = "elastic"
@@ -455,7 +457,7 @@ class NeverConnects(Store):
 def killed_while_connecting(rank: int, port: int) -> dict[str, Any]:
     """Rank 3 is lost in the second section, and rank 2 as it connects to the others."""
     store, transport, run, elastic = joined(rank, port, 4)
-    made = gloo_backend._made
+    make = dist.ProcessGroupGloo
 
     share = partial(shared, transport, rank)
 
@@ -463,21 +465,22 @@ def killed_while_connecting(rank: int, port: int) -> dict[str, Any]:
         Losses(store).report(rank, f"rank {rank} is gone")
         raise SystemExit
 
-    def never(lost: Any, given: Store, *arguments: Any) -> Any:
+    def never(given: Store, *arguments: Any) -> Any:
         try:
-            return made(lost, NeverConnects(given), *arguments)
+            return make(NeverConnects(given), *arguments)
         except RuntimeError:
             leave()
 
     results, began_s = [elastic.together(share)], time.monotonic()
     if rank == 2:
-        gloo_backend._made = never
+        never._Options = make._Options  # type: ignore[attr-defined]
+        dist.ProcessGroupGloo = never  # type: ignore[assignment,misc]
         store.set("is to leave", "")
     store.wait(["is to leave"], timedelta(seconds=PATIENCE_S))
     try:
         results.append(elastic.together(leave if rank == 3 else share))
     except SystemExit:
-        gloo_backend._made = made
+        dist.ProcessGroupGloo = make  # type: ignore[misc]
     return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
 
 
@@ -579,3 +582,40 @@ def nobody_was_lost(rank: int, port: int) -> str:
 def test_a_failure_without_a_loss_is_raised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert ranks(2, nobody_was_lost, store.port) == ["an edge"] * 2
+
+
+def killed_in_a_message(rank: int, port: int) -> dict[str, Any]:
+    """Rank 2 is lost in the second section, while the others send it more than it takes."""
+    store, _, _, elastic = joined(rank, port, 3)
+
+    def send() -> list[float]:
+        group = dist.group.WORLD
+        assert group is not None
+        if rank == 2:
+            irecv(torch.empty(SENT_NBYTES, dtype=torch.uint8), group, 0, edge="in")
+            store.wait(["sent/0", "sent/1"], timedelta(seconds=PATIENCE_S))
+            Losses(store).report(2, "rank 2 is gone")
+            raise SystemExit
+        if dist.get_world_size() == 3:
+            message = torch.zeros(SENT_NBYTES, dtype=torch.uint8)
+            work = isend(message, group, 2, edge="out")
+            store.set(f"sent/{rank}", "")
+            wait(work, edge="out")
+        return [dist.get_world_size()]
+
+    began_s = time.monotonic()
+    try:
+        results = elastic.together(send)
+    except SystemExit:
+        return {}
+    return {"results": results, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_lost_in_the_middle_of_a_message(ranks: Ranks) -> None:
+    """gloo leaves who sends waiting."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _ = ranks(3, killed_in_a_message, store.port)
+    for found in (first, second):
+        assert found["results"] == [2]
+        assert found["took_s"] < 30
