@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinpipe.pipeline.comm.abandoned import abandonable
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
-from thinpipe.pipeline.comm.leaving import leavable
 from thinpipe.pipeline.wire.pinned import host_bytes
 
 MAX_MICROBATCHES = 4096
@@ -35,7 +35,9 @@ def naming(edge: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
-        kind = SilentError if "timed out" in reason.lower() else TransportError
+        # a wait that timed out closes its pairs: "Application timeout" for whoever waits beside it
+        late = any(word in reason.lower() for word in ("timed out", "timeout"))
+        kind = SilentError if late else TransportError
         raise kind(f"{edge}: {reason}") from error
 
 
@@ -58,7 +60,7 @@ def irecv(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int
 def wait(work: dist.Work, *, edge: str) -> None:
     """Wait for a send or a receive."""
     with naming(edge):
-        leavable(work.wait)
+        abandonable(work.wait)
 
 
 @dataclass

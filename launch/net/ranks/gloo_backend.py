@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from thinpipe.pipeline.comm.abandoned import abandonable
 from thinpipe.pipeline.comm.gloo import Traffic
 from thinpipe.pipeline.comm.gloo_link import naming
-from thinpipe.pipeline.comm.leaving import leavable
 
 BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
@@ -70,15 +70,15 @@ def pair(store: Store, place: int, wait_s: float, lost: Callable[[], bool]) -> P
     options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
     edge = "a connection for states"
     with naming(edge):
-        group: Any = leavable(lambda: dist.ProcessGroupGloo(store, place, 2, options), lost)
+        group: Any = abandonable(lambda: dist.ProcessGroupGloo(store, place, 2, options), lost)
 
     def send(tensor: Tensor) -> None:
         with naming(edge):
-            leavable(group.send([tensor], 1 - place, 0).wait, lost)
+            abandonable(group.send([tensor], 1 - place, 0).wait, lost)
 
     def receive(tensor: Tensor) -> None:
         with naming(edge):
-            leavable(group.recv([tensor], 1 - place, 0).wait, lost)
+            abandonable(group.recv([tensor], 1 - place, 0).wait, lost)
 
     return send, receive
 
@@ -93,7 +93,7 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
     options._devices, options._timeout = [device], given.timeout
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = given.group_id
-    return leavable(
+    return abandonable(
         lambda: dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
     )
 

@@ -210,7 +210,7 @@ def join(
     store = PrefixStore(name, met)
     host = network_config.own_name()
     who = f"rank {rank} on {host}"
-    announce(place, name, who, rank)
+    announce(place, name, host, rank)
     if rank == 0:
         store.set(_BEFORE, "" if token else last_failure(met, name, who))
     facts = {"versions": versions(), **facts}
@@ -220,11 +220,8 @@ def join(
     if token:
         main = PrefixStore(run, met)
         run_id = agree_with(main, facts)
-
-        def say(number: int) -> None:
-            announce(place, run, f"rank {number} on {host}", number)
-
-        newcomer = Newcomer(main, store, say, partial(failures.move, run))
+        say, take_part = partial(announce, place, run, host), partial(failures.move, run)
+        newcomer = Newcomer(main, store, say, take_part)
     elif rank == 0:
         name_run(met, name)
     try:

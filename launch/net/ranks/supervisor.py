@@ -26,14 +26,15 @@ _HANGS_S = 10.0
 _VMSTAT = Path("/proc/vmstat")
 
 
-def announce(address: tuple[str, int], name: str, who: str, rank: int) -> None:
-    """Called by a rank: its run's failures are in this store, under this name, and who it is.
+def announce(address: tuple[str, int], name: str, host: str, rank: int) -> None:
+    """Called by a rank on `host`: its run's failures are in this store, under this name.
 
     What it says last counts.
     """
     descriptor = os.environ.get(DESCRIPTOR)
     if descriptor is not None:
-        os.write(int(descriptor), json.dumps([*address, name, who, rank]).encode() + b"\n")
+        said = [*address, name, f"rank {rank} on {host}", rank]
+        os.write(int(descriptor), json.dumps(said).encode() + b"\n")
 
 
 def supervise(be_rank: Callable[[], None]) -> bool:

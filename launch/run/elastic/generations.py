@@ -17,6 +17,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -27,9 +28,9 @@ from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses, doubted
 from thinpipe.launch.net.ranks.gloo_backend import PORTS, break_connections
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
+from thinpipe.pipeline.comm.abandoned import abandon_if
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.comm.leaving import leave_if
 from thinpipe.pipeline.wire.header import DesyncError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Generations:
         self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
         if not members:
             self._losses.open(wait_s)
-        leave_if(self._is_broken)
+        abandon_if(self._is_broken)
         own = Losses(store.clone())  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=self._watch, args=(own,), daemon=True).start()
         self._hosts.watch(store.clone(), patience_s)  # type: ignore[attr-defined]
@@ -227,7 +228,8 @@ class Generations:
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
-            self._store.set(f"here/{self._generation}/{self._me}", "")
+            with suppress(RuntimeError):  # the store is gone, which ends the process
+                self._store.set(f"here/{self._generation}/{self._me}", "")
             if not self._misses_some(error) and not self._blames_newcomers(error):
                 raise error
             self._run.settle()
@@ -276,18 +278,18 @@ class Generations:
 
     def _misses_some(self, error: TransportError) -> bool:
         """Whether one is lost: if a peer was silent, also who does not say then that it is here."""
-        if not isinstance(error, SilentError):
-            return self._knows_a_loss()
-        self._losses.doubt(self._generation)
-        limit_s, silent = time.monotonic() + self._patience_s, self._not_here()
-        while silent and not self._is_incomplete() and time.monotonic() < limit_s:
-            time.sleep(_POLL_S)
-            silent = self._not_here()
-        for member in silent if not self._is_incomplete() else ():
-            self._leaving.report(
-                member, f"rank {member} on {self._hosts.of(member)}: does not answer"
-            )
-        return bool(silent) and self._knows_a_loss()
+        if isinstance(error, SilentError) and not self._is_incomplete():
+            self._losses.doubt(self._generation)
+            limit_s, silent = time.monotonic() + self._patience_s, self._not_here()
+            while silent and not self._is_incomplete() and time.monotonic() < limit_s:
+                time.sleep(_POLL_S)
+                silent = self._not_here()
+            if not silent and not self._is_incomplete():
+                return False
+            for member in silent if not self._is_incomplete() else ():
+                who = f"rank {member} on {self._hosts.of(member)}"
+                self._leaving.report(member, f"{who}: does not answer")
+        return self._knows_a_loss()
 
     def _not_here(self) -> list[int]:
         """Members that have not come where they look for losses."""

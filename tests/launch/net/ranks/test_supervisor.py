@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from tests.commands import PATIENCE_S
 from tests.waiting import until
-from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.failures import OUT, Losses
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses = Losses(PrefixStore("run", store))
     losses.open(PATIENCE_S)
-    told = f"announce(('127.0.0.1', {store.port}), 'run', 'rank 3', 3)"
+    told = f"announce(('127.0.0.1', {store.port}), 'run', 'here', 3)"
     supervisor = start(
         f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
         "os.kill(os.getpid(), 9)"
@@ -82,3 +82,19 @@ def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
     supervisor.send_signal(signal.SIGTERM)
     supervisor.communicate(timeout=PATIENCE_S / 4)
     assert supervisor.returncode == -signal.SIGTERM
+
+
+def test_a_rank_that_others_go_on_without_is_killed_if_it_hangs() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    losses = Losses(PrefixStore("run", store))
+    losses.open(PATIENCE_S)
+    told = f"announce(('127.0.0.1', {store.port}), 'run', 'here', 3)"
+    supervisor = start(
+        f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
+        "os.kill(os.getpid(), 19)"
+    )
+    losses.report(3, "no sign of life")
+    losses.settle(3, goes_on=True, out=True)
+    _, error = supervisor.communicate(timeout=PATIENCE_S)
+    assert supervisor.returncode == OUT
+    assert "rank 3 on here: killed by signal 9" in error

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tests.launch.run.elastic.test_generations import RUN, SAMPLES, Recorder, command
+from tests.launch.run.elastic.test_generations import RUN, SAMPLES, command
+from tests.launch.run.elastic.test_sections import Recorder
 from tests.ports import free_port
 from tests.processes import named
 from tests.ranks import Ranks

@@ -1,4 +1,4 @@
-"""Waits that nothing ends: a thread waits, and is left behind.
+"""Waits that nothing wakes up: a thread waits, and is abandoned.
 
 gloo (pair.cc, `signalException`) forgets messages that a broken connection had sent or received in
 part: who waits for one waits until its timeout. So does who waits for a lost peer to connect.
@@ -16,17 +16,19 @@ _T = TypeVar("_T")
 _is_over: Callable[[], bool] | None = None
 
 
-def leave_if(is_over: Callable[[], bool]) -> None:
-    """From now on calls of `leavable` are left, on all threads, once that is so."""
+def abandon_if(is_over: Callable[[], bool]) -> None:
+    """From now on calls of `abandonable` are abandoned, on all threads, once that is so."""
     global _is_over
     _is_over = is_over
 
 
-def leavable(call: Callable[[], _T], is_over: Callable[[], bool] | None = None) -> _T:
-    """The result of a call; it is left if that of `leave_if`, or this one, says that it is over.
+def abandonable(call: Callable[[], _T], is_over: Callable[[], bool] | None = None) -> _T:
+    """The result of a call, made by another thread so that this one can abandon it.
+
+    `is_over` says when, by default that of `abandon_if`; without either it is a plain call.
 
     Raises:
-        RuntimeError: it was left, or the call failed.
+        RuntimeError: it was abandoned, or the call failed.
     """
     over = is_over or _is_over
     if over is None:

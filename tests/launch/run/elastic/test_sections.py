@@ -1,0 +1,327 @@
+"""Ranks are lost in a section, or between two: the others do it together, or none does."""
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S
+from thinpipe.launch.net.ranks import gloo_backend
+from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.run.elastic import generations
+from thinpipe.launch.run.elastic.visits import Elastic
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.gloo_link import irecv, isend, wait
+
+SENT_NBYTES = 2**26
+
+
+class Recorder:
+    """What `Elastic` tells the run."""
+
+    def __init__(self, transport: GlooTransport) -> None:
+        self._transport, self.told, self.proofs = transport, list[Any](), 0
+
+    passes, agreed, at, came = 7, (0, 0), (0, 0), 0
+
+    def settle(self) -> None: ...
+
+    def check_own(self, at: Any) -> None: ...
+
+    def give(self, send: Any, close: Any) -> None: ...
+
+    def take(self, connect: Any) -> None:
+        def ignore() -> None:
+            with suppress(TransportError):
+                connect()
+
+        threading.Thread(target=ignore, daemon=True).start()
+
+    def regrouped(
+        self, change: int, before: tuple[int, int], passes: int, words: str, **more: Any
+    ) -> None:
+        assert passes == self.passes
+        self.told.append((change, before, words))
+
+    def end_saves(self) -> None: ...
+
+    def welcome(self) -> None: ...
+
+    def bring_up(self, places: Any) -> None: ...
+
+    def prove_equal(self) -> None:
+        self._transport.share(torch.zeros(1, dtype=torch.float64), "world")
+        self.proofs += 1
+
+    def interrupt(self) -> None: ...
+
+
+def joined(
+    rank: int, port: int, world: int, *, least: int = 1, timeout_s: float = 60
+) -> tuple[Store, GlooTransport, Recorder, Any]:
+    """As a rank of a run, whose connections can be broken."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    gloo_backend.register("127.0.0.1", joining=True)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        gloo_backend.BACKEND,
+        store=PrefixStore("first", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    transport = GlooTransport(1, world, timeout_s=timeout_s)
+    run: Any = Recorder(transport)
+    elastic = Elastic(store, transport, run, host="here", least=least, wait_s=60, patience_s=5)
+    return store, transport, run, elastic
+
+
+def shared(transport: GlooTransport, value: float) -> list[float]:
+    """What all members have."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    found: list[float] = transport.share(mine, "world").flatten().tolist()
+    return found
+
+
+def one_is_behind(rank: int, port: int) -> dict[str, Any]:
+    """The last exchange of the second section reaches rank 0 and not rank 1; rank 2 is lost."""
+    store, transport, run, elastic = joined(rank, port, 3)
+    forgotten, attempts = [], [0]
+
+    def share(section: int) -> list[float]:
+        attempts[0] += 1
+        found = shared(transport, 10.0 * section + rank)
+        if section == 1 and rank == 2:
+            Losses(store).report(2, "rank 2 is gone")
+            raise SystemExit
+        if section == 1 and rank == 1:
+            raise TransportError("rank 2 -> rank 1: lost")
+        return found
+
+    results = []
+    for section in range(4):
+        try:
+            results.append(
+                elastic.together(
+                    lambda section=section: share(section),
+                    forget=lambda section=section: forgotten.append(section),
+                    take=lambda packed: [*packed, "taken"],
+                )
+            )
+        except SystemExit:
+            break
+    return {"results": results, "told": run.told, "forgot": forgotten, "proofs": run.proofs}
+
+
+@pytest.mark.dist
+def test_a_section_counts_for_all_who_are_left_or_for_none(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, lost = ranks(3, one_is_behind, store.port)
+    assert lost["results"] == [[0, 1, 2]]
+    assert first["results"] == [[0, 1, 2], [10, 11, 12], [20, 21], [30, 31]]
+    assert second["results"] == [[0, 1, 2], [10, 11, 12, "taken"], [20, 21], [30, 31]]
+    assert first["told"] == [(1, (0, 3), "lost: rank 2 is gone")]
+    assert second["told"] == [(1, (1, 3), "lost: rank 2 is gone")]
+    assert first["forgot"] == [2], "it had begun the third"
+    assert second["forgot"] == []
+    assert first["proofs"] == second["proofs"] == 1
+
+
+class NeverConnects(Store):
+    """Of a rank that says where it listens, and is lost once the others have said it too."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        raise AssertionError("lost in `wait`")
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timedelta(seconds=PATIENCE_S))
+        time.sleep(1)  # in which they begin to wait for its connection
+        raise RuntimeError("lost")
+
+
+def killed_while_regrouping(rank: int, port: int, connects: bool) -> dict[str, Any]:
+    """Rank 3 is lost in a section; then rank 2 as it joins the others, or `connects` to them."""
+    store, transport, run, elastic = joined(rank, port, 4)
+    join, make = dist.init_process_group, dist.ProcessGroupGloo
+    share = partial(shared, transport, rank)
+
+    def leave(*_: Any, **__: Any) -> Any:
+        Losses(store).report(rank, f"rank {rank} is gone")
+        raise SystemExit
+
+    def never(given: Store, *arguments: Any) -> Any:
+        with suppress(RuntimeError):
+            make(NeverConnects(given), *arguments)
+        leave()
+
+    never._Options = make._Options  # type: ignore[attr-defined]
+    results, began_s = [elastic.together(share)], time.monotonic()
+    if rank == 2:
+        if connects:
+            dist.ProcessGroupGloo = never  # type: ignore[assignment,misc]
+        else:
+            dist.init_process_group = leave
+        store.set("is to leave", "")
+    store.wait(["is to leave"], timedelta(seconds=PATIENCE_S))
+    try:
+        results.append(elastic.together(leave if rank == 3 else share))
+    except SystemExit:
+        dist.init_process_group, dist.ProcessGroupGloo = join, make  # type: ignore[misc]
+    return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("connects", [False, True])
+def test_a_rank_that_is_lost_while_others_regroup(ranks: Ranks, connects: bool) -> None:
+    """They do not wait as long as for a slow one, and make a generation without it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, *_ = ranks(4, killed_while_regrouping, store.port, connects)
+    for found in (first, second):
+        assert found["results"] == [[0, 1, 2, 3], [0, 1]]
+        assert [generation for generation, *_ in found["told"]] == [2]
+        assert found["took_s"] < 30
+    assert "rank 2 is gone; rank 3 is gone" in first["told"][0][2]
+
+
+def one_hangs(rank: int, port: int) -> dict[str, Any]:
+    """Rank 2, in the second section; rank 1 is the first to run out of patience."""
+    store, transport, run, elastic = joined(rank, port, 3, timeout_s=2 if rank == 1 else 60)
+
+    share = partial(shared, transport, rank)
+
+    def hang() -> list[float]:
+        store.wait(["elastic/members/1"], timedelta(seconds=PATIENCE_S))
+        return share()
+
+    def end(code: int, message: str = "") -> None:
+        raise SystemExit(f"{code} {message}")
+
+    generations.end_now = end  # type: ignore[assignment]
+    results, began_s = [elastic.together(share)], time.monotonic()
+    try:
+        results.append(elastic.together(hang if rank == 2 else share))
+    except SystemExit as ended:
+        return {"ended": str(ended)}
+    return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
+    """Who waits longer than the first who misses it is woken up."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, hung = ranks(3, one_hangs, store.port)
+    for found in (first, second):
+        assert found["results"] == [[0, 1, 2], [0, 1]]
+        assert "rank 2 on here: does not answer" in found["told"][0][2]
+        assert found["took_s"] < 30
+    assert hung["ended"].endswith("the others go on without it, as its replica is lost")
+
+
+def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
+    """What is raised where a rank is lost that the others cannot go on without."""
+    store, transport, _, elastic = joined(rank, port, 3, least=least)
+
+    def share() -> None:
+        if rank == lost:
+            Losses(store).report(rank, f"rank {rank} is gone")
+            raise SystemExit
+        transport.share(torch.zeros(1, dtype=torch.float64), "world")
+
+    try:
+        elastic.together(share)
+    except (SystemExit, TransportError) as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("lost", "least", "why"),
+    [
+        (2, 3, "; replicas left: 2, fewer than elastic.min_replicas = 3"),
+        (0, 1, "; replica 0, which is lost, writes the run's folder: the others do not go on"),
+    ],
+)
+def test_below_the_least_or_without_rank_0_the_failure_is_raised(
+    ranks: Ranks, lost: int, least: int, why: str
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said = ranks(3, too_few_are_left, store.port, lost, least)
+    assert all(text.endswith(why) for rank, text in enumerate(said) if rank != lost), said
+
+
+def nobody_was_lost(rank: int, port: int) -> str:
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    gloo_backend.PORTS["control"] = 1
+    transport = GlooTransport(1, 2, timeout_s=60)
+    run: Any = Recorder(transport)
+    elastic = Elastic(store, transport, run, host="here", least=1, wait_s=60, patience_s=5)
+
+    def fail() -> None:
+        raise TransportError("an edge")
+
+    with pytest.raises(TransportError, match="an edge") as raised:
+        elastic.together(fail)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_failure_without_a_loss_is_raised(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks(2, nobody_was_lost, store.port) == ["an edge"] * 2
+
+
+def killed_in_a_message(rank: int, port: int) -> dict[str, Any]:
+    """Rank 2 is lost in the second section, while the others send it more than it takes."""
+    store, _, _, elastic = joined(rank, port, 3)
+
+    def send() -> list[float]:
+        group = dist.group.WORLD
+        assert group is not None
+        if rank == 2:
+            irecv(torch.empty(SENT_NBYTES, dtype=torch.uint8), group, 0, edge="in")
+            store.wait(["sent/0", "sent/1"], timedelta(seconds=PATIENCE_S))
+            Losses(store).report(2, "rank 2 is gone")
+            raise SystemExit
+        if dist.get_world_size() == 3:
+            message = torch.zeros(SENT_NBYTES, dtype=torch.uint8)
+            work = isend(message, group, 2, edge="out")
+            store.set(f"sent/{rank}", "")
+            wait(work, edge="out")
+        return [dist.get_world_size()]
+
+    began_s = time.monotonic()
+    try:
+        results = elastic.together(send)
+    except SystemExit:
+        return {}
+    return {"results": results, "took_s": time.monotonic() - began_s}
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_lost_in_the_middle_of_a_message(ranks: Ranks) -> None:
+    """gloo leaves who sends waiting."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second, _ = ranks(3, killed_in_a_message, store.port)
+    for found in (first, second):
+        assert found["results"] == [2]
+        assert found["took_s"] < 30
