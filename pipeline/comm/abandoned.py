@@ -6,9 +6,8 @@ part: who waits for one waits until its timeout. So does who waits for a lost pe
 
 import threading
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 _POLL_S = 0.02
 
@@ -33,16 +32,52 @@ def abandonable(call: Callable[[], _T], is_over: Callable[[], bool] | None = Non
     over = is_over or _is_over
     if over is None:
         return call()
-    found: Future[_T] = Future()
-
-    def run() -> None:
+    # kept for the next call: to start a thread takes longer than most messages wait
+    helper: _Helper = _own.__dict__.pop("helper", None) or _Helper()
+    answer = helper.ask(call)
+    while True:
         try:
-            found.set_result(call())
-        except BaseException as error:
-            found.set_exception(error)
+            result, error = answer.get(timeout=_POLL_S)
+            break
+        except Empty:
+            if over():
+                del helper  # which an error's frames would hold
+                raise RuntimeError("another rank was lost meanwhile") from None
+    _own.helper = helper
+    del helper
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
-    threading.Thread(target=run, daemon=True).start()
-    while not futures.wait([found], timeout=_POLL_S).done:
-        if over():
-            raise RuntimeError("another rank was lost meanwhile")
-    return found.result()
+
+class _Helper:
+    """A thread that makes calls, one after the other; it ends once nobody holds this object."""
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[Any]()
+        threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
+
+    def ask(self, call: Callable[[], Any]) -> "SimpleQueue[tuple[Any, BaseException | None]]":
+        """Where the result will be, or what was raised."""
+        answer = SimpleQueue[tuple[Any, BaseException | None]]()
+        self._calls.put((call, answer))
+        return answer
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _serve(calls: "SimpleQueue[Any]") -> None:
+    while (asked := calls.get()) is not None:
+        _answer(*asked)
+        del asked  # which holds a message
+
+
+def _answer(call: Callable[[], Any], answer: "SimpleQueue[Any]") -> None:
+    try:
+        answer.put((call(), None))
+    except BaseException as error:
+        answer.put((None, error))
+
+
+_own = threading.local()

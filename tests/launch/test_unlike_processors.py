@@ -53,8 +53,7 @@ CUTS: dict[str, Any] = {
     "stateless": _ways(kind="stateless", bits=4),
 }
 REMEMBER = ("aqsgd", "transform")
-QUICK = ["aqsgd", "transform"]
-QUICK_METHODS = ["allreduce", "cocktail", "diloco"]
+QUICK_METHODS = ["allreduce", "diloco"]
 
 
 def _batches() -> list[Any]:
@@ -129,20 +128,13 @@ def _train(rank: int, names: Sequence[str], methods: Sequence[str]) -> Any:
 SHARDS = not TORCH_2_13.args[0]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((QUICK, QUICK_METHODS), id="quick"),
-        pytest.param(
-            (
-                [name for name in CUTS if name not in QUICK],
-                [name for name in method_names() if name not in QUICK_METHODS],
-            ),
-            marks=pytest.mark.slow,
-            id="others",
-        ),
-    ],
-)
+QUICK = pytest.param(([], QUICK_METHODS), id="quick")
+"""Without cuts, whose kernels take a minute to be compiled for an old processor."""
+WHOLE = pytest.param(([*CUTS], method_names()), marks=pytest.mark.slow, id="whole")
+BOTH = pytest.mark.parametrize("trained", [QUICK, WHOLE], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest) -> Any:
     """What both ranks have found."""
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -152,7 +144,7 @@ def trained(request: pytest.FixtureRequest) -> Any:
     return one[1:], other[1:]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("trained", [WHOLE], indirect=True, scope="module")
 def test_both_ends_of_a_cut_hold_the_same_bits(trained: Any) -> None:
     ((upper, embedding), *_), ((lower, head), *_) = trained
     for name, (losses, wrong, memories) in upper.items():
@@ -164,6 +156,7 @@ def test_both_ends_of_a_cut_hold_the_same_bits(trained: Any) -> None:
     torch.testing.assert_close(embedding, head, rtol=0, atol=1e-6)
 
 
+@BOTH
 def test_replicas_begin_alike_and_train_to_the_end(trained: Any) -> None:
     (_, one, _), (_, other, _) = trained
     for method, (losses, first) in one.items():
@@ -172,6 +165,7 @@ def test_replicas_begin_alike_and_train_to_the_end(trained: Any) -> None:
             assert torch.equal(weight, other[method][1][name]), (method, name)
 
 
+@BOTH
 @TORCH_2_13
 def test_shards_remember_the_same_bits(trained: Any) -> None:
     (*_, (losses, mine)), (*_, (others, theirs)) = trained

@@ -62,7 +62,10 @@ device = "cpu"
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("cuts", "hosts"), [([], 2), ([2], 2), ([2], 4)])
+@pytest.mark.parametrize(
+    ("cuts", "hosts"),
+    [*(pytest.param(cuts, 2, marks=pytest.mark.slow) for cuts in ([], [2])), ([2], 4)],
+)
 def test_replicas_are_planned_on_the_links_of_all_their_hosts(
     cuts: list[int], hosts: int, tmp_path: Path
 ) -> None:

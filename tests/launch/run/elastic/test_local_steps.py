@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.often import mostly_slow
 from tests.ranks import Ranks
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -63,19 +64,8 @@ def loses_and_lets_in(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("method", "lost_as_they_meet"),
-    [("diloco", False), ("sparse_loco", True)]
-    + [
-        pytest.param(method, as_they_meet, marks=pytest.mark.slow)
-        for method, as_they_meet in [
-            ("diloco", True),
-            ("sparse_loco", False),
-            ("async_average", False),
-            ("async_average", True),
-        ]
-    ],
-)
+@pytest.mark.parametrize("lost_as_they_meet", mostly_slow([False, True], bool))
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "sparse_loco".__eq__))
 def test_replicas_of_local_steps_go_on_and_let_one_in(
     ranks: Ranks, tmp_path: Path, method: str, lost_as_they_meet: bool
 ) -> None:

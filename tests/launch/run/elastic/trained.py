@@ -49,9 +49,9 @@ min_replicas = 1
 """
 
 
-def write_run(folder: Path, *, layers: int = 2) -> None:
+def write_run(folder: Path, *, layers: int = 2, lines: int = 2000) -> None:
     """Its text and run file."""
-    text = "".join(f"{n} squared is {n * n}.\n" for n in range(2000))
+    text = "".join(f"{n} squared is {n * n}.\n" for n in range(lines))
     (folder / "text.txt").write_text(text)
     (folder / "run.toml").write_text(RUN.format(folder=folder, layers=layers))
 

@@ -1,0 +1,106 @@
+"""Replicas leave and come all the time, and the run learns what an undisturbed one learns."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.launch.run.elastic.trained import as_rank, write_run
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S
+from thinpipe.launch.corpus import check_data
+from thinpipe.launch.run.elastic.training import ElasticTraining
+
+WORLD, STEPS, LEAVES, INTERVAL = 4, 400, 20, 10
+SEEDS = range(int(os.environ.get("SEEDS", "1")))
+LOCAL = ["diloco", "sparse_loco", "async_average"]
+METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", *LOCAL]
+_PAUSE_S = 0.1
+"""After a step while one comes: 400 steps of this model take less time than twenty newcomers."""
+
+
+class Churn:
+    """Rank 0 has a replica leave and another come, every `STEPS / LEAVES` steps or so."""
+
+    def __init__(self, store: TCPStore, leaves: int, seed: int) -> None:
+        self._store, self._left, self._draw = store, leaves, random.Random(seed)
+        self._comes = WORLD
+
+    def each(self, training: ElasticTraining, step: int) -> None:
+        """After a step of rank 0."""
+        number = self._comes - WORLD
+        awaited = number and not self._store.check([f"in {self._comes - 1}"])
+        if awaited:
+            time.sleep(_PAUSE_S)
+        elif number < self._left and step >= STEPS // LEAVES * number + INTERVAL // 2:
+            others = sorted({*training._elastic.hosts} - {0})
+            self._store.set(f"leave {self._draw.choice(others)}", "")
+            self._store.set(f"come {self._comes}", "")
+            self._comes += 1
+
+
+def held_out(
+    rank: int, port: int, folder: str, method: str, seed: int, leaves: int
+) -> tuple[float, int, int]:
+    """The loss in the end, how many generations there were, and how many replicas in the end."""
+    store, number = TCPStore("127.0.0.1", port, is_master=False), [0, 0]
+    churn, loss = Churn(store, leaves, seed), float("nan")
+    options = f"{{interval={INTERVAL}, overlap=0}}" if method in LOCAL else "{}"
+    settings = [f"gradcomp.method={method}", f"gradcomp.{method}={options}", f"run.seed={seed}"]
+    settings += ["pipeline.replicas=4", "train.epochs=1", "data.eval_sequences=240"]
+    settings += ["train.batch_size=8", "data.train_sequences=3200", "pipeline.peer_timeout_s=200"]
+    if rank >= WORLD:
+        settings.append(f"run.folder={folder}/{rank}")
+        store.wait([f"come {rank}"], timedelta(seconds=PATIENCE_S * 10))
+    with (
+        suppress(SystemExit),
+        as_rank(rank, port, folder, *settings, world=WORLD, comes=rank >= WORLD) as run,
+    ):
+        corpus = check_data(run.config)
+        for _ in run.epochs(run.config.train.epochs):
+            for batch in run.batches_of(corpus.train, run.config.train.batch_size):
+                record, training = run.step(batch), run._training
+                assert isinstance(training, ElasticTraining)
+                store.set(f"in {rank}", "")
+                if store.check([f"leave {rank}"]):
+                    training._elastic.leave(f"rank {rank} is gone")
+                    raise SystemExit
+                if rank == 0:
+                    churn.each(training, record.step)
+        loss = run.evaluate_on(corpus.evaluation)["loss"]
+        number = [training._elastic._generation, len(training._elastic.hosts)]
+    return loss, number[0], number[1]
+
+
+def trained(ranks: Ranks, folder: Path, method: str, seed: int, leaves: int) -> Any:
+    folder.mkdir()
+    write_run(folder, lines=6000)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = store.port, str(folder), method, seed, leaves
+    return ranks(WORLD + leaves, held_out, *arguments, limit_s=900)[0]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("method", METHODS)
+def test_twenty_leaves_and_joins_cost_no_loss(
+    ranks: Ranks, tmp_path: Path, method: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Of 400 steps, held out; SEEDS=3 for three seeds."""
+    gaps = []
+    for seed in SEEDS:
+        calm, *_ = trained(ranks, tmp_path / f"calm{seed}", method, seed, 0)
+        loss, generations, replicas = trained(ranks, tmp_path / f"{seed}", method, seed, LEAVES)
+        record_property(f"seed {seed}", f"{calm:.4f} undisturbed, {loss:.4f}, {generations}")
+        assert (generations >= LEAVES, replicas) == (True, WORLD)
+        gaps.append(loss - calm)
+    assert mean(gaps) < 0.01, gaps
