@@ -1,4 +1,8 @@
-"""Replicas leave and come all the time, and the run learns what an undisturbed one learns."""
+"""Replicas leave and come all the time, and the run learns what an undisturbed one learns.
+
+Only methods that exchange in every step: those of local steps have learned so little after 400
+steps that it shows nothing.
+"""
 
 import os
 import random
@@ -19,10 +23,9 @@ from tests.waiting import PATIENCE_S
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.elastic.training import ElasticTraining
 
-WORLD, STEPS, LEAVES, INTERVAL = 4, 400, 20, 10
+WORLD, STEPS, LEAVES = 4, 400, 20
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-LOCAL = ["diloco", "sparse_loco", "async_average"]
-METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", *LOCAL]
+METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk"]
 _PAUSE_S = 0.1
 """After a step while one comes: 400 steps of this model take less time than twenty newcomers."""
 
@@ -40,7 +43,7 @@ class Churn:
         awaited = number and not self._store.check([f"in {self._comes - 1}"])
         if awaited:
             time.sleep(_PAUSE_S)
-        elif number < self._left and step >= STEPS // LEAVES * number + INTERVAL // 2:
+        elif number < self._left and step >= STEPS // LEAVES * number + 5:
             others = sorted({*training._elastic.hosts} - {0})
             self._store.set(f"leave {self._draw.choice(others)}", "")
             self._store.set(f"come {self._comes}", "")
@@ -53,8 +56,7 @@ def held_out(
     """The loss in the end, how many generations there were, and how many replicas in the end."""
     store, number = TCPStore("127.0.0.1", port, is_master=False), [0, 0]
     churn, loss = Churn(store, leaves, seed), float("nan")
-    options = f"{{interval={INTERVAL}, overlap=0}}" if method in LOCAL else "{}"
-    settings = [f"gradcomp.method={method}", f"gradcomp.{method}={options}", f"run.seed={seed}"]
+    settings = [f"gradcomp.method={method}", f"gradcomp.{method}={{}}", f"run.seed={seed}"]
     settings += ["pipeline.replicas=4", "train.epochs=1", "data.eval_sequences=240"]
     settings += ["train.batch_size=8", "data.train_sequences=3200", "pipeline.peer_timeout_s=200"]
     if rank >= WORLD:
