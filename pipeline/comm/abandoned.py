@@ -13,6 +13,7 @@ _POLL_S = 0.02
 
 _T = TypeVar("_T")
 _is_over: Callable[[], bool] | None = None
+_own = threading.local()
 
 
 def abandon_if(is_over: Callable[[], bool]) -> None:
@@ -78,6 +79,3 @@ def _answer(call: Callable[[], Any], answer: "SimpleQueue[Any]") -> None:
         answer.put((call(), None))
     except BaseException as error:
         answer.put((None, error))
-
-
-_own = threading.local()

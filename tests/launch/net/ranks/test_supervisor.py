@@ -69,15 +69,19 @@ def test_signals_reach_the_rank_and_are_not_reported() -> None:
     assert (supervisor.returncode, error) == (-signal.SIGTERM, "")
 
 
-def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
+def announced(then: str) -> tuple[Losses, subprocess.Popen[str]]:
+    """Losses of a run whose rank 3 says who it is and then does that, and its supervisor."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     losses = Losses(PrefixStore("run", store))
     losses.open(PATIENCE_S)
     told = f"announce(('127.0.0.1', {store.port}), 'run', 'here', 3)"
-    supervisor = start(
-        f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
-        "os.kill(os.getpid(), 9)"
+    return losses, start(
+        f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; {then}"
     )
+
+
+def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
+    losses, supervisor = announced("os.kill(os.getpid(), 9)")
     until(lambda: losses.has(3))
     supervisor.send_signal(signal.SIGTERM)
     supervisor.communicate(timeout=PATIENCE_S / 4)
@@ -85,14 +89,7 @@ def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
 
 
 def test_a_rank_that_others_go_on_without_is_killed_if_it_hangs() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    losses = Losses(PrefixStore("run", store))
-    losses.open(PATIENCE_S)
-    told = f"announce(('127.0.0.1', {store.port}), 'run', 'here', 3)"
-    supervisor = start(
-        f"from thinpipe.launch.net.ranks.supervisor import announce; {told}; "
-        "os.kill(os.getpid(), 19)"
-    )
+    losses, supervisor = announced("os.kill(os.getpid(), 19)")
     losses.report(3, "no sign of life")
     losses.settle(3, goes_on=True, out=True)
     _, error = supervisor.communicate(timeout=PATIENCE_S)

@@ -1,8 +1,4 @@
-"""Replicas leave and come all the time, and the run learns what an undisturbed one learns.
-
-Only methods that exchange in every step: those of local steps have learned so little after 400
-steps that it shows nothing.
-"""
+"""Replicas leave and come all the time, and the run learns what an undisturbed one learns."""
 
 import os
 import random
@@ -25,7 +21,9 @@ from thinpipe.launch.run.elastic.training import ElasticTraining
 
 WORLD, STEPS, LEAVES = 4, 400, 20
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk"]
+LOCAL = ["diloco", "sparse_loco"]
+METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", "diloco"]
+MISSED = pytest.mark.xfail(reason="ends .29 higher: lost replicas take their residuals with them")
 _PAUSE_S = 0.1
 """After a step while one comes: 400 steps of this model take less time than twenty newcomers."""
 
@@ -56,7 +54,8 @@ def held_out(
     """The loss in the end, how many generations there were, and how many replicas in the end."""
     store, number = TCPStore("127.0.0.1", port, is_master=False), [0, 0]
     churn, loss = Churn(store, leaves, seed), float("nan")
-    settings = [f"gradcomp.method={method}", f"gradcomp.{method}={{}}", f"run.seed={seed}"]
+    options = "{interval=10, overlap=0}" if method in LOCAL else "{}"
+    settings = [f"gradcomp.method={method}", f"gradcomp.{method}={options}", f"run.seed={seed}"]
     settings += ["pipeline.replicas=4", "train.epochs=1", "data.eval_sequences=240"]
     settings += ["train.batch_size=8", "data.train_sequences=3200", "pipeline.peer_timeout_s=200"]
     if rank >= WORLD:
@@ -93,7 +92,7 @@ def trained(ranks: Ranks, folder: Path, method: str, seed: int, leaves: int) -> 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, pytest.param("sparse_loco", marks=MISSED)])
 def test_twenty_leaves_and_joins_cost_no_loss(
     ranks: Ranks, tmp_path: Path, method: str, record_property: Callable[[str, object], None]
 ) -> None:
