@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.models.build import StageModule
     from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 
+_CUSTOM_OPTIMIZER = (
+    "pipeline.shards = {}: a custom optimizer would get only some rows of every parameter; "
+    'use train.optimizer = "adamw"'
+)
+
 LinkMaker = Callable[[int, int], Link | None]
 """(upper stage, direction) -> this process's end; None where none is needed."""
 
@@ -86,6 +91,8 @@ def build(
     """
     assert not config.pipeline.auto_cuts, "cuts are decided"
     wiring, given = wiring or _rank_wiring(config, transport), given or ProgramParts()
+    if config.pipeline.shards > 1 and given.optimizer is not None:
+        raise ValueError(_CUSTOM_OPTIMIZER.format(config.pipeline.shards))
     devices = _devices(config)
     device = devices[0]
     make_repeatable(device, deterministic=config.pipeline.deterministic)
@@ -111,11 +118,6 @@ def build(
         exchanged = [own for stage in shards.stages for own in stage.in_forward_order()]
     method = load_method(config.method)
     sync = method.build(config.method_options, exchanged, transport.peers("copies"))
-    if shards is not None and given.optimizer is not None:
-        raise ValueError(
-            f"pipeline.shards = {config.pipeline.shards}: a custom optimizer would get only some "
-            'rows of every parameter; use train.optimizer = "adamw"'
-        )
     optimizer = make_optimizer(config, parameters, sync, given.optimizer)
     engine = PipelineEngine(
         stages,

@@ -16,6 +16,7 @@ from thinpipe.launch.build import ProgramParts, build
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
@@ -65,16 +66,7 @@ class Training:
         resumed = resume.chosen.manifest if resume.chosen else None
         mesh = config.mesh(0) if session.newcomer else session.mesh  # its own is small yet
         self._plan = Plan(config, samples, mesh, resumed)
-        torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
-        built = build(
-            config,
-            session.transport,
-            run_id=session.run_id,
-            total_steps=session.newcomer.began[1] if session.newcomer else self._plan.first_steps,
-            pace=self._plan.pace,
-            given=given,
-        )
-        self.built = replace(built, samples=position(samples))
+        self.built = replace(self._build(given), samples=position(samples))
         folder = config.run.path / "checkpoints"
         self._checkpoints = Checkpoints(
             folder,
@@ -112,6 +104,18 @@ class Training:
         self._best_is_due = -1
         self._hosts: list[dict[str, Any] | None] = []
         self.stop_here: Callable[[], NoReturn]
+
+    def _build(self, given: ProgramParts) -> Built:
+        session = self._session
+        torch.manual_seed(self._config.run.seed + 1000 * session.mesh.rank)  # dropout
+        return build(
+            self._config,
+            session.transport,
+            run_id=session.run_id,
+            total_steps=session.newcomer.began[1] if session.newcomer else self._plan.first_steps,
+            pace=self._plan.pace,
+            given=given,
+        )
 
     @property
     def steps(self) -> int:

@@ -48,7 +48,11 @@ SHOW = "THINPIPE_SHOW"
 
 def speaks() -> bool:
     """Whether this rank tells the user of its host what goes on, if it is no failure."""
-    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get(SHOW) != "-1"
+    return _local_rank() == 0 and os.environ.get(SHOW) != "-1"
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def tell(text: str) -> None:
@@ -218,10 +222,9 @@ def join(
     failures = _Reports(met, name, place, who, ended)
     newcomer = None
     if token:
-        main = PrefixStore(run, met)
-        run_id = agree_with(main, facts)
+        run_id = agree_with(PrefixStore(run, met), facts)
         say, take_part = partial(announce, place, run, host), partial(failures.move, run)
-        newcomer = Newcomer(main, store, say, take_part)
+        newcomer = Newcomer(PrefixStore(run, met), store, say, take_part)
     elif rank == 0:
         name_run(met, name)
     try:
@@ -230,8 +233,7 @@ def join(
             mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
         )
         restart = restart_words(store.get(_BEFORE).decode())
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        yield Session(store, transport, run_id, local_rank, restart, failures.apart, newcomer)
+        yield Session(store, transport, run_id, _local_rank(), restart, failures.apart, newcomer)
         transport.close()
     except Exception as error:
         failures.end(error)

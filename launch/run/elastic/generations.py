@@ -10,7 +10,8 @@ as gradients were summed before.
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
 this rank's connections, which wakes up whatever waits for a peer. If nobody says so, but a peer is
-silent for `wait_s`, all are woken up, and who does not come here within `patience_s` is lost.
+silent for `wait_s` or a connection is lost, all are woken up, and who does not come here within
+`patience_s` is lost. If all come, they connect anew, once for a section.
 """
 
 import json
@@ -47,6 +48,7 @@ class Generations:
     """This rank's part in it, from the first step on."""
 
     _left_out = "the others go on without it, as its replica is lost"
+    _connects_anew = True
 
     def __init__(  # noqa: PLR0913  # one parameter per setting
         self,
@@ -63,8 +65,8 @@ class Generations:
         """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
 
         A process that stands still for `patience_s` is lost; so is a rank that is silent for
-        `wait_s`.
-        Ranks that come later are the `members` of their own transport at first.
+        `wait_s`, and then does not come within `patience_s`. Ranks that come later are the
+        `members` of their own transport at first.
 
         Raises:
             ConfigError: this rank's supervisor is not ours, so no loss would be told.
@@ -89,6 +91,7 @@ class Generations:
         self._losses = Losses(store)
         self._lost: dict[int, str] = {}
         self._doubted: int | None = None  # the last generation in which one was silent
+        self._mended: int | None = None  # the last section in which none was lost, after all
         self._changed = threading.Condition()
         self._hosts = Hosts(self._store, self._me, host)
         self._hosts.now(self._members)
@@ -228,9 +231,7 @@ class Generations:
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
         """Form the next generation; what its rank that is furthest has posted."""
         while True:
-            with suppress(RuntimeError):  # the store is gone, which ends the process
-                self._store.set(f"here/{self._generation}/{self._me}", "")
-            if not self._misses_some(error) and not self._blames_newcomers(error):
+            if not self._goes_on(error):
                 raise error
             self._run.settle()
             self._generation += 1
@@ -269,38 +270,44 @@ class Generations:
         left = len(members) // self._transport.mesh.pipeline_ranks
         return f"replicas left: {left}, fewer than elastic.min_replicas = {self._least}"
 
-    def _knows_a_loss(self) -> bool:
+    def _hears(self, news: Callable[[], bool]) -> bool:
         with self._changed:
-            known = self._changed.wait_for(self._is_incomplete, _NOTICE_S)
-            if known or self._doubted != self._generation:
-                return known
-            return self._changed.wait_for(self._is_incomplete, self._patience_s)
+            return self._changed.wait_for(news, _NOTICE_S)
+
+    def _goes_on(self, error: TransportError) -> bool:
+        with suppress(RuntimeError):  # the store is gone, which ends the process
+            self._store.set(f"here/{self._generation}/{self._me}", "")
+            return self._misses_some(error) or self._blames_newcomers(error)
+        return False
 
     def _misses_some(self, error: TransportError) -> bool:
-        """Whether one is lost: if a peer was silent, also who does not say then that it is here."""
-        if isinstance(error, SilentError) and not self._is_incomplete():
+        """Whether one is lost, or all are here and may connect anew."""
+        asks = isinstance(error, SilentError) or not self._hears(self._is_broken)
+        if asks and not self._is_incomplete():
             self._losses.doubt(self._generation)
-            limit_s, silent = time.monotonic() + self._patience_s, self._not_here()
-            while silent and not self._is_incomplete() and time.monotonic() < limit_s:
-                time.sleep(_POLL_S)
-                silent = self._not_here()
-            if not silent and not self._is_incomplete():
-                return False
-            for member in silent if not self._is_incomplete() else ():
-                who = f"rank {member} on {self._hosts.of(member)}"
-                self._leaving.report(member, f"{who}: does not answer")
-        return self._knows_a_loss()
+        silent = self._not_here()
+        if not silent and self._hears(self._is_broken) and not self._is_incomplete():
+            anew, self._mended = self._mended != self._done, self._done
+            return anew and self._connects_anew and not self._cold
+        for member in silent if asks and not self._is_incomplete() else ():
+            who = f"rank {member} on {self._hosts.of(member)}"
+            self._leaving.report(member, f"{who}: does not answer")
+        return self._hears(self._is_incomplete)
 
     def _not_here(self) -> list[int]:
-        """Members that have not come where they look for losses."""
-        key = f"here/{self._generation}"
-        return [m for m in self._members if not self._store.check([f"{key}/{m}"])]
+        """Members that do not come, within their patience, where they look for losses."""
+        limit_s, silent = time.monotonic() + self._patience_s, self._members
+        while silent and not self._is_incomplete() and time.monotonic() < limit_s:
+            keys = {member: f"here/{self._generation}/{member}" for member in silent}
+            silent = [m for m, key in keys.items() if not self._store.check([key])]
+            time.sleep(_POLL_S * bool(silent))
+        return silent
 
     def _blames_newcomers(self, error: TransportError) -> bool:
         """Whether there are some, who must not end the run: they count as lost."""
         for member in self._cold:
             self._leaving.report(member, f"rank {member} did not come in ({error})")
-        return bool(self._cold) and self._knows_a_loss()
+        return bool(self._cold) and self._hears(self._is_incomplete)
 
     def _is_broken(self) -> bool:
         """Whether this generation's connections are."""
@@ -371,8 +378,9 @@ class Generations:
         """Tell the run that its members are others than before, and what the furthest has done."""
         self._proven = False
         agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
-        lost = f"lost: {self._lost_of(before)}"
-        self._adapt(int(furthest["passes"]), lost, agreed=agreed)
+        lost = self._lost_of(before)
+        words = f"lost: {lost}" if lost else "all are there: they have connected anew"
+        self._adapt(int(furthest["passes"]), words, agreed=agreed)
 
     def _adapt(self, passes: int, words: str, **more: Any) -> None:
         before, mesh = self._known_as, self._transport.mesh

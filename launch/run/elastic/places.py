@@ -105,6 +105,7 @@ class Places(Generations):
     """`Generations` of as many ranks as there are places."""
 
     _left_out = "the others go on with another machine in the place of this one"
+    _connects_anew = False  # one may have done a step that another has not
 
     def __init__(
         self,
