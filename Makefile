@@ -50,7 +50,7 @@ lint: .venv/dev.stamp build/typing
 
 build/typing:  # where mypy finds the packages under their installed names
 	mkdir -p $@/thinpipe
-	ln -s ../../../launch/api/__init__.py ../../../launch/api/py.typed $@/thinpipe
+	ln -s ../../../launch/api/__init__.py ../../../launch/api/__main__.py ../../../launch/api/py.typed $@/thinpipe
 	ln -s ../../../pipeline ../../../aqsgd ../../../gradcomp ../../../launch $@/thinpipe
 
 format: .venv/dev.stamp
