@@ -1,6 +1,7 @@
 """A small run, as ranks and as one process, for tests that compare the two."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from thinpipe.launch.build import build
+from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import CheckpointConfig
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import build_layers
@@ -87,6 +91,16 @@ def train_steps(
         losses.append(totals.loss)
         seen.append(check(built, totals) if check else None)
     return losses, weights(built), seen
+
+
+def checkpoints(
+    run: RunConfig, built: Built, rank: int = 0, *, root: Path | None = None, store: Any = None
+) -> Checkpoints:
+    """Those of a rank of a run, which agree over the `store`."""
+    session = Session(store, built.engine.transport, 7, rank)
+    facts = {"config": run.shared(), "data": "same"}
+    folder = root or run.run.path / "checkpoints"
+    return Checkpoints(folder, CheckpointConfig(keep=9), built, session, facts)
 
 
 def share(whole: Batch, replica: int, replicas: int) -> Batch:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.placement import measured
+from tests.shaped import shaped
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.lab.linux import ShapedError
-from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 
@@ -47,10 +46,7 @@ def test_layouts_are_predicted_beside_each_other(
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_layout_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        ShapedNetwork(NetworkSpec.of(2)).close()
-    except ShapedError as error:
-        pytest.skip(str(error))
+    shaped(NetworkSpec.of(2)).close()
     small = ["--tokens", "16", "--microbatches", "4", "--parameters", "10000"]
     measured.main(["--steps", "1", "--networks", "unequal machines", *small])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]

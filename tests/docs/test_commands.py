@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_train import RUN
+from tests.shaped import shaped
 from thinpipe.launch.lab.commands import run_command
-from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 
@@ -37,11 +37,7 @@ def command(start: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[ShapedNetwork]:
-    try:
-        network = ShapedNetwork(NetworkSpec.of(3, "50mbit", delay="2ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
+    with shaped(NetworkSpec.of(3, "50mbit", delay="2ms")) as network:
         yield network
 
 

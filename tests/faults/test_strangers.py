@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from benchmarks.harness import format_table
 from tests.faults.hosts import PORT, HostsRun, cut_off, pause, reset
 from tests.launch.net.overlay.test_run import HOSTS, alone, start
-from thinpipe.launch.lab.linux import ShapedError
+from tests.shaped import shaped
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
@@ -40,11 +40,7 @@ _LONG = ("train.epochs=99999", 'train.decay="none"', "checkpoint.every_steps=999
 
 @pytest.fixture
 def net() -> Iterator[ShapedNetwork]:
-    try:
-        network = ShapedNetwork(NetworkSpec.of(HOSTS + 1, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
+    with shaped(NetworkSpec.of(HOSTS + 1, "100mbit", delay="1ms")) as network:
         yield network
 
 

@@ -10,11 +10,8 @@ from torch import Tensor
 from benchmarks.single_process import in_process
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
-from tests.training import RAW, TORCH_2_13, config, share, start, weights
-from thinpipe.launch.checkpoint.state import Checkpoints
+from tests.training import RAW, TORCH_2_13, checkpoints, config, share, start, weights
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch
 
@@ -60,12 +57,7 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
             built.engine.train_step(share(whole, mesh.dp_rank, mesh.dp_size), step)
             for step, whole in enumerate(batches(classes=run.model.classes))
         ]
-        store: Any = None
-        session = Session(store, built.engine.transport, 7, rank)
-        facts = {"config": run.shared()}
-        Checkpoints(run.run.path / "checkpoints", CheckpointConfig(), built, session, facts).save(
-            len(totals)
-        )
+        checkpoints(run, built, rank).save(len(totals))
         if rank == 0:
             write_config(run, run.run.path / "config.toml")
         sent = sum(step.sync_bytes for step in totals)

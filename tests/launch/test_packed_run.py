@@ -11,15 +11,12 @@ from torch import Tensor
 
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
-from tests.training import config, start, weights
+from tests.training import checkpoints, config, start, weights
 from thinpipe.launch.checkpoint.reshard import parameter_names
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.export_hf import export
 
 STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is saved
@@ -83,11 +80,7 @@ class Training:
             replica=mesh.replica,
             seed=0,
         )
-        store: Any = None
-        facts = {"config": run.shared(), "data": self._corpus.digests}
-        session = Session(store, transport, 7, rank)
-        root = run.run.path / "checkpoints"
-        self.checkpoints = Checkpoints(root, CheckpointConfig(keep=9), self.built, session, facts)
+        self.checkpoints = checkpoints(run, self.built, rank)
 
     def train(self, steps: range) -> dict[str, Any]:
         losses = []

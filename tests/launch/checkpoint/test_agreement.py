@@ -13,13 +13,10 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start, weights
+from tests.training import batch, checkpoints, config, share, start, weights
 from tests.waiting import PATIENCE_S, until
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
-from thinpipe.launch.checkpoint.state import Checkpoints
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
 
 pytestmark = pytest.mark.dist
@@ -48,10 +45,8 @@ def _stop(rank: int, method: str, root: Path) -> Any:
     run = run_of(method)
     store = PrefixStore(method, _get_default_store())
     built, again = start(run), start(run)
-    sessions = [Session(store, each.engine.transport, 7, rank, None) for each in (built, again)]
     saves, restored = (
-        Checkpoints(root, CheckpointConfig(), each, session, {"config": run.shared()})
-        for each, session in zip((built, again), sessions, strict=True)
+        checkpoints(run, each, rank, root=root, store=store) for each in (built, again)
     )
     agreement = Agreement(store, rank, 2, done=0, wait_s=PATIENCE_S)
 

@@ -13,15 +13,12 @@ from torch import Tensor
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
-from tests.training import TOKENS, TORCH_2_13, batch, config, share, start, weights
+from tests.training import TOKENS, TORCH_2_13, batch, checkpoints, config, share, start, weights
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import module_of
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.memory.model import rank_memory
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.model import load, read_trained, start_from_run
 from thinpipe.pipeline.batch import Batch
 
@@ -44,17 +41,10 @@ def lora_run(folder: Path, cuts: list[int], name: str = "llama", **model: Any) -
     )
 
 
-def checkpoints(built: Built, run: RunConfig, rank: int = 0) -> Checkpoints:
-    store: Any = None
-    session = Session(store, built.engine.transport, 7, rank)
-    root = run.run.path / "checkpoints"
-    return Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()})
-
-
 @contextmanager
 def resumed(run: RunConfig) -> Iterator[Built]:
     with in_process(run, total_steps=9) as built:
-        assert checkpoints(built, run).restore(None) == 2
+        assert checkpoints(run, built).restore(None) == 2
         yield built
 
 
@@ -71,7 +61,7 @@ def trained_and_saved(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
     with in_process(run, total_steps=9) as built:
         for number in (0, 1):
             step(built, number, run.model.classes)
-        checkpoints(built, run).save(2)
+        checkpoints(run, built).save(2)
         write_config(run, run.run.path / "config.toml")
         return [step(built, number, run.model.classes) for number in (2, 3)], weights(built)
 
@@ -161,7 +151,7 @@ def test_what_no_file_holds_is_saved(tmp_path: Path) -> None:
 
 def _sharded(rank: int, run: RunConfig, resume: bool) -> Mapping[str, Any]:
     built = start(run)
-    mesh, saves = built.engine.transport.mesh, checkpoints(built, run, rank)
+    mesh, saves = built.engine.transport.mesh, checkpoints(run, built, rank)
     own = [share(batch([4 * n + i for i in range(4)]), mesh.dp_rank, mesh.dp_size) for n in (0, 1)]
     if resume:
         saves.restore(None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.training import batch, config, start
+from tests.training import batch, checkpoints, config, start
 from thinpipe.launch.checkpoint.contents import collect
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import (
@@ -21,11 +21,8 @@ from thinpipe.launch.checkpoint.reshard import (
     moved_samples,
     parameter_names,
 )
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "aqsgd", "bits": 6}}]
@@ -37,18 +34,6 @@ def run_config(cuts: list[int], **sections: Any) -> RunConfig:
     train = {"batch_size": 8, "warmup_steps": 0, "decay": "linear", "clip_norm": 0}
     train |= sections.pop("train", {})
     return config(pipeline=pipeline, train=train, **sections)
-
-
-def checkpoints(rank: int, run: RunConfig, root: str, built: Built) -> Checkpoints:
-    store: Any = None
-    session = Session(store, built.engine.transport, 7, rank)
-    return Checkpoints(
-        Path(root),
-        CheckpointConfig(keep=9),
-        built,
-        session,
-        {"config": run.shared(), "data": "same"},
-    )
 
 
 def optimizer_state(built: Built) -> dict[str, Any]:
@@ -96,7 +81,7 @@ def train(
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinpipe.launch.checkpoint.reshard").addHandler(handler)
-    saved = checkpoints(rank, run, root, built)
+    saved = checkpoints(run, built, rank, root=Path(root))
     first = saved.restore(None) if resume else 0
     state = outcome(built, [], "\n".join(messages)) if resume else None
     losses, replica = [], built.engine.transport.mesh.replica
@@ -268,7 +253,7 @@ def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
 
 def _expect_error(rank: int, run: RunConfig, root: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        checkpoints(rank, run, root, start(run)).restore(None)
+        checkpoints(run, start(run), rank, root=Path(root)).restore(None)
     return str(caught.value)
 
 

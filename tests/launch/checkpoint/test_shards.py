@@ -10,13 +10,10 @@ from torch import Tensor
 
 from tests.commands import Command
 from tests.ranks import Ranks
-from tests.training import TORCH_2_13, batch, config, share, start
+from tests.training import TORCH_2_13, batch, checkpoints, config, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.view.report.metrics import read_metrics
 
 pytestmark = [pytest.mark.dist, TORCH_2_13]
@@ -82,11 +79,8 @@ def test_a_run_resumes_bit_for_bit_and_reports_its_bytes(tmp_path: Path) -> None
 def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
     """Weights and first moments of this rank at step 2, which is saved or restored; and a step."""
     built = start(run)
-    store: Any = None
     mesh = built.engine.transport.mesh
-    session = Session(store, built.engine.transport, 7, rank)
-    facts = {"config": run.shared(), "data": "same"}
-    saved = Checkpoints(Path(root), CheckpointConfig(), built, session, facts)
+    saved = checkpoints(run, built, rank, root=Path(root))
     batches = [batch([6 * step + sample for sample in range(6)]) for step in range(3)]
     own = [share(whole, mesh.dp_rank, mesh.dp_size) for whole in batches]
     if resume:

@@ -10,13 +10,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.disk import full_disk
 from tests.ranks import Ranks
-from tests.training import batch, config, start
+from tests.training import batch, checkpoints, config, start
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint import files, state
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
-from thinpipe.launch.checkpoint.state import Checkpoints
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 
@@ -30,16 +27,15 @@ def _full_for_a_while(rank: int, folder: str) -> Any:
     state.time = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
     run = config()
     built = start(run)
-    session = Session(_get_default_store(), built.engine.transport, 7, 0, None)
-    root = Path(folder) / f"disk-{rank}"
-    saves = Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()})
+    store, root = _get_default_store(), Path(folder) / f"disk-{rank}"
+    saves = checkpoints(run, built, root=root, store=store)
     if rank == 1:
         with full_disk():
             first, again = saves.save(1), saves.save(2)
     else:
         first, again = saves.save(1), saves.save(2)
     found = []
-    agreement = Agreement(session.store, rank, 2, done=0, wait_s=PATIENCE_S)
+    agreement = Agreement(store, rank, 2, done=0, wait_s=PATIENCE_S)
     for step in range(100):
         if saves.retry_due() and rank == 1:
             agreement.ask(Ask.SAVE)

@@ -10,10 +10,10 @@ import pytest
 from pyroute2 import IPRoute
 from typer.testing import CliRunner
 
+from tests.shaped import shaped
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.network import Network
-from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -53,13 +53,6 @@ def net() -> Iterator[ShapedNetwork]:
     """
     with shaped(NetworkSpec.of(3, "40mbit", delay="10ms", pairs=["0,2=1mbit"])) as network:
         yield network
-
-
-def shaped(spec: NetworkSpec) -> ShapedNetwork:
-    try:
-        return ShapedNetwork(spec)
-    except ShapedError as error:
-        pytest.skip(str(error))
 
 
 def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) -> list[Outcome]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from thinpipe.launch.lab.linux import ShapedError
+from tests.shaped import shaped
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 
@@ -12,11 +12,7 @@ from thinpipe.launch.lab.spec import NetworkSpec
 @pytest.fixture(scope="session")
 def net() -> Iterator[ShapedNetwork]:
     """Three hosts without limits; tests set the rates they need. Skips without namespaces."""
-    try:
-        network = ShapedNetwork(NetworkSpec.of(3))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
+    with shaped(NetworkSpec.of(3)) as network:
         yield network
 
 

@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests.commands import PATIENCE_S, Command
+from tests.shaped import shaped
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.lab.linux import ShapedError
-from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.trained.model import load
@@ -372,10 +371,7 @@ def test_machines_with_disks_of_their_own_run_it_together(
     trained: tuple[Path, str], folder: Path
 ) -> None:
     keys.new(folder / "run.key")
-    try:
-        network = ShapedNetwork(NetworkSpec.of(3, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
+    network = shaped(NetworkSpec.of(3, "100mbit", delay="1ms"))
     command = [sys.executable, "-P", "-m", "thinpipe.launch", "run", "--nnodes", "3"]
     command += ["--rdzv", "host0:29500", "mine.py"]
 

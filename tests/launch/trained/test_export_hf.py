@@ -13,15 +13,12 @@ from typer.testing import CliRunner
 from benchmarks.single_process import in_process
 from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
 from tests.often import mostly_slow
-from tests.training import config
+from tests.training import checkpoints, config
 from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch, Samples
 
@@ -57,10 +54,7 @@ def saved_run(run: RunConfig, *, steps: int) -> Tensor:
     with in_process(run, total_steps=10) as built:
         for step in range(steps):
             built.engine.train_step(batch(step, classes=run.model.classes), step)
-        store: Any = None
-        session = Session(store, built.engine.transport, 7, 0)
-        root = run.run.path / "checkpoints"
-        Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()}).save(steps)
+        checkpoints(run, built).save(steps)
         write_config(run, run.run.path / "config.toml")
         return logits(built)
 

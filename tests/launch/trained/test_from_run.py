@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.training import TORCH_2_13, batch, config, share, start, weights
+from tests.training import TORCH_2_13, batch, checkpoints, config, share, start, weights
 from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.model import read_trained, start_from_run
 
 pytestmark = pytest.mark.dist
@@ -33,11 +30,7 @@ def train_and_save(rank: int, run: RunConfig, machines: bool) -> None:
     built.engine.train_step(
         share(batch([0, 1, 2, 3, 4, 5, 6, 7]), dp_rank, run.pipeline.dp_size), 0
     )
-    store: Any = None
-    session = Session(store, built.engine.transport, 7, 0 if machines else rank)
-    facts = {"config": run.shared()}
-    root = run.run.path / "checkpoints"
-    Checkpoints(root, CheckpointConfig(), built, session, facts).save(1)
+    checkpoints(run, built, 0 if machines else rank).save(1)
     write_config(run, run.run.path / "config.toml")
 
 

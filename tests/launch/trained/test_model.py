@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
-from tests.training import TOKENS, VOCAB, config
-from thinpipe.launch.checkpoint.state import Checkpoints
+from tests.training import TOKENS, VOCAB, checkpoints, config
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
+from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.tokenizer import load_tokenizer
-from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.generate import Sampling, _Writer, generate, sample_lines
 from thinpipe.launch.trained.model import (
@@ -41,11 +39,7 @@ def saved(run: RunConfig, *, steps: int = 1) -> Tensor:
             ids_BT = torch.arange(4 * TOKENS).view(4, TOKENS) * (step + 3) % 200
             ids_B = torch.arange(4 * step, 4 * step + 4)
             built.engine.train_step(Batch(ids_BT, ids_BT.roll(-1, 1), ids_B), step)
-        store: Any = None
-        session = Session(store, built.engine.transport, 7, 0)
-        facts = {"config": run.shared()}
-        root = run.run.path / "checkpoints"
-        Checkpoints(root, CheckpointConfig(), built, session, facts).save(steps)
+        checkpoints(run, built).save(steps)
         write_config(run, run.run.path / "config.toml")
         x: Tensor = prompts()
         with torch.no_grad():

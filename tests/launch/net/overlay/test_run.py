@@ -16,9 +16,9 @@ from tests.commands import PATIENCE_S
 from tests.faults.hosts import PORT, HostsRun
 from tests.launch.test_train import RUN, thinpipe, wait_until
 from tests.processes import lives, named, running, signal_all, started_with
+from tests.shaped import shaped
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -30,11 +30,7 @@ HOSTS = 3
 
 @pytest.fixture
 def net() -> Iterator[ShapedNetwork]:
-    try:
-        network = ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
+    with shaped(NetworkSpec.of(HOSTS, "100mbit", delay="1ms")) as network:
         yield network
 
 

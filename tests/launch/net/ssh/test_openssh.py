@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ports import free_port
+from tests.shaped import shaped
 from tests.sshd import OpenSsh, needs_sshd
 from tests.waiting import until
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address
-from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.ssh.commands import Start, enter, ssh, ssh_commands
@@ -135,10 +134,7 @@ def test_restarts_are_passed_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_documented_program_on_two_hosts_with_unequal_shares(tmp_path: Path) -> None:
     """From a third: program, data and key are copied; the machines meet at an alias."""
-    try:
-        net = ShapedNetwork(NetworkSpec.of(3, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
+    net = shaped(NetworkSpec.of(3, "100mbit", delay="1ms"))
     place = OpenSsh(tmp_path, {f"box{n}": (host_address(n), 2200) for n in range(2)})
     write_here(tmp_path)
     with net:

@@ -11,8 +11,7 @@ from tests.browser import DESKTOP, browser
 from tests.faults.hosts import HostsRun, cut_off
 from tests.launch.test_train import RUN
 from tests.runs import served
-from thinpipe.launch.lab.linux import ShapedError
-from thinpipe.launch.lab.network import ShapedNetwork
+from tests.shaped import shaped
 from thinpipe.launch.lab.spec import NetworkSpec
 
 HOSTS, LAST = 4, 3
@@ -21,10 +20,7 @@ SETTINGS = ("pipeline.cuts=[1,2,3]", "train.epochs=400", "checkpoint.every_steps
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[HostsRun]:
-    try:
-        net = ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
-    except ShapedError as error:
-        pytest.skip(str(error))
+    net = shaped(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     config = RUN.format(folder=tmp_path / "one", text=text)
