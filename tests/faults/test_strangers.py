@@ -34,7 +34,12 @@ TARGET = ("10.77.0.1", PORT)
 _WAIT_S, _VISIT_S = 1.0, 3.0
 _SETTLE_S = 7.0
 """Unproven connections are closed after 5 s."""
-_LONG = ("train.epochs=99999", 'train.decay="none"', "checkpoint.every_steps=99999")
+_LONG = (
+    "train.epochs=99999",
+    'train.decay="none"',
+    "checkpoint.every_steps=99999",
+    "eval.every_epochs=99999",  # steps alone are timed
+)
 """Trains until it is killed."""
 
 
