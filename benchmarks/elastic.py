@@ -31,8 +31,10 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import StepRecord
 
+_NEAR_S = 1.0
+"""All stand still at once: what is later may be a join."""
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
-_STOPPED_S, _CUT_S, _SETTLED_S, _NEAR_S = 20.0, 60.0, 60.0, 15.0
+_STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
 RESTARTS = "restarts"
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {

@@ -5,6 +5,9 @@ the copy, behind all other traffic, and then the gradients of every step since: 
 replicas, the same on all, without their zeros. With them the newcomer makes the same optimizer
 steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
 which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
+
+Replicas that make local steps have each an optimizer of their own. Of those only the optimizer is
+sent, which is a little older than replica 0's when the newcomer begins; weights come as all meet.
 """
 
 import logging
@@ -89,9 +92,11 @@ class Giver:
             self.end()
             return
         self._state = snapshot(state)
-        self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
+        follows = self._built.sync.replicas_equal
+        if follows:
+            self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
         with self._changed:
-            self._begun = True
+            self._begun, self._ended = True, not follows
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -250,12 +255,13 @@ class Taker:
 
 def _state_of(built: Built) -> dict[str, Any]:
     """What is too much to be sent while all wait."""
-    model = {str(stage.stage_index): saved_state(module_of(stage)) for stage in built.stages}
+    stages = built.stages if built.sync.replicas_equal else []
+    model = {str(stage.stage_index): saved_state(module_of(stage)) for stage in stages}
     return {"model": model, "optimizer": built.optimizer.state_dict()}
 
 
 def _load(built: Built, state: Mapping[str, Any]) -> None:
-    for stage in built.stages:
+    for stage in built.stages if state["model"] else []:
         module = module_of(stage)
         found = state["model"][str(stage.stage_index)]
         module.load_state_dict(found, strict=not base_of(module))

@@ -26,6 +26,8 @@ from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 
 SENT = Path("the state that another rank sent")
 """Where errors say that it is from."""
+_OPTIMIZER = "state['optimizer']"
+"""How the names of its tensors begin."""
 _PIECE_NBYTES = 4 << 20
 """Sent at a time: on 1 Mbit/s in half a minute."""
 
@@ -43,7 +45,7 @@ def bring_up(
 
     Optimizer, schedule and weights become equal. What a rank owes the others stays its own: nothing
     at first. `sync` is that of `built`; `seed` is for the newcomers' dropout. One that `has_some`
-    of the state gets those tensors whose digests differ.
+    of the state gets those tensors whose digests differ, but for the optimizer of local steps.
 
     Raises:
         TransportError: a rank is gone, or something came damaged.
@@ -59,10 +61,12 @@ def bring_up(
         tensors = pack_state(collect(built, memories=False))[1]
     held = gather_json(transport, _digests(tensors) if has_some else {})
     if mesh.rank == source:
-        same = [{*held[rank].items()} for rank in joining]
-        own = _digests(tensors) if any(same) else {}
-        known = [name for name, digest in own.items() if all((name, digest) in s for s in same)]
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in known}
+        stays = () if sync.replicas_equal else _OPTIMIZER
+        there = [held[joined] for joined in joining]
+        own = _digests(tensors) if any(there) else {}
+        for name, digest in own.items():
+            if all(h.get(name) == digest or (name in h and name.startswith(stays)) for h in there):
+                del tensors[name]
     listed = gather_json(transport, [tree, [describe(n, t) for n, t in tensors.items()]])
     if mesh.rank in ranks:
         tree, kinds = listed[source]

@@ -215,8 +215,6 @@ class ElasticTraining(Training):
         """
         if self._config.pipeline.offload:  # its optimizer makes a step in parts
             return
-        if not self._sync.replicas_equal:  # nobody else can make its steps
-            return
         ranks = self._session.transport.mesh.pipeline_ranks
         giver, start_s = Giver(self.built, ranks), time.perf_counter()
         self._givers.append(giver)

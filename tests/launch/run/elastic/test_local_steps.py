@@ -11,6 +11,7 @@ from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_r
 from tests.often import mostly_slow
 from tests.ranks import Ranks
 from thinpipe.launch.net.ranks.session import TerminatedError
+from thinpipe.launch.run.elastic import training
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.proof import digest
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -31,25 +32,34 @@ def loses_and_lets_in(
     changes = [f"gradcomp.method={method}", f"gradcomp.{method}={options}"]
     changes += ["train.epochs=400", "train.verify_every=1"]
     alike, hold = dict[int, int](), ElasticTraining._hold
+    sent, bring_up = list[int](), training.bring_up
 
-    def leave(training: ElasticTraining) -> None:
-        training._elastic.leave("rank 2 is gone")
+    def count(built: Any, *arguments: Any, **more: Any) -> int:
+        state = built.optimizer.state_dict()["state"].values()
+        sent.append(bring_up(built, *arguments, **more))
+        sent.append(sum(moments["exp_avg"].nbytes for moments in state))
+        return sent[0]
+
+    training.bring_up = count
+
+    def leave(run: ElasticTraining) -> None:
+        run._elastic.leave("rank 2 is gone")
         raise SystemExit
 
-    def meet(training: ElasticTraining, exchange: Any) -> None:
-        if rank == 2 and lost_as_they_meet and training._done > LOST:
-            leave(training)
-        hold(training, exchange)
+    def meet(run: ElasticTraining, exchange: Any) -> None:
+        if rank == 2 and lost_as_they_meet and run._done > LOST:
+            leave(run)
+        hold(run, exchange)
 
-    def each(training: ElasticTraining, step: int) -> None:
-        alike[step] = digest(training.built.sync.alike())
+    def each(run: ElasticTraining, step: int) -> None:
+        alike[step] = digest(run.built.sync.alike())
         if rank == 2 and step == LOST and not lost_as_they_meet:
-            leave(training)
+            leave(run)
         if step == LOST + 2 * INTERVAL:
             store.set("comes", "")
         if rank == 3 and len(alike) == 2 * INTERVAL:
             store.set("joined", "")
-        stop_asked(training, store, "joined")
+        stop_asked(run, store, "joined")
 
     ElasticTraining._hold = meet  # type: ignore[method-assign]
     if rank == 3:
@@ -57,10 +67,10 @@ def loses_and_lets_in(
         changes.append(f"run.folder={folder}/elsewhere")
     with (
         suppress(TerminatedError, SystemExit),
-        as_rank(rank, port, folder, *changes, comes=rank == 3) as run,
+        as_rank(rank, port, folder, *changes, comes=rank == 3) as rank_run,
     ):
-        train(run, each)
-    return {"alike": alike, "begins": min(alike)}
+        train(rank_run, each)
+    return {"alike": alike, "begins": min(alike), "sent": sent}
 
 
 @pytest.mark.dist
@@ -77,6 +87,8 @@ def test_replicas_of_local_steps_go_on_and_let_one_in(
     assert first["alike"] == second["alike"]
     assert max(lost["alike"]) == (9 if lost_as_they_meet else LOST)
     assert first["alike"].items() >= lost["alike"].items()
+    sent, weights = first["sent"]
+    assert sent == weights * (2 if method == "diloco" else 1), "moments came ahead"
     assert (third["begins"] - 1) % INTERVAL == 0, "it came as they met"
     assert first["alike"].items() >= third["alike"].items()
     assert len({*third["alike"].values()}) >= 2, "they have met since"
