@@ -30,11 +30,13 @@ class GoesOn(ReplicaSync, Protocol):
 
     | state                       | a replica leaves               | a replica joins       |
     |:----------------------------|:-------------------------------|:----------------------|
-    | parameters, optimizer       | stay, of local steps unmet too | those of replica 0    |
+    | parameters, optimizer       | stay, of local steps unmet too | those of replica 0 ¹  |
     | global copy, outer momentum | stay, equal on all             | those of all          |
     | residuals, owed moves       | its own are lost               | it begins with none   |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
     | local steps since they met  | its own are lost               | it comes as they meet |
+
+    ¹ Moments of local steps are older by as long as they were sent.
     """
 
     def meet(self, step: int, hold: Hold) -> None:

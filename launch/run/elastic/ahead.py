@@ -6,8 +6,9 @@ replicas, the same on all, without their zeros. With them the newcomer makes the
 steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
 which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
 
-Replicas that make local steps have each an optimizer of their own. Of those only the optimizer is
-sent, which is a little older than replica 0's when the newcomer begins; weights come as all meet.
+Replicas that make local steps have each moments of their own. Of those only the optimizer is sent,
+with digests, and stays: it is older than replica 0's by as long as that took, and until all meet
+next. Weights come as they meet.
 """
 
 import logging
@@ -28,6 +29,7 @@ from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.run.elastic.messages import receive_header, receive_tensors, send_message
+from thinpipe.launch.run.elastic.state import digests
 from thinpipe.launch.run.weights import describe
 from thinpipe.pipeline.comm.errors import TransportError
 
@@ -133,8 +135,8 @@ class Giver:
         tree, tensors = pack_state(self._state)
         self._state, named = None, list(tensors)
         listed = [describe(name, tensor) for name, tensor in tensors.items()]
-        popped = (tensors.pop(name) for name in named)
-        sent = send_message(go_on, {"tree": tree, "tensors": listed}, popped)
+        header = {"tree": tree, "tensors": listed, "digests": digests(tensors)}
+        sent = send_message(go_on, header, (tensors.pop(name) for name in named))
         while (step := self._next()) is not None:
             settings, parts = step
             listed = [describe(str(number), part) for number, part in enumerate(parts)]
@@ -231,6 +233,8 @@ class Taker:
                 return False
         tensors = receive_tensors(receive, header, self._most, self._has_come)
         if "tree" in header:
+            if digests(tensors) != header["digests"]:
+                raise ValueError("damaged on its way")
             _load(self._built, unpack_state(header["tree"], tensors.__getitem__))
             self.has_state = True
         elif header["groups"]:

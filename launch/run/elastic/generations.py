@@ -10,8 +10,8 @@ as gradients were summed before.
 Ranks learn of a loss through the run's store: from the supervisor of the process that was killed,
 from others if a whole machine is gone (`hosts.py`), from a rank that leaves. A thread then breaks
 this rank's connections, which wakes up whatever waits for a peer. If nobody says so, but a peer is
-silent for `wait_s` or a connection is lost, all are woken up, and who does not come here within
-`patience_s` is lost. If all come, they connect anew, once for a section.
+silent for `wait_s` or a connection is lost, all are woken up, and who does not come here in time is
+lost. If all come, they connect anew, once for a section.
 """
 
 import json
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 _NOTICE_S = 10.0
 """From a broken connection to the news of who was lost; a supervisor takes some 0.1 s."""
 _POLL_S = 0.005
+_WOKEN_S = 0.06
+"""In which other threads see that connections are broken (`abandoned.py`)."""
+_TRIES = 3
+"""To connect anew where none is lost."""
 
 _T = TypeVar("_T")
 
@@ -65,7 +69,8 @@ class Generations:
         """The run goes on with `least` replicas or more; every rank calls it, on its `host`.
 
         A process that stands still for `patience_s` is lost; so is a rank that is silent for
-        `wait_s`, and then does not come within `patience_s`. Ranks that come later are the
+        `wait_s`, and then does not come within `patience_s`, or does not come within `wait_s` where
+        a connection is lost. Ranks that come later are the
         `members` of their own transport at first.
 
         Raises:
@@ -197,6 +202,11 @@ class Generations:
         return self._lost_of(self._members)
 
     @property
+    def trouble(self) -> str:
+        """Why nothing comes any more, as long as connections are broken."""
+        return self.loss or ("connections are made anew" if self._is_broken() else "")
+
+    @property
     def _cold(self) -> list[int]:
         """Members that have no state yet."""
         return [member for member in self._members if member not in self._warm]
@@ -230,8 +240,9 @@ class Generations:
 
     def _regroup(self, error: TransportError) -> Mapping[str, Any]:
         """Form the next generation; what its rank that is furthest has posted."""
+        tries = 0
         while True:
-            if not self._goes_on(error):
+            if not self._goes_on(error) or tries == _TRIES:
                 raise error
             self._run.settle()
             self._generation += 1
@@ -252,9 +263,13 @@ class Generations:
             try:
                 self._form(f"generation{self._generation}")
             except TransportError as again:
-                error = again
+                error, tries = again, tries + (not self._is_incomplete())
                 continue
             found = self._furthest(self._posts(members))
+            if not lost:  # all see it alike
+                if found["done"] == self._mended:
+                    raise error
+                self._mended = found["done"]
             self._tried = max(self._tried, found["tried"])
             self._warm &= {*members}
             with self._changed:
@@ -282,21 +297,25 @@ class Generations:
 
     def _misses_some(self, error: TransportError) -> bool:
         """Whether one is lost, or all are here and may connect anew."""
-        asks = isinstance(error, SilentError) or not self._hears(self._is_broken)
+        is_silent = isinstance(error, SilentError)
+        asks = is_silent or not self._hears(self._is_broken)
+        if asks and not is_silent and not self._connects_anew:
+            return False
         if asks and not self._is_incomplete():
             self._losses.doubt(self._generation)
-        silent = self._not_here()
+        # who computes has not heard that a connection is lost
+        silent = self._not_here(self._patience_s if is_silent else self._wait_s)
         if not silent and self._hears(self._is_broken) and not self._is_incomplete():
-            anew, self._mended = self._mended != self._done, self._done
-            return anew and self._connects_anew and not self._cold
+            time.sleep(_WOKEN_S)
+            return self._connects_anew and not self._cold
         for member in silent if asks and not self._is_incomplete() else ():
             who = f"rank {member} on {self._hosts.of(member)}"
             self._leaving.report(member, f"{who}: does not answer")
         return self._hears(self._is_incomplete)
 
-    def _not_here(self) -> list[int]:
-        """Members that do not come, within their patience, where they look for losses."""
-        limit_s, silent = time.monotonic() + self._patience_s, self._members
+    def _not_here(self, wait_s: float) -> list[int]:
+        """Members that do not come, within so many seconds, where they look for losses."""
+        limit_s, silent = time.monotonic() + wait_s, self._members
         while silent and not self._is_incomplete() and time.monotonic() < limit_s:
             keys = {member: f"here/{self._generation}/{member}" for member in silent}
             silent = [m for m, key in keys.items() if not self._store.check([key])]
@@ -378,8 +397,9 @@ class Generations:
         """Tell the run that its members are others than before, and what the furthest has done."""
         self._proven = False
         agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
-        lost = self._lost_of(before)
-        words = f"lost: {lost}" if lost else "all are there: they have connected anew"
+        gone = [member for member in before if member not in self._members]
+        named = self._lost_of(before) or f"ranks {gone}, which did not answer"
+        words = f"lost: {named}" if gone else "all are there: they have connected anew"
         self._adapt(int(furthest["passes"]), words, agreed=agreed)
 
     def _adapt(self, passes: int, words: str, **more: Any) -> None:

@@ -26,8 +26,8 @@ from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 
 SENT = Path("the state that another rank sent")
 """Where errors say that it is from."""
-_OPTIMIZER = "state['optimizer']"
-"""How the names of its tensors begin."""
+_MOMENTS = "state['optimizer']['state']"
+"""How the names of an optimizer's moments begin."""
 _PIECE_NBYTES = 4 << 20
 """Sent at a time: on 1 Mbit/s in half a minute."""
 
@@ -45,7 +45,7 @@ def bring_up(
 
     Optimizer, schedule and weights become equal. What a rank owes the others stays its own: nothing
     at first. `sync` is that of `built`; `seed` is for the newcomers' dropout. One that `has_some`
-    of the state gets those tensors whose digests differ, but for the optimizer of local steps.
+    of the state gets those tensors whose digests differ, but keeps moments of local steps.
 
     Raises:
         TransportError: a rank is gone, or something came damaged.
@@ -59,11 +59,11 @@ def bring_up(
         links = [_link(transport, source, rank) for rank in joining]
     elif has_some:
         tensors = pack_state(collect(built, memories=False))[1]
-    held = gather_json(transport, _digests(tensors) if has_some else {})
+    held = gather_json(transport, digests(tensors) if has_some else {})
     if mesh.rank == source:
-        stays = () if sync.replicas_equal else _OPTIMIZER
+        stays = () if sync.replicas_equal else _MOMENTS
         there = [held[joined] for joined in joining]
-        own = _digests(tensors) if any(there) else {}
+        own = digests(tensors) if any(there) else {}
         for name, digest in own.items():
             if all(h.get(name) == digest or (name in h and name.startswith(stays)) for h in there):
                 del tensors[name]
@@ -112,7 +112,7 @@ def _exchange(
         transport.share(torch.zeros(0, dtype=torch.float64), "world")
 
 
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Of kinds, shapes and bytes."""
     return {
         name: xxhash.xxh3_128_hexdigest(as_bytes(tensor).numpy().data) + str(describe("", tensor))

@@ -61,7 +61,7 @@ class ElasticTraining(Training):
         if self._session.writes_run_folder:
             tell_began(store, self._config.pipeline.cuts, self._plan.first_steps)
         self._join(store, newcomer)
-        self._checkpoints.watch(lambda: self._elastic.loss)
+        self._checkpoints.watch(lambda: self._elastic.trouble)
         self._has_state = newcomer is None
         if newcomer is None:
             self._checkpoints.locate()
@@ -143,7 +143,9 @@ class ElasticTraining(Training):
         `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
         that of the rank that is furthest.
         """
-        self._plan.share_anew(self._session.mesh, self._done)
+        mesh = self._session.mesh
+        if before != (mesh.replica, mesh.replicas):
+            self._plan.share_anew(mesh, self._done)
         self._regroup_parts(change, before)
         self._go_on(passes)
         behind = self._has_state and agreed[0] > self._agreed
@@ -158,7 +160,7 @@ class ElasticTraining(Training):
     def _regroup_parts(self, change: int, before: tuple[int, int]) -> None:
         self._sync.regroup(*before)
         self._checkpoints.regroup(change)
-        self._checkpoints.watch(lambda: self._elastic.loss)
+        self._checkpoints.watch(lambda: self._elastic.trouble)
 
     def _agree_anew(
         self, change: int, agreed: tuple[int, int] = (0, Ask.NOTHING), *, stops: bool = False

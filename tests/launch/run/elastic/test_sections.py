@@ -6,7 +6,6 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -271,41 +270,53 @@ def test_below_the_least_or_without_rank_0_the_failure_is_raised(
 
 
 def nobody_was_lost(
-    rank: int, port: int, kind: type[TransportError], fails: int
+    rank: int, port: int, kind: type[TransportError], fails: int, ahead: bool
 ) -> dict[str, Any] | str:
-    """Rank 0 fails so often in the second section."""
+    """Rank 0 fails so often in the second section; the other may be `ahead` then."""
     _, transport, run, elastic = joined(rank, port, 2)
-    generations._NOTICE_S = 0.5
+    generations._NOTICE_S = 3
     failures = [0]
 
-    def share() -> list[float]:
-        if rank == 0 and failures[0] < fails:
+    def share(section: int) -> list[float]:
+        found = shared(transport, rank) if ahead else []
+        if rank == 0 and section == 1 and failures[0] < fails:
             failures[0] += 1
             raise kind("an edge")
-        return shared(transport, rank)
+        return found or shared(transport, rank)
 
+    results = []
     try:
-        results = [elastic.together(partial(shared, transport, rank)), elastic.together(share)]
+        for section in range(3):
+            results.append(
+                elastic.together(partial(share, section), take=lambda packed: [*packed, "taken"])
+            )
     except TransportError as error:
         return str(error)
     return {"results": results, "told": run.told, "proofs": run.proofs}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", [TransportError, SilentError])
-def test_all_connect_anew_if_none_is_lost(ranks: Ranks, kind: type[TransportError]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ahead"), [(TransportError, False), (SilentError, False), (TransportError, True)]
+)
+def test_all_connect_anew_if_none_is_lost(
+    ranks: Ranks, kind: type[TransportError], ahead: bool
+) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for found in ranks(2, nobody_was_lost, store.port, kind, 1):
-        assert found["results"] == [[0, 1], [0, 1]]
-        assert found["told"] == [(1, (0, 2), ANY)] or found["told"] == [(1, (1, 2), ANY)]
-        assert found["told"][0][2] == "all are there: they have connected anew"
-        assert found["proofs"] == 1, "that replicas are still equal"
+    found = ranks(2, nobody_was_lost, store.port, kind, 1, ahead)
+    words = "all are there: they have connected anew"
+    for rank, one in enumerate(found):
+        assert one["told"] == [(1, (rank, 2), words)]
+        assert one["proofs"] == 1, "that replicas are still equal"
+    taken = ["taken"] * ahead
+    assert found[0]["results"] == [[0, 1], [0, 1, *taken], [0, 1]]
+    assert found[1]["results"] == [[0, 1]] * 3
 
 
 @pytest.mark.dist
 def test_a_section_that_fails_again_without_a_loss_ends_the_run(ranks: Ranks) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = ranks(2, nobody_was_lost, store.port, TransportError, 2)
+    first, second = ranks(2, nobody_was_lost, store.port, TransportError, 2, False)
     assert first == "an edge"
     assert "rank 0" in second
 
