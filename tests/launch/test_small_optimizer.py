@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.launch.checkpoint.test_base import checkpoints, resumed, step
+from tests.launch.checkpoint.test_base import resumed, step
 from tests.ranks import Ranks
-from tests.training import batch, config, train_steps, weights
+from tests.training import batch, checkpoints, config, train_steps, weights
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.model import rank_memory
@@ -59,7 +59,7 @@ def test_it_resumes_bit_for_bit_also_with_other_cuts(optimizer: str, tmp_path: P
     with in_process(run, total_steps=9) as built:
         for number in (0, 1):
             step(built, number)
-        checkpoints(built, run).save(2)
+        checkpoints(run, built).save(2)
         losses = [step(built, number) for number in (2, 3)]
         after = weights(built)
     for cuts in ([1, 3], []):
