@@ -56,6 +56,7 @@ class Shaper:
         self._interface = interface
         self._shape: Shape | None = Shape()
         """None after a failed change: the state of the kernel is unknown."""
+        self._burst_nbytes = 0
 
     def apply(self, shape: Shape) -> None:
         """Change the limits; without losing packets unless limits are added or removed.
@@ -89,6 +90,7 @@ class Shaper:
             self._ip.tc(verb, kind, self._interface, *handle, **options)
 
     def _clear(self) -> None:
+        self._burst_nbytes = 0
         try:
             self._ip.tc("del", index=self._interface, root=True)
         except NetlinkError as error:
@@ -96,12 +98,14 @@ class Shaper:
                 raise
 
     def _bucket(self, bps: float) -> None:
+        # a packet that is queued when the rate falls must not wait forever for a smaller bucket
+        self._burst_nbytes = max(self._burst_nbytes, burst_bytes(bps))
         self._tc(
             "replace",
             "tbf",
             root=True,
             rate=int(bps / 8),
-            burst=burst_bytes(bps),
+            burst=self._burst_nbytes,
             latency=f"{QUEUE_S * 1e3:.0f}ms",
         )
 
