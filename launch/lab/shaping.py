@@ -56,10 +56,10 @@ class Shaper:
         self._interface = interface
         self._shape: Shape | None = Shape()
         """None after a failed change: the state of the kernel is unknown."""
-        self._burst_nbytes = 0
 
     def apply(self, shape: Shape) -> None:
-        """Change the limits; without losing packets unless limits are added or removed.
+        """Change the limits; without losing packets unless limits are added or removed, or a bucket
+        becomes smaller.
 
         If that fails, set them up from scratch.
         """
@@ -77,7 +77,8 @@ class Shaper:
         size = gso_bytes(shape.slowest_bps())
         self._ip.link("set", index=self._interface, gso_max_size=size)
         before = None if old is None else _structure(old)
-        same_kind = before == _structure(shape)
+        # a packet that is queued now may not fit into a smaller bucket, and would wait forever
+        same_kind = before == _structure(shape) and not _shrinks(old, shape)
         if before != "open" and not same_kind:
             self._clear()
         if shape.towards_bps:
@@ -90,7 +91,6 @@ class Shaper:
             self._ip.tc(verb, kind, self._interface, *handle, **options)
 
     def _clear(self) -> None:
-        self._burst_nbytes = 0
         try:
             self._ip.tc("del", index=self._interface, root=True)
         except NetlinkError as error:
@@ -98,14 +98,12 @@ class Shaper:
                 raise
 
     def _bucket(self, bps: float) -> None:
-        # a packet that is queued when the rate falls must not wait forever for a smaller bucket
-        self._burst_nbytes = max(self._burst_nbytes, burst_bytes(bps))
         self._tc(
             "replace",
             "tbf",
             root=True,
             rate=int(bps / 8),
-            burst=self._burst_nbytes,
+            burst=burst_bytes(bps),
             latency=f"{QUEUE_S * 1e3:.0f}ms",
         )
 
@@ -157,6 +155,13 @@ class Shaper:
             target=_HANDLE | minor,
             keys=[f"0x{socket.inet_aton(host_address(host)).hex()}/0xffffffff+16"],
         )
+
+
+def _shrinks(old: Shape | None, new: Shape) -> bool:
+    """Whether the bucket of all traffic, which is a queue too, does; htb may lend a packet."""
+    if old is None or old.rate_bps is None or new.rate_bps is None or new.towards_bps:
+        return False
+    return burst_bytes(new.rate_bps) < burst_bytes(old.rate_bps)
 
 
 def gso_bytes(bps: float | None) -> int:
