@@ -68,6 +68,31 @@ def giving() -> tuple[Built, Giver]:
     return built, giver
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_of_local_steps_the_moments_come_once_and_whole(damaged: bool) -> None:
+    built, other = Built(), Built()
+    built.sync.replicas_equal = other.sync.replicas_equal = False
+    built.step()
+    other_weight, moment = other.layer.weight.clone(), built.optimizer.state_dict()["state"][0]
+    expected, coming = moment["exp_avg"].clone(), list[Tensor]()
+    giver = Giver(built)  # type: ignore[arg-type]
+    assert gone_on(giver)
+    built.step()
+    assert not gone_on(giver)
+    assert giver.give(lambda part: coming.append(part.clone()), lambda: None, 1.0) > 0
+    if damaged:
+        coming[-3][0] ^= 1  # before the end: its length and header
+
+    def receive(tensor: Tensor) -> None:
+        tensor.copy_(coming.pop(0))
+
+    taker = Taker(other, lambda: receive)  # type: ignore[arg-type]
+    taker._thread.join(20)
+    found = other.optimizer.state_dict()["state"][0]["exp_avg"]
+    assert taker.has_state == torch.equal(found, expected) == (not damaged)
+    assert torch.equal(other.layer.weight, other_weight)
+
+
 @pytest.mark.parametrize("steps", [1, 9])
 def test_steps_that_come_faster_than_they_are_sent_are_not_kept(
     steps: int, monkeypatch: pytest.MonkeyPatch

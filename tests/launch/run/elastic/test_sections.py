@@ -198,7 +198,7 @@ def test_a_rank_that_is_lost_while_others_regroup(ranks: Ranks, connects: bool) 
     for found in (first, second):
         assert found["results"] == [[0, 1, 2, 3], [0, 1]]
         assert [generation for generation, *_ in found["told"]] == [2]
-        assert found["took_s"] < WAIT_S
+        assert found["took_s"] < WAIT_S / 2
     assert "rank 2 is gone; rank 3 is gone" in first["told"][0][2]
 
 
@@ -232,7 +232,7 @@ def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
     for found in (first, second):
         assert found["results"] == [[0, 1, 2], [0, 1]]
         assert "rank 2 on here: does not answer" in found["told"][0][2]
-        assert found["took_s"] < WAIT_S
+        assert found["took_s"] < WAIT_S / 2
     assert hung["ended"].endswith("the others go on without it, as its replica is lost")
 
 
@@ -355,4 +355,4 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_message(ranks: Ranks) -> None:
     first, second, _ = ranks(3, killed_in_a_message, store.port)
     for found in (first, second):
         assert found["results"] == [2]
-        assert found["took_s"] < WAIT_S
+        assert found["took_s"] < WAIT_S / 2
