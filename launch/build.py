@@ -171,7 +171,6 @@ def engine_options(config: RunConfig) -> EngineOptions:
         precision=config.pipeline.precision,
         share_casts=shares_casts(config.pipeline, config.model),
         offload=config.pipeline.offload,
-        all_share=bool(config.goes_on_by),
         objective=config.model.objective(),
         guarded={
             (cut, DIRECTIONS.index(way)): spec.remedy()

@@ -49,8 +49,7 @@ class EngineOptions:
     `with_inputs`: stages are given the inputs, each of them. `clip_norm` limits the gradient norm
     over all stages, 0 leaves it alone; `guarded` are the directions that the guard judges, with
     what to use where a codec is wrong. With `offload` a GPU holds less (`models/offload.py`). With
-    `share_casts` microbatches share weights cast to bf16. With `all_share` all ranks share the
-    numbers of every step, though replicas need not wait for each other.
+    `share_casts` microbatches share weights cast to bf16.
     """
 
     schedule: ScheduleName
@@ -66,7 +65,6 @@ class EngineOptions:
     precision: Precision = "fp32"
     share_casts: bool = True
     offload: bool = False
-    all_share: bool = False
     objective: Objective = field(default_factory=NextToken)
     guarded: Mapping[CutDirection, str] = field(default_factory=dict)
 
@@ -183,21 +181,20 @@ class PipelineEngine:
             sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
         )
-        waits = self._options.all_share or self._sync.due(step)
-        scope: Scope = "world" if waits else "replica"
+        scope: Scope = "world" if self._sync.due(step) else "replica"
         return self._finished(self._stats.share(own, scope))
 
     @property
     def last_shared(self) -> Tensor:
-        """[W, N]: what all ranks shared at the end of the last step that was finished here."""
+        """[W, N]: what ranks shared at the end of the last step that was finished here."""
         return self._stats.shared_WN
 
-    def finish_step(self, shared_WN: Tensor, mesh: Mesh) -> StepTotals:
+    def finish_step(self, shared_WN: Tensor, mesh: Mesh, scope: Scope) -> StepTotals:
         """Finish a step in which only the last exchange failed; `shared_WN` is of who had it.
 
-        `mesh` is that of the step, before a replica was lost.
+        `mesh` is that of the step, before a replica was lost, and `scope` says who shared.
         """
-        return self._finished(self._stats.taken_over(shared_WN, mesh))
+        return self._finished(self._stats.taken_over(shared_WN, mesh, scope))
 
     def abandon_pass(self) -> None:
         """Wait until this rank's threads have nothing to do, and forget the pass under way."""

@@ -128,13 +128,13 @@ class StepStats:
         repair = self.consistency.repair(held_WN, self._coming_B, scope)
         return self._totals(all_WN, repair, scope, self._transport.mesh)
 
-    def taken_over(self, shared_WN: torch.Tensor, mesh: Mesh) -> StepTotals:
+    def taken_over(self, shared_WN: torch.Tensor, mesh: Mesh, scope: Scope) -> StepTotals:
         """What `share` would have returned, of a step in which this rank lost the others.
 
         `shared_WN` is that of a rank which did not, `mesh` that of the step.
         """
         self.shared_WN = shared_WN
-        return self._totals(shared_WN, Repair(), "world", mesh)
+        return self._totals(shared_WN, Repair(), scope, mesh)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope, mesh: Mesh) -> StepTotals:
         of_ranks = _Scalars(*all_WN[:, :_SCALARS].unbind(1))

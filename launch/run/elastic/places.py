@@ -20,9 +20,9 @@ from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.copies import newest_common
 from thinpipe.launch.run.elastic.door import Door
-from thinpipe.launch.run.elastic.generations import Generations
 from thinpipe.launch.run.elastic.hosts import say_where
 from thinpipe.launch.run.elastic.joining import JoiningStore
+from thinpipe.launch.run.elastic.sections import Sections
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.mesh import Mesh
@@ -101,8 +101,8 @@ def answering(newcomer: Newcomer, call: Call) -> Iterator[None]:
         raise
 
 
-class Places(Generations):
-    """`Generations` of as many ranks as there are places."""
+class Places(Sections):
+    """`Sections` of as many ranks as there are places."""
 
     _left_out = "the others go on with another machine in the place of this one"
     _connects_anew = False  # one may have done a step that another has not
@@ -117,13 +117,13 @@ class Places(Generations):
         call: Call | None = None,
         **settings: Any,
     ) -> None:
-        """As `Generations`; a newcomer was called."""
+        """As `Sections`; a newcomer was called."""
         super().__init__(store, transport, run, members=call.members if call else (), **settings)
         self._redoing, self._newcomer = run, newcomer
         self._back: Back | None = None
         self._comes_in = call is not None
         if call is not None:
-            self._generation, self._warm = call.generation, {*call.members} - {self._me}
+            self._news.generation, self._warm = call.generation, {*call.members} - {self._me}
         elif self._me == 0:
             Door(self._store).open(transport.mesh.world_size)
 
@@ -140,7 +140,7 @@ class Places(Generations):
                 return do()
             except TransportError as error:
                 before = self._members
-                furthest = self._regroup(error)
+                furthest = self._regrouped(error)
                 forget()
                 self._tell(furthest, before)
 
@@ -250,12 +250,12 @@ class Places(Generations):
             self._losses.settle(member, goes_on=True, out=True)
         if self._me == 0:
             ranks = len(self._members) - len(stay)
-            self._redoing.ask_for_machine(self._lost_of(self._members), ranks)
+            self._redoing.ask_for_machine(self._news.lost_of(self._members), ranks)
         return True
 
     def _staying(self, silent: Set[int]) -> list[int]:
-        with self._changed:
-            gone = silent | self._lost.keys()
+        with self._news.changed:
+            gone = silent | self._news.lost.keys()
         hosts = {self._hosts.of(member) for member in self._members if member in gone}
         return [member for member in self._members if self._hosts.of(member) not in hosts]
 
@@ -264,8 +264,8 @@ class Places(Generations):
         count = self._store.add("spares", 0)
         keys = [f"spare/{number}" for number in range(1, count + 1)]
         machines = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        with self._changed:
-            gone = self._lost.keys() | {*self._members}
+        with self._news.changed:
+            gone = self._news.lost.keys() | {*self._members}
         return [ranks for ranks in machines if not gone & {*ranks}]
 
     def _why_over(self, stay: Sequence[int]) -> str:

@@ -144,6 +144,7 @@ class RedoingTraining(ElasticTraining):
         words: str,
         *,
         agreed: tuple[int, int] = (0, 0),
+        at: int = 0,
     ) -> None:
         self._change, self._lost = change, words
         self._regroup_parts(change, before)

@@ -22,8 +22,11 @@ from thinpipe.launch.run.elastic.ahead import Giver, Taker
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
+from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.transport import Scope
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.step_stats import StepTotals
 
 _T = TypeVar("_T")
@@ -55,6 +58,7 @@ class ElasticTraining(Training):
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         self._givers: list[Giver] = []
+        self._changes: list[tuple[int, Mesh, str]] = []
         self._taker: Taker | None = None
         newcomer = self._session.newcomer
         store = newcomer.store if newcomer else self._session.store
@@ -98,6 +102,11 @@ class ElasticTraining(Training):
         super().finish(done)
         self._elastic.close()
 
+    def step(self, batch: Batch, step: int) -> StepRecord:
+        record = super().step(batch, step)
+        self._share_anew()
+        return record
+
     def stop(self, whole: bool) -> threading.Event:
         """This machine leaves after the step under way, if the others can go on without it."""
         if whole or self._finished or not self._elastic.may_leave():
@@ -137,16 +146,20 @@ class ElasticTraining(Training):
         words: str,
         *,
         agreed: tuple[int, int] = (0, 0),
+        at: int = 0,
     ) -> None:
-        """The mesh has changed, the so-manieth time; this rank was one replica of so many.
+        """The mesh has changed, for the `change`-th time; this rank was `before` (replica, of).
 
-        `passes` is the most that a rank has begun, `words` say who left or came, and `agreed` is
-        that of the rank that is furthest.
+        `passes` is the most that a rank has begun, `words` say who left or came, `agreed` is that
+        of the rank that is furthest, and `at` is how many steps it has done: up to there all
+        samples belong to whom they belonged to.
         """
         mesh = self._session.mesh
-        if before != (mesh.replica, mesh.replicas):
-            self._plan.share_anew(mesh, self._done)
+        is_shared = before != (mesh.replica, mesh.replicas)
         self._regroup_parts(change, before)
+        if is_shared:
+            self._changes.append((at, mesh, words))
+        self._share_anew()
         self._go_on(passes)
         behind = self._has_state and agreed[0] > self._agreed
         if agreed[0] == self._done and agreed != self.agreed:  # those lost did not say it here
@@ -154,8 +167,17 @@ class ElasticTraining(Training):
             self._stops_here = agreed[1] == Ask.STOP and not behind
         stops = self.stopping or self._stops_here  # nobody has to be asked for it
         self._agree_anew(change, agreed if behind else (0, Ask.NOTHING), stops=stops)
-        if self._has_state:
-            self._say(words)
+        if self._has_state and not is_shared:
+            self.display.note(words)
+
+    def _share_anew(self) -> None:
+        """What is left is shared by the replicas there are now, once this one has come so far."""
+        while self._changes and self._changes[0][0] <= self._done:
+            at, mesh, words = self._changes.pop(0)
+            self._plan.share_anew(mesh, max(at, self._done))
+            self._follow_plan()
+            if self._has_state:
+                self._say(words)
 
     def _regroup_parts(self, change: int, before: tuple[int, int]) -> None:
         self._sync.regroup(*before)
@@ -173,8 +195,12 @@ class ElasticTraining(Training):
             self.agreement.release()
 
     def _go_on(self, passes: int) -> None:
-        """By the plan, which has changed."""
         self.built.engine.regroup(self._sampler.all_ids(), passes)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """It has changed."""
+        self.built.engine.announce(self._sampler.all_ids())
         rates = self.built.lr_schedule
         rates.last_epoch = rates.last_epoch
         self._checkpoints.facts = self._plan.facts(self._digests)
@@ -319,12 +345,19 @@ class ElasticTraining(Training):
             self._sync.abandon()
             engine.abandon_step()
 
+        alone = not (self._sync.due(step) or (self._admits and self._sync.lets_in(step)))
+        scope: Scope = "replica" if alone else "world"
+
         def take(shared: list[list[float]]) -> StepTotals:
             self._done = step + 1
-            return engine.finish_step(torch.tensor(shared, dtype=torch.float64), mesh)
+            return engine.finish_step(torch.tensor(shared, dtype=torch.float64), mesh, scope)
 
         totals = self._unless_stopped(
-            train, forget=forget, pack=lambda _: engine.last_shared.tolist(), take=take
+            train,
+            forget=forget,
+            pack=lambda _: engine.last_shared.tolist(),
+            take=take,
+            alone=alone,
         )
         if self._leaving.is_set():
             self._done = step + 1

@@ -21,8 +21,8 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic.door import Door
-from thinpipe.launch.run.elastic.generations import Generations
 from thinpipe.launch.run.elastic.joining import JoiningStore
+from thinpipe.launch.run.elastic.sections import Sections
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -36,8 +36,8 @@ _CONNECT_S = 15.0
 """For a newcomer that has said that it is there; without it all is sent when it is let in."""
 
 
-class Elastic(Generations):
-    """`Generations` that let others in."""
+class Elastic(Sections):
+    """`Sections` that let others in."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Elastic(Generations):
         newcomer: Newcomer | None = None,
         **settings: Any,
     ) -> None:
-        """As `Generations`; a newcomer joins the run that `store` is of.
+        """As `Sections`; a newcomer joins the run that `store` is of.
 
         Its `transport` connects the ranks of its own replica.
         """
@@ -70,9 +70,8 @@ class Elastic(Generations):
             TransportError: a peer is lost, and the run does not go on without it.
         """
         self.together(self._admit)
-        with self._changed:
-            self._visits, self._warm = self._tried, {*self._members}
-            self._changed.notify_all()
+        self._visits, self._warm = self._tried, {*self._members}
+        self._news.tell()
 
     def join(self) -> None:
         """Have the members let this newcomer in, with the other ranks of its replica; a collective.
@@ -103,7 +102,7 @@ class Elastic(Generations):
         def check() -> bool:
             nonlocal asks, before
             newcomer.check()
-            if self._is_incomplete():
+            if self._news.is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
@@ -129,7 +128,11 @@ class Elastic(Generations):
                 raise
             raise ConfigError("--join: the run has ended") from None
         newcomer.has_entered = True
-        self._generation, self._done, self._visits = how["generation"], how["done"], how["visits"]
+        self._news.generation, self._done, self._visits = (
+            how["generation"],
+            how["done"],
+            how["visits"],
+        )
         self._tried, self._warm = self._visits, {*how["members"]}
 
     def _admit(self) -> None:
@@ -198,7 +201,7 @@ class Elastic(Generations):
         """Have replica 0 send its state, and wait until it has; False if these are lost before."""
         door.begin(number, newcomers)
         while not door.have_sent(number, self._transport.mesh.pipeline_ranks):
-            if self._lost.keys() & {*newcomers}:
+            if self._news.lost.keys() & {*newcomers}:
                 return False
             door.serve()
             time.sleep(_POLL_S)
@@ -234,20 +237,21 @@ class Elastic(Generations):
         waits = JoiningStore(
             store,
             # nor does the other end come if a newcomer is let in before that
-            lambda: newcomer in self._lost or (own is not None and own.has_entered),
+            lambda: newcomer in self._news.lost or (own is not None and own.has_entered),
             _CONNECT_S if own is None else self._wait_s,
         )
-        return pair(waits, int(self._me == newcomer), self._wait_s, lambda: newcomer in self._lost)
+        lost = self._news.lost
+        return pair(waits, int(self._me == newcomer), self._wait_s, lambda: newcomer in lost)
 
     def _is_over(self, visit: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._visits > visit, _ASK_AGAIN_S)
+        with self._news.changed:
+            return self._news.changed.wait_for(lambda: self._visits > visit, _ASK_AGAIN_S)
 
     def _has_room(self, newcomers: Sequence[int]) -> bool:
         """Wait until there is; False if these are lost before."""
-        lost = self._lost.keys()
-        with self._changed:
-            self._changed.wait_for(
+        lost = self._news.lost.keys()
+        with self._news.changed:
+            self._news.changed.wait_for(
                 lambda: (
                     bool(lost & {*newcomers}) or len(self._members) + len(newcomers) <= self._seats
                 )

@@ -1,6 +1,7 @@
 """Replicas that meet every few steps lose one, also as they meet, and let one in when they meet."""
 
 from contextlib import suppress
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed import TCPStore
 from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
 from tests.often import mostly_slow
 from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic import training
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -21,17 +23,19 @@ INTERVAL, LOST = 3, 7
 METHODS = ["diloco", "sparse_loco", "async_average"]
 
 
-def loses_and_lets_in(
+def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
     rank: int, port: int, folder: str, method: str, lost_as_they_meet: bool
 ) -> dict[str, Any]:
     """Rank 2 is lost after step 7, or in the meeting before step 10; rank 3 comes; then all stop.
+
+    Rank 1 is a step behind as rank 0 goes on, or has seen that rank 2 is lost.
 
     Digests of what all hold alike, by the steps that are done.
     """
     store = TCPStore("127.0.0.1", port, is_master=False)
     options = f"{{interval={INTERVAL}, overlap=0, bucket_mb=0.02}}"
     changes = [f"gradcomp.method={method}", f"gradcomp.{method}={options}"]
-    changes += ["train.epochs=400", "train.verify_every=1"]
+    changes += ["train.epochs=400", "train.verify_every=3"]
     alike, hold = dict[int, int](), ElasticTraining._hold
     sent, bring_up = list[int](), training.bring_up
 
@@ -52,8 +56,16 @@ def loses_and_lets_in(
             leave(run)
         hold(run, exchange)
 
+    def settle(run: ElasticTraining) -> None:
+        store.set("waits", "")
+        settles(run)
+
     def each(run: ElasticTraining, step: int) -> None:
         alike[step] = digest(run.built.sync.alike())
+        if rank == 0 and step == LOST + 1:
+            store.set("waits", "")
+        if rank == 1 and step == LOST:
+            store.wait(["waits"], timedelta(seconds=PATIENCE_S))
         if rank == 2 and step == LOST and not lost_as_they_meet:
             leave(run)
         if step == LOST + 2 * INTERVAL:
@@ -62,7 +74,8 @@ def loses_and_lets_in(
             store.set("joined", "")
         stop_asked(run, store, "joined")
 
-    ElasticTraining._hold = meet  # type: ignore[method-assign]
+    settles = ElasticTraining.settle
+    ElasticTraining._hold, ElasticTraining.settle = meet, settle  # type: ignore[method-assign]
     if rank == 3:
         store.wait(["comes"])
         changes.append(f"run.folder={folder}/elsewhere")

@@ -67,7 +67,7 @@ class Schedule:
             f"gradcomp.method={self.method}",
             *options,
             f"train.epochs={LAST}",
-            "train.verify_every=1",
+            f"train.verify_every={3 if self.method in LOCAL else 1}",
             "pipeline.peer_timeout_s=200",
         ]
 

@@ -1,0 +1,170 @@
+"""What ranks do together counts for all of them or for none, also if one is lost meanwhile.
+
+*Sections* are what all ranks do together: a step, an evaluation, a checkpoint. If a rank is lost,
+the others abandon the section under way, form the next generation, and do that section again. No
+rank can be more than one section ahead of another, as each needs messages of all. So who is behind
+takes what those ahead have found in it. For a step that is the vector which all share before the
+optimizer's step, as gradients were summed before.
+
+Between two sections a replica may do steps *by itself*, as with local steps: they count for its own
+ranks, in the same way. Replicas are at different steps then; a rank that is lost is noticed after
+the step under way. A replica that is late for a section is waited for as long as for a peer, and
+then left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, TypeVar
+
+from thinpipe.launch.run.elastic.generations import Generations
+from thinpipe.pipeline.comm.errors import SilentError, TransportError
+from thinpipe.pipeline.wire.header import DesyncError
+
+_T = TypeVar("_T")
+
+
+class Sections(Generations):
+    """`Generations` whose ranks do sections."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        mesh = self._transport.mesh
+        self._known_as = mesh.replica, mesh.replicas  # to the run's parts
+        self._done, self._packed = 0, None  # sections, and what the last one found
+        self._alone, self._packed_alone = 0, None  # steps by itself since then
+        self._mended: list[int] = []  # where none was lost, after all
+        self._proven = True
+
+    def together(
+        self,
+        do: Callable[[], _T],
+        *,
+        forget: Callable[[], None] = lambda: None,
+        pack: Callable[[_T], Any] = lambda result: result,
+        take: Callable[[Any], _T] = lambda packed: packed,
+        alone: bool = False,
+    ) -> _T:
+        """The result of a section, the same on all ranks that are left.
+
+        `do` can be called again after `forget`. Its result becomes JSON by `pack`; a rank that is
+        behind calls `take` with that of another. `alone`: it is a step of this replica by itself.
+
+        Raises:
+            TransportError: a peer is lost, and the run does not go on without it.
+        """
+        while True:
+            try:
+                self._check()
+                if not alone:
+                    self.prove()
+                result = do()
+                packed = pack(result)
+                break
+            except TransportError as error:
+                members = self._members
+                furthest = self._regrouped(error)
+                behind = furthest["ahead"] > [self._done, self._alone]
+                if behind:
+                    packed = furthest["packed"]
+                    result = take(packed)
+                else:
+                    forget()
+                self._tell(furthest, members)
+                if behind:
+                    break
+        self._count(packed, alone=alone)
+        return result
+
+    def prove(self) -> None:
+        """Compare the replicas, if they have changed since the last time.
+
+        Raises:
+            TransportError: a peer is lost.
+        """
+        if not self._proven and not self._cold:
+            self._run.prove_equal()
+            self._proven = True
+
+    def _check(self) -> None:
+        """Raises TransportError: a rank was lost since the last section, or step."""
+        if self._news.is_broken():
+            raise TransportError(f"rank {self._me}: {self.trouble}")
+
+    def _count(self, packed: Any, *, alone: bool) -> None:
+        if alone:
+            self._alone, self._packed_alone = self._alone + 1, packed
+        else:
+            self._done, self._packed, self._alone = self._done + 1, packed, 0
+
+    def _regrouped(self, error: TransportError) -> Mapping[str, Any]:
+        """Form the next generation; what its rank that is furthest has posted."""
+        post = self._post() | {"waited": isinstance(error, SilentError)}
+        lost, posts = self._regroup(error, post)
+        found = self._furthest(posts)
+        if not lost:  # all see it alike
+            if found["at"] == self._mended:
+                raise error
+            self._mended = found["at"]
+        self._tried = max(self._tried, found["tried"])
+        self._news.tell()
+        return found
+
+    def _post(self) -> dict[str, Any]:
+        """How far this rank is, for the others."""
+        return {
+            "done": self._done,
+            "packed": self._packed,
+            "alone": self._alone,
+            "packed_alone": self._packed_alone,
+            "steps": self._run.done,
+            "passes": self._run.passes,
+            "agreed": self._run.agreed,
+            "tried": self._tried,
+        }
+
+    def _choose(self, silent: Set[int]) -> list[int]:
+        """As of any; if one waited too long for others, those who are late for it are left out."""
+        chosen = super()._choose(silent)
+        posts = dict(zip(chosen, self._posts(chosen), strict=True))
+        if not any(post["waited"] for post in posts.values()):
+            return chosen
+        most = max(post["steps"] for post in posts.values())
+        late = {member for member, post in posts.items() if post["steps"] < most - 1}
+        others = super()._choose(silent | late)
+        return others if self._are_enough(others) else chosen
+
+    def _furthest(self, posts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What the rank has posted that is furthest, as seen from here.
+
+        `ahead` is how far it is: the sections that it has done, and its replica's steps since then.
+        `at` is how far all are, the same on all ranks.
+        """
+        first = max(posts, key=lambda post: int(post["done"]))
+        size = self._transport.mesh.pipeline_ranks
+        place = self._members.index(self._me) // size * size
+        own = max(posts[place : place + size], key=lambda post: (post["done"], post["alone"]))
+        ahead, packed = [first["done"], 0], first["packed"]
+        if first["done"] == self._done:
+            ahead, packed = [self._done, own["alone"]], own["packed_alone"]
+        if ahead > [self._done + 1, 0] or ahead[1] > self._alone + 1:
+            raise DesyncError(
+                f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "
+                f"another rank has done {ahead[0]} of; resume from a checkpoint (--resume)"
+            )
+        most = {name: max(p[name] for p in posts) for name in ("passes", "tried", "agreed")}
+        steps = [post["steps"] for post in posts]
+        found = {"ahead": ahead, "packed": packed, "steps": max(steps)}
+        return {**most, **found, "done": first["done"], "at": [first["done"], sum(steps)]}
+
+    def _tell(self, furthest: Mapping[str, Any], before: Sequence[int]) -> None:
+        """Tell the run that its members are others than before, and what the furthest has done."""
+        self._proven = False
+        agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
+        gone = [member for member in before if member not in self._members]
+        named = self._news.lost_of(before) or f"ranks {gone}, which came too late"
+        words = f"lost: {named}" if gone else "all are there: they have connected anew"
+        self._adapt(int(furthest["passes"]), words, agreed=agreed, at=furthest["steps"])
+
+    def _adapt(self, passes: int, words: str, **more: Any) -> None:
+        before, mesh = self._known_as, self._transport.mesh
+        self._known_as = mesh.replica, mesh.replicas
+        self._run.regrouped(self._generation + self._tried, before, passes, words, **more)
