@@ -19,7 +19,7 @@ from thinpipe.launch.net.ranks.failures import LOST, OUT, Losses
 from thinpipe.launch.net.ranks.gloo_backend import PORTS
 from thinpipe.launch.run.elastic.hosts import Hosts
 from thinpipe.launch.run.elastic.joining import JoiningStore, join_anew
-from thinpipe.launch.run.elastic.news import News
+from thinpipe.launch.run.elastic.news import SOON_S, News
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -215,7 +215,9 @@ class Generations:
     def _misses_some(self, error: TransportError) -> bool:
         """Whether one is lost, or all are here and may connect anew."""
         is_silent = isinstance(error, SilentError)
-        asks = is_silent or not self._news.hears(self._news.is_broken)
+        # a doubt too early does no harm: news of a loss may still come
+        soon_s = SOON_S if self._connects_anew else None
+        asks = is_silent or not self._news.hears(self._news.is_broken, soon_s)
         if asks and not is_silent and not self._connects_anew:
             return False
         if asks and not self._news.is_incomplete():

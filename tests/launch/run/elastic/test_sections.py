@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.run.elastic import generations, news
+from thinpipe.launch.run.elastic import generations
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -410,7 +410,6 @@ def nobody_was_lost(
 ) -> dict[str, Any] | str:
     """Rank 0 fails so often in the second section; the other may be `ahead` then."""
     _, transport, run, elastic = joined(rank, port, 2)
-    news._NOTICE_S = 3
     failures = [0]
 
     def share(section: int) -> list[float]:
