@@ -8,7 +8,8 @@ processes at once, SIGSTOP of its rank for 20 s, or its link cut for 60 s. It co
 `--join` some time after, once its launcher has ended. *Goodput* is the number of steps, and
 *samples* that of their samples, both by those of as much time before the first fault. As hosts
 share cores here, steps of fewer replicas are quicker; so *in steps* is the share of time that the
-steps would take if each took as long as most with as many samples. `restarts` has no [elastic]: all
+steps would take if each took as long as most with as many samples, by that share before the first
+fault. `restarts` has no [elastic]: all
 ranks begin anew from a checkpoint (`--max-restarts`).
 """
 
@@ -31,16 +32,19 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import StepRecord
 
-_NEAR_S = 1.0
-"""All stand still at once: what is later may be a join."""
+_NEAR_S, _UNTIL_BACK_S = 1.0, 19.0
+"""After a fault. Who is killed is missed at once, and what is later may be a join; with local steps
+others are missed as all meet.
+"""
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
-RESTARTS = "restarts"
+RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     "goodput": ".3f",
     "samples": ".3f",
     "in steps": ".3f",
+    "in steps, calm": ".3f",
     "faults": ".0f",
     "losses": ".0f",
     "tries to join": ".0f",
@@ -165,6 +169,11 @@ class Faulty:
         usual = {samples: median(times) for samples, times in took_s.items()}
         return sum(usual.get(record.samples, 0.0) for record in records)
 
+    def stands_still_s(self, kind: str, at_s: float) -> float:
+        """After a fault."""
+        killed = kind in ("rank", "relay", "machine")
+        return self.longest_s(at_s, at_s + (_NEAR_S if killed else _UNTIL_BACK_S))
+
     def around(self, step: int) -> float:
         """The longest time between two of the steps around one."""
         near = [(a, b) for a, b in pairwise(self.progress) if step <= b[1] <= step + 2]
@@ -176,11 +185,14 @@ def _wake(rank: psutil.Process) -> None:
         rank.resume()
 
 
-def measure(method: str, seed: int, minutes: float, every_s: float, back_s: float) -> Row:
+def measure(
+    method: str, seed: int, minutes: float, every_s: float, back_s: float, interval: int
+) -> Row:
     """A run that is struck at intervals."""
     elastic = method != RESTARTS
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
+    settings += [f"gradcomp.{method}={{interval={interval}}}"] * (method in LOCAL)
     options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
     with (
         tempfile.TemporaryDirectory() as place,
@@ -222,15 +234,16 @@ def _row(
     struck = run.records()[calm:done]
     samples = sum(record.samples or _BATCH for record in struck)
     still = {
-        kind: [faulty.longest_s(at, at + _NEAR_S) for k, at in strikes if k == kind]
-        for kind in KINDS
+        kind: [faulty.stands_still_s(kind, at) for k, at in strikes if k == kind] for kind in KINDS
     }
+    calm_share = faulty.usual_s(run.records()[begun:calm]) / (first_s - begin_s)
     killed = [s for kind in ("rank", "relay", "machine") for s in still[kind]]
     joined = [faulty.around(step) for step in _noted(run, "joined: ")]
     numbers: dict[str, float | None] = {
         "goodput": (done - calm) / ((end_s - first_s) / calm_s),
         "samples": samples / (_BATCH * (end_s - first_s) / calm_s),
-        "in steps": faulty.usual_s(struck) / (end_s - first_s),
+        "in steps": faulty.usual_s(struck) / (end_s - first_s) / calm_share,
+        "in steps, calm": calm_share,
         "faults": len(strikes),
         "losses": len(_noted(run, "lost: ")),
         "tries to join": faulty.tries,
@@ -255,15 +268,17 @@ def _noted(run: HostsRun, what: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     command = command_line("benchmarks.elastic", __doc__)
-    methods = ["allreduce", "ef_gradients", "diloco", "sparse_loco", RESTARTS]
+    methods = ["allreduce", "ef_gradients", *LOCAL, RESTARTS]
     command.add_argument("--methods", nargs="+", default=methods)
     command.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
     command.add_argument("--minutes", type=float, default=15.0, help="of faults (default 15)")
     command.add_argument("--every-s", type=float, default=30.0, help="a fault (default 30)")
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
+    command.add_argument("--interval", type=int, default=30, help="of local steps (default 30)")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
     records, rows = Records(options.json), []
-    settings = {name: getattr(options, name) for name in ("minutes", "every_s", "back_s")}
+    names = ("minutes", "every_s", "back_s", "interval")
+    settings = {name: getattr(options, name) for name in names}
     for method in options.methods:
         for seed in range(options.seeds):
             rows.append(measure(method, seed, **settings))
