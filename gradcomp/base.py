@@ -34,7 +34,7 @@ class GoesOn(ReplicaSync, Protocol):
     | global copy, outer momentum | stay, equal on all             | those of all          |
     | residuals, owed moves       | its own are lost               | it begins with none   |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
-    | local steps since they met  | its own are lost               | it comes as they meet |
+    | local steps since they met  | its own are lost               | it has none as it meets |
 
     ¹ Moments of local steps are older by as long as they were sent.
     """
@@ -43,7 +43,7 @@ class GoesOn(ReplicaSync, Protocol):
         """Hold the meeting before a step, if there is one that is not part of a step."""
 
     def lets_in(self, step: int) -> bool:
-        """Whether a replica can join before this step."""
+        """Whether a replica can join before this step, and its meeting."""
 
     def finish_by(self, hold: Hold) -> None:
         """As `finish`."""

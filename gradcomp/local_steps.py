@@ -139,7 +139,7 @@ class LocalSteps(BaseSync):
             self._met = step
 
     def lets_in(self, step: int) -> bool:
-        return self._met == step
+        return self._is_turn(step) and step > self._met
 
     def finish(self) -> None:
         self.finish_by(_by_itself)
@@ -202,6 +202,8 @@ class LocalSteps(BaseSync):
         self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
         self._met = state.get("met", 0)
+        if state["global"] and not self._all():  # a newcomer, which is alone as yet
+            self._fragments = self._make()
         for bucket, global_N in zip(self._all(), state["global"], strict=True):
             bucket.global_N.copy_(bucket.local_N if global_N is None else global_N)
 

@@ -97,8 +97,8 @@ def check_settings(
     return Ready(with_sizes(config), corpus)
 
 
-def check_room(ready: Ready, shares: Sequence[Share]) -> None:
-    """Check that this machine has the memory and disk for one of the shares.
+def check_room(ready: Ready, shares: Sequence[Share]) -> list[str]:
+    """Check that this machine has the memory and disk for one of the shares; what else to know.
 
     Raises:
         ValueError: it has not; what to change.
@@ -106,11 +106,9 @@ def check_room(ready: Ready, shares: Sequence[Share]) -> None:
     problems = []
     for share in shares:
         try:
-            check_host(ready.config, len(ready.corpus.train), share)
+            return check_host(ready.config, len(ready.corpus.train), share)
         except ValueError as error:
             problems.append(error)
-        else:
-            return
     raise problems[0]
 
 

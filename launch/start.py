@@ -59,9 +59,7 @@ def start_run(
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if machines.join is not None:
-            takes_place = config.checkpoint.ram_every is not None
-            ranks = machines.ranks or 1 if takes_place else config.pipeline.pipeline_ranks
-            shares = [range(ranks)]
+            shares = _shares_of_newcomer(config, machines)
         if dry_run:
             shown = partial(_show_needs, shares, max(0, show))
             preflight.check(config, shares, resume=resume.wanted, show=shown)
@@ -72,6 +70,17 @@ def start_run(
         refuse(error)
 
 
+def _shares_of_newcomer(config: RunConfig, machines: Machines) -> list[preflight.Share]:
+    """The ranks of a replica that a machine which joins may have; places in it, as numbers."""
+    if config.checkpoint.ram_every is not None:
+        return [range(machines.ranks or 1)]
+    whole = config.pipeline.pipeline_ranks
+    ranks = machines.ranks or whole
+    if ranks > whole:
+        raise ConfigError(f"--ranks = {ranks}: with --join a machine brings {whole} or fewer ranks")
+    return [range(first, first + ranks) for first in range(whole - ranks + 1)]
+
+
 def _check_elastic(config: RunConfig, machines: Machines) -> None:
     """Check that a run on several machines can go on without one."""
     what = config.goes_on_by
@@ -79,10 +88,6 @@ def _check_elastic(config: RunConfig, machines: Machines) -> None:
         raise ConfigError(
             f"--join = {machines.join}: a run that others can join has elastic.min_replicas or, "
             "without replicas, checkpoint.ram_every; use its own run file"
-        )
-    if machines.join and machines.ranks and config.checkpoint.ram_every is None:
-        raise ConfigError(
-            f"--ranks = {machines.ranks}: not with --join, which brings one replica; remove it"
         )
     if machines.alone and config.checkpoint.ram_every is not None:
         raise ConfigError(

@@ -138,8 +138,10 @@ def test_closures_of_imports_stay_below_their_ceilings() -> None:
         assert len(found) <= most, f"{start} imports {len(found)} of our modules"
 
 
-MOST_ROOMS, MOST_ARROWS = 14, 60
-"""Folders of launch, and imports between them; its loose files count as one more room."""
+MOST_ROOMS, MOST_ARROWS, MOST_FLOORS = 14, 60, 8
+"""Folders of launch, imports between them, and how many lie on each other; its loose files count as
+one more room, but on no floor: some are the ground, some the roof.
+"""
 
 
 def test_few_rooms_of_launch_import_each_other() -> None:
@@ -156,6 +158,14 @@ def test_few_rooms_of_launch_import_each_other() -> None:
     }
     assert len({room(module) for module in inside} - {""}) <= MOST_ROOMS
     assert len(arrows) <= MOST_ARROWS, sorted(arrows)
+    below: dict[str, set[str]] = {}
+    for above, under in arrows:
+        if above and under:
+            below.setdefault(above, set()).add(under)
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(below).static_order():
+        floors[name] = 1 + max((floors[under] for under in below.get(name, ())), default=0)
+    assert max(floors.values()) <= MOST_FLOORS, floors
 
 
 LEAVES = ("plan", "doctor", "starter", "lab", "start_hosts", "view.watch")

@@ -125,13 +125,13 @@ class Sites:
         """Messages of all other ranks, from those of this rank's counterparts, its own included."""
         me, longest = self.rank, len(column) * (EXCHANGE_HEADER_NBYTES + capacity)
         bundle = frames.wrap(torch.cat(list(column)), FROM_SERVER, me)
-        mates = [rank for rank in self._site if rank != me]
-        bundles = self._peers.exchange(dict.fromkeys(mates, bundle), mates, longest)
+        others = [rank for rank in self._site if rank != me]
+        bundles = self._peers.exchange(dict.fromkeys(others, bundle), others, longest)
         found: dict[int, Tensor] = {}
-        for mate in self._site:
-            held = bundle if mate == me else bundles[mate]
-            senders = range(mate % self._ranks, self.size, self._ranks)
-            messages = divided(frames.payload(held, FROM_SERVER, mate), len(senders), mate)
+        for peer in self._site:
+            held = bundle if peer == me else bundles[peer]
+            senders = range(peer % self._ranks, self.size, self._ranks)
+            messages = divided(frames.payload(held, FROM_SERVER, peer), len(senders), peer)
             found.update(zip(senders, messages, strict=True))
         del found[me]
         return found
@@ -140,12 +140,12 @@ class Sites:
         """This site's sums for this rank and its counterparts, by site."""
         frames, me = Frames(key, _EXACT), self.rank
         columns = {
-            mate: torch.cat(list(parts[mate % self._ranks :: self._ranks])) for mate in self._site
+            peer: torch.cat(list(parts[peer % self._ranks :: self._ranks])) for peer in self._site
         }
         outgoing = {
-            mate: frames.pack(column, None, TO_SERVER, me)
-            for mate, column in columns.items()
-            if mate != me
+            peer: frames.pack(column, None, TO_SERVER, me)
+            for peer, column in columns.items()
+            if peer != me
         }
         capacity = _EXACT.capacity(columns[me].numel())
         incoming = self._peers.exchange(outgoing, list(outgoing), capacity)
@@ -153,7 +153,7 @@ class Sites:
         return total.chunk(len(self._counterparts))
 
 
-def divided(payload: Tensor, count: int, mate: int) -> list[Tensor]:
+def divided(payload: Tensor, count: int, peer: int) -> list[Tensor]:
     """The messages that a rank of this site has forwarded as one.
 
     Raises:
@@ -166,7 +166,7 @@ def divided(payload: Tensor, count: int, mate: int) -> list[Tensor]:
         payload = payload[length:]
     if len(found) < count or payload.numel():
         raise DesyncError(
-            f"rank {mate} of this site forwarded {len(found)} messages and {payload.numel()} bytes "
+            f"rank {peer} of this site forwarded {len(found)} messages and {payload.numel()} bytes "
             f"more, not {count} messages"
         )
     return found

@@ -99,7 +99,7 @@ class RowFields(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @property
     def optional_fields(self) -> tuple[Field, ...]:
-        """Fields that rows may have: what a system says, and tools, beside a conversation."""
+        """Fields that rows may have: what a system says, and tools, besides a conversation."""
         return () if self.messages_field is None else ("system", "tools")
 
     def _refuse(self, names: tuple[str, ...], remedy: str) -> None:

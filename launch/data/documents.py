@@ -56,7 +56,7 @@ class Encoder:
     ids: int
     """One more than the highest token id; files use one, two or four bytes a token for it."""
     columns: tuple[Column, ...]
-    """What documents have beside tokens."""
+    """What documents have besides tokens."""
     encode: Callable[[Row], Document | Rejected]
     """A document, or why there is none."""
 

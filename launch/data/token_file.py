@@ -133,7 +133,7 @@ class TokenWriter:
     def __init__(self, folder: Path, *, ids: int, columns: Sequence[Column] = ()) -> None:
         """Go on with what the folder holds; `done` says how far that is.
 
-        `columns` are what all documents have beside tokens.
+        `columns` are what all documents have besides tokens.
         """
         self.folder, self._type, self._columns = folder, token_type(ids), {*columns}
         folder.mkdir(parents=True, exist_ok=True)

@@ -181,14 +181,14 @@ class FolderTokenizer:
 
 
 def check_room(room: int, length: int, marks: int) -> None:
-    """Check that there is room for text beside special tokens.
+    """Check that there is room for text with special tokens.
 
     Raises:
         ValueError: there is none.
     """
     if room < 1:
         raise ValueError(
-            f"data.sequence_length = {length}: no room for text beside {marks} special tokens; "
+            f"data.sequence_length = {length}: no room for text with {marks} special tokens; "
             f"use at least {marks + 1}"
         )
 

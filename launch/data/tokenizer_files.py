@@ -105,7 +105,7 @@ def _converted(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
-        raise ImportError(f"{file}: {explain(error)}, or save a tokenizer.json beside it") from None
+        raise ImportError(f"{file}: {explain(error)}, or save a tokenizer.json there") from None
     remedy = "save it with transformers' save_pretrained, which writes a tokenizer.json"
     try:
         made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

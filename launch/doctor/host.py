@@ -1,6 +1,5 @@
 """Inspects one host: interface, kernel settings, memory and disk, versions, config, devices."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,8 +12,7 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
-from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count, host_notices
+from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
 from thinpipe.launch.host.network import Host
 from thinpipe.launch.host.packages import explain, versions
 from thinpipe.launch.host.resources import free_memory, usable_cores
@@ -22,9 +20,8 @@ from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.host import gpu_nbytes, host_needs
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.memory.rows import free
-from thinpipe.launch.memory.space import check_space
 from thinpipe.launch.net.overlay import keys
-from thinpipe.launch.preflight import Ready, Share
+from thinpipe.launch.preflight import Ready, Share, check_room
 
 _DIGITS, _LEAST = 3, 1e-3
 MEASURING_S = 300.0
@@ -50,11 +47,18 @@ class HostInfo:
 
 def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
     """Check this host, which will have one of these shares of the ranks, without the others."""
-    config = ready.config
-    name = config.network.own_name()
-    results = [*_capacity(ready, name, shares), _devices(name)]
-    notices = host_notices(config.pipeline.device, config.pipeline.precision)
-    return [*results, *(warning(name, note.removeprefix("note: "), "") for note in notices)]
+    config, sequences, name = ready.config, len(ready.corpus.train), ready.config.network.own_name()
+    models = rank_memory(config)
+    try:
+        notices = check_room(ready, shares)
+    except ValueError as error:
+        room = [problem(name, str(error), "")]
+    else:
+        needs = [host_needs(config, sequences, share, models) for share in shares]
+        most = max(needs, key=lambda found: found.total)
+        room = [ok(name, most.compared(free(config).ram))]
+        room += [warning(name, note.removeprefix("note: "), "") for note in notices]
+    return [*room, *_gpu(config, sequences, name, shares, models), _devices(name)]
 
 
 def describe_host(
@@ -91,40 +95,6 @@ def check_key(config: NetworkConfig) -> CheckResult:
     if left < _SOON_DAYS:
         return warning(name, f"{path}: expires in {left} days", "make a new one in time")
     return ok(name, f"key {path}, valid until {info.not_after:%Y-%m-%d}")
-
-
-def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckResult]:
-    """Memory and disk, against what the share of the run needs that needs most."""
-    config, models = ready.config, rank_memory(ready.config)
-    needs = [host_needs(config, len(ready.corpus.train), share, models) for share in shares]
-    most = max(needs, key=lambda found: found.total)
-    available = free(config).ram
-    text = most.compared(available)
-    if most.total > available:
-        remedy = "use more hosts, a smaller model or memory.budget, or stop other processes"
-        results = [problem(where, text, remedy)]
-    else:
-        results = [ok(where, text)]
-    results += _gpu(config, len(ready.corpus.train), where, shares, models)
-    folder = disk.existing(config.run.path)
-    copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
-    room, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
-    try:
-        check_space(config.run.path, most.parts)
-    except ValueError as error:
-        return [*results, problem(where, str(error), "")]
-    if room < need:
-        results.append(
-            problem(
-                where,
-                f"{folder} has {room / 1e9:.3g} GB free; {copies} checkpoints need "
-                f"{need / 1e9:.3g} GB",
-                "free some space, put run.folder on another disk, or lower checkpoint.keep",
-            )
-        )
-    else:
-        results.append(ok(where, f"{room / 1e9:.3g} GB of disk free for run.folder"))
-    return results
 
 
 def _gpu(

@@ -55,7 +55,7 @@ def threads_per_rank(cores: int, processes: int) -> int:
 
 
 def has_spare_core(cores: int, processes: int, threads: int) -> bool:
-    """Whether every rank has a core for codec and transfer threads beside its compute threads."""
+    """Whether every rank has a core for codec and transfer threads besides its compute threads."""
     return cores >= processes * (threads + 1)
 
 

@@ -4,12 +4,9 @@ Where the whole model fits on each machine, replicas that exchange rarely may be
 pipeline: it sends activations in every microbatch, they a fraction of the model now and then.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from math import ceil
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,10 +21,8 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, rank_memory
+from thinpipe.launch.plan.losses import GOAL, Measured, measured
 from thinpipe.launch.plan.predict import Prediction
-
-GOAL = 0.01
-"""Nats above all-reduce that a method may end."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +82,12 @@ def replica_steps(
         exchange_s = seconds(round(sent), slowest) + 2 * network.highest_latency_s
         step_s = max(compute_s, exchange_s) if cost.overlaps else compute_s + exchange_s
         (needed,) = device_nbytes(whole, 0, rank_memory(whole, memory, cost))
-        loss = tried.fine_tuning if config.pretrained else tried.from_scratch
+        loss = tried.loss(config)
         found.append(ReplicaStep(cost, loss, sent, exchange_s, step_s, needed))
     return sorted(found, key=lambda step: (step.loss is None or step.loss > GOAL, step.step_s))
 
 
-def _methods(config: RunConfig) -> "list[Measured]":
+def _methods(config: RunConfig) -> list[Measured]:
     """The run's own, all that were measured, and the others with their defaults."""
     own = config.method_options.model_dump(exclude_unset=True)
     known = measured()
@@ -153,27 +148,3 @@ def show_replicas(
         f"They need up to {format_bytes(most)} each",
         soft_wrap=True,
     )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A method with options: how far it ended above all-reduce, held out, if that was tried.
-
-    `fine_tuning` is of 4 replicas of a pretrained model, `from_scratch` of one with random weights.
-    """
-
-    method: str
-    options: Mapping[str, Any]
-    fine_tuning: float | None = None
-    from_scratch: float | None = None
-
-    @property
-    def label(self) -> str:
-        given = [f"{name}={value}" for name, value in self.options.items()]
-        return " ".join([self.method, *given[:2], *(["..."] if given[2:] else [])])
-
-
-def measured() -> "list[Measured]":
-    """All that was tried, in the order of the file."""
-    text = (resources.files(__package__) / "losses.json").read_text(encoding="utf-8")
-    return [Measured(**one) for one in json.loads(text)]

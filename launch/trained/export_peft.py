@@ -57,7 +57,7 @@ def export_adapter(
 def write_adapter(
     model: HuggingFaceConfig, tensors: Mapping[str, Tensor], folder: Path, *, dtype: ExportDtype
 ) -> None:
-    """Write adapters, and whole modules beside them, by the names of training."""
+    """Write adapters, and whole modules with them, by the names of training."""
     assert model.lora is not None, "there are adapters"
     whole = model.whole()
     beside = {

@@ -55,14 +55,16 @@ class HostsRun:
         for host in range(self.hosts):
             self.start(host)
 
-    def start(self, host: int, *settings: str, joins: bool = False) -> None:
+    def start(
+        self, host: int, *settings: str, joins: bool = False, options: Sequence[str] = ()
+    ) -> None:
         """Start a host's launcher; if it `joins`, in a run that is under way."""
         changed = [f"run.folder={self.run_folder(host)}", *self._settings]
         changed += [*self._own.get(host, ()), *settings]
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(self.file)]
         where = f"host0:{PORT}"
         words += ["--join", where] if joins else ["--nnodes", str(self.hosts), "--rdzv", where]
-        words += self._options
+        words += [*self._options, *options]
         words += [word for setting in changed for word in ("--set", setting)]
         environment = {**os.environ, "THINPIPE_KEY_FILE": str(self.key), "OMP_NUM_THREADS": "1"}
         environment |= self.environment(host)

@@ -294,9 +294,8 @@ def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: li
 
 @pytest.mark.parametrize("name", able(equal=False))
 def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
-    """As they have met, from the global parameters; and it owes nothing."""
+    """Before they meet, from the global parameters; and it owes nothing."""
     replicas, moving = four(name)
-    all_of(replicas.syncs, lambda sync: sync.meet(3, lambda exchange: exchange()))
     assert all(sync.lets_in(3) and not sync.lets_in(4) for sync in replicas.syncs)
     alone = [Moving(peers) for peers in local_peers(1)]
     newcomer = Replicas(1, name, _options(name), peers=alone)

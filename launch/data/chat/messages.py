@@ -24,7 +24,7 @@ _ROLES = {
 
 
 def messages_of(row: Row, field: Field, *, answered: bool = True) -> list[Message]:
-    """The conversation of a row; a field `system` beside it comes first, as a system message.
+    """The conversation of a row; a field `system` next to it comes first, as a system message.
 
     It holds an answer if it has to be `answered`.
 

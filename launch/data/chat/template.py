@@ -160,7 +160,7 @@ def _read(name: str) -> str:
 
 
 def template_text(name: str | None) -> str:
-    """What decides the text of a template beside the tokenizer's own files."""
+    """What decides the text of a template besides the tokenizer's own files."""
     if name in (None, OWN):
         return OWN
     return _PLAIN_SOURCE if name == PLAIN else _read(str(name))

@@ -61,7 +61,7 @@ Pair = tuple[Callable[[Tensor], None], Callable[[Tensor], None]]
 
 
 def pair(store: Store, place: int, wait_s: float, lost: Callable[[], bool]) -> Pair:
-    """Connect two processes, beside all groups; `place` is 0 in one and 1 in the other.
+    """Connect two processes, apart from all groups; `place` is 0 in one and 1 in the other.
 
     Any thread may use it. Raises TransportError, as does what it returns, after `wait_s` at most,
     or if the other is `lost`.

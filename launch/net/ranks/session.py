@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
 from thinpipe.launch.net.ranks.group import Newcomer, find_run, meet, name_run, open_group
 from thinpipe.launch.net.ranks.handshake import Lobby, agree, agree_with, fresh_name, store_address
 from thinpipe.launch.net.ranks.network import JOINS
+from thinpipe.launch.net.ranks.parts import come_together
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store
@@ -201,14 +202,22 @@ def join(
         HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
         PeerError: a peer failed while the session was in use.
     """
-    world = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"])
-    if world != mesh.world_size and problem is None:
-        problem = _wrong_number(world, mesh)
-    lobby = Lobby(world, wait_s, tell, problem)
-    met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     token, place = os.environ.get(JOINS), store_address()
+    is_part = token is not None and world < mesh.world_size
+    if world != mesh.world_size and not is_part and problem is None:
+        problem = _wrong_number(world, mesh)
+    lobby = Lobby(mesh.world_size if is_part else world, wait_s, tell, problem)
+    met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
     run = find_run(met, wait_s, tell) if token else ""
+    if token and is_part:
+        tell(f"waiting for machines with the other {mesh.world_size - world} ranks of a replica")
+        token, first = come_together(
+            PrefixStore(run, met), token, world, mesh.world_size, first=rank == 0, wait_s=wait_s
+        )
+        rank, world = first + rank, mesh.world_size
+        mesh = replace(mesh, rank=rank)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     prefix = f"{run}/{token}/" if token else ""
     name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)

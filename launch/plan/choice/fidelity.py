@@ -5,9 +5,10 @@ as the predicted step gets at most 5 % longer: first that of the exchange betwee
 costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.md`), then that of
 the cuts, always the direction that has least.
 
-All-reduce may become `ef_gradients`, delayed, which has the least loss there of those that overlap
-with the whole step, and sends a larger part where there is time. Other methods were chosen for more
-than their bytes, like codecs that no ladder has: they stay.
+All-reduce may become `ef_gradients`, delayed, which keeps its learning rate and overlaps with the
+whole step, and sends a larger part where there is time; but only in runs like those in which it
+ended as low as all-reduce (`launch/plan/losses.json`). Other methods were chosen for more than
+their bytes, like codecs that no ladder has: they stay.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,13 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import message_meter
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.plan.bits import AS_FAST, Candidate, levels
+from thinpipe.launch.plan.losses import GOAL, measured
 from thinpipe.launch.plan.placement.workload import count_exchange
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
+_SPARSE = "ef_gradients"
 _FRACTIONS = (0.015, 0.06, 0.25)
-"""Of a message of `ef_gradients`: its default, then four times as much each."""
+"""Of a message: its default, then four times as much each."""
 _REPLACEABLE = {"forward": {"aqsgd", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
 _WAYS = range(len(DIRECTIONS))
@@ -74,7 +77,10 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
     own = {"method": method, method: config.gradcomp.get(method, {})}
     if method != "allreduce":
         return [own]
-    sparse = [_section("ef_gradients", delayed=True, fraction=fraction) for fraction in _FRACTIONS]
+    sparse = [_section(_SPARSE, delayed=True, fraction=fraction) for fraction in _FRACTIONS]
+    losses = [tried.loss(config) for tried in measured() if tried.method == _SPARSE]
+    if not all(loss is not None and loss <= GOAL for loss in losses):
+        sparse = []
     is_exact = getattr(config.method_options, "format", "fp32") == "fp32"
     bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
     return [*sparse, *([bf16, own] if is_exact else [own, fp32])]

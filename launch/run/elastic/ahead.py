@@ -6,9 +6,9 @@ replicas, the same on all, without their zeros. With them the newcomer makes the
 steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
 which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
 
-Replicas that make local steps have each moments of their own. Of those only the optimizer is sent,
-with digests, and stays: it is older than replica 0's by as long as that took, and until all meet
-next. Weights come as they meet.
+Replicas that make local steps have each weights and moments of their own. A newcomer gets the
+global model, and again after each exchange, and replica 0's moments. Those stay, though they are
+older by as long as that took.
 """
 
 import logging
@@ -16,12 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.base import base_of, saved_state
 from thinpipe.launch.checkpoint.contents import snapshot
 from thinpipe.launch.checkpoint.reshard import module_of
@@ -55,13 +56,16 @@ class Giver:
         """`givers` is how many ranks of this machine may do the same at once."""
         self._built, self._givers, self._changed = built, givers, threading.Condition()
         self._state: Any = None
-        self._steps: deque[tuple[Any, list[Tensor]]] = deque()
+        self._messages: deque[tuple[dict[str, Any], list[Tensor]]] = deque()
         self._nbytes = self._queued_nbytes = 0
         self._begun = self._ended = self._has_given_up = False
         self._hook: Any = None
 
-    def goes_on(self) -> "Giver | None":
-        """Called between two steps: itself, as long as it has something to do."""
+    def goes_on(self, *, has_met: bool) -> "Giver | None":
+        """Called between two steps: itself, as long as it has something to do.
+
+        `has_met`: replicas have exchanged something since the last call.
+        """
         if self._ended:
             if self._hook is not None:
                 self._hook.remove()
@@ -69,6 +73,9 @@ class Giver:
         if not self._begun:
             with self._gives_up():
                 self._begin()
+        elif has_met and not self._built.sync.replicas_equal:
+            with self._gives_up():
+                self._queue_weights()
         return self
 
     @contextmanager
@@ -82,37 +89,46 @@ class Giver:
 
     def _give_up(self) -> None:
         with self._changed:
-            self._steps.clear()
+            self._messages.clear()
             self._has_given_up = self._ended = True
             self._changed.notify_all()
 
     def _begin(self) -> None:
         """Copy the state, if there is room."""
-        state = _state_of(self._built)
-        self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
-        if free_memory() < _SPARE * self._nbytes * self._givers:
-            self.end()
-            return
-        self._state = snapshot(state)
-        follows = self._built.sync.replicas_equal
-        if follows:
+        with self._built.sync.global_parameters():
+            state = _weights_of(self._built) | {"optimizer": self._built.optimizer.state_dict()}
+            self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
+            if free_memory() < _SPARE * self._nbytes * self._givers:
+                self.end()
+                return
+            self._state = snapshot(state)
+        if self._built.sync.replicas_equal:
             self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
         with self._changed:
-            self._begun, self._ended = True, not follows
+            self._begun = True
             self._changed.notify_all()
+
+    def _queue_weights(self) -> None:
+        """In place of those that have not been sent yet, if any are queued."""
+        with self._built.sync.global_parameters():
+            tree, tensors = pack_state(snapshot(_weights_of(self._built)))
+        with self._changed:
+            self._messages.clear()
+            self._queued_nbytes = 0
+        self._queue(_header_of(tree, tensors), [*tensors.values()])
 
     def end(self) -> None:
         """What is queued is the last, and nothing if it is much; called when all wait."""
         with self._changed:
             if self._queued_nbytes > max(_LITTLE_NBYTES, _MOST_AT_THE_END * self._nbytes):
-                self._steps.clear()
+                self._messages.clear()
             self._ended = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """The newcomer has all, or is gone."""
         with self._changed:
-            self._steps.clear()
+            self._messages.clear()
             self._state, self._ended = None, True
 
     def give(self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float) -> int:
@@ -134,33 +150,34 @@ class Giver:
                 return 0
         tree, tensors = pack_state(self._state)
         self._state, named = None, list(tensors)
-        listed = [describe(name, tensor) for name, tensor in tensors.items()]
-        header = {"tree": tree, "tensors": listed, "digests": digests(tensors)}
+        header = _header_of(tree, tensors)
         sent = send_message(go_on, header, (tensors.pop(name) for name in named))
-        while (step := self._next()) is not None:
-            settings, parts = step
-            listed = [describe(str(number), part) for number, part in enumerate(parts)]
-            sent += send_message(go_on, {"groups": settings, "tensors": listed}, parts)
-            if not self._steps:
+        while True:
+            if not self._messages:
                 close()
+            if (message := self._next()) is None:
+                break
+            sent += send_message(go_on, *message)
         send_message(go_on, {"end": True})
         return sent
 
-    def _next(self) -> tuple[Any, list[Tensor]] | None:
-        """The next step, or a sign of life; None at the end."""
+    def _next(self) -> tuple[dict[str, Any], list[Tensor]] | None:
+        """The next message, or a sign of life; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._steps or self._ended, _BEAT_S)
-            if self._steps:
-                step = self._steps.popleft()
-                self._queued_nbytes -= _nbytes_of(step[1])
-                return step
-            return None if self._ended else ([], [])
+            self._changed.wait_for(lambda: self._messages or self._ended, _BEAT_S)
+            if self._messages:
+                header, parts = self._messages.popleft()
+                self._queued_nbytes -= _nbytes_of(parts)
+                return header, parts
+            return None if self._ended else ({"groups": [], "tensors": []}, [])
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Queue the gradients of this step, but no more than a state has bytes: else give up."""
         if not self._ended:
             with self._gives_up():
-                self._queue(*self._step_of(optimizer))
+                settings, parts = self._step_of(optimizer)
+                listed = [describe(str(number), part) for number, part in enumerate(parts)]
+                self._queue({"groups": settings, "tensors": listed}, parts)
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Tensor]]:
         settings, parts = list[Any](), list[Tensor]()
@@ -171,12 +188,12 @@ class Giver:
             parts += [part for some in thin for part in some]
         return settings, parts
 
-    def _queue(self, settings: Any, parts: list[Tensor]) -> None:
+    def _queue(self, header: dict[str, Any], parts: list[Tensor]) -> None:
         if self._queued_nbytes + _nbytes_of(parts) > max(_LITTLE_NBYTES, self._nbytes):
             self._give_up()
             return
         with self._changed:
-            self._steps.append((settings, parts))
+            self._messages.append((header, parts))
             self._queued_nbytes += _nbytes_of(parts)
             self._changed.notify_all()
 
@@ -188,7 +205,7 @@ class Taker:
         """`connect` waits for the other end, and returns what fills a tensor with what comes."""
         self._built, self._connect = built, connect
         values = sum(p.numel() for group in built.optimizer.param_groups for p in group["params"])
-        held = sum(tensor.nbytes for tensor in pack_state(_state_of(built))[1].values())
+        held = sum(tensor.nbytes for tensor in pack_state(_weights_of(built))[1].values())
         self._most = _MOST_PER_VALUE * values + held + _MOST_BESIDES
         self.came = 0
         """Tensors so far: who waits sees that it goes on."""
@@ -257,19 +274,28 @@ class Taker:
         self.steps += 1
 
 
-def _state_of(built: Built) -> dict[str, Any]:
-    """What is too much to be sent while all wait."""
-    stages = built.stages if built.sync.replicas_equal else []
-    model = {str(stage.stage_index): saved_state(module_of(stage)) for stage in stages}
-    return {"model": model, "optimizer": built.optimizer.state_dict()}
+def _weights_of(built: Built) -> dict[str, Any]:
+    """What replicas have in common, but for an optimizer's moments."""
+    found = {str(stage.stage_index): saved_state(module_of(stage)) for stage in built.stages}
+    if built.sync.replicas_equal:
+        return {"model": found}
+    return {"model": found, "sync": cast(GoesOn, built.sync).shared_state()}
+
+
+def _header_of(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    listed = [describe(name, tensor) for name, tensor in tensors.items()]
+    return {"tree": tree, "tensors": listed, "digests": digests(tensors)}
 
 
 def _load(built: Built, state: Mapping[str, Any]) -> None:
-    for stage in built.stages if state["model"] else []:
+    for stage in built.stages:
         module = module_of(stage)
         found = state["model"][str(stage.stage_index)]
         module.load_state_dict(found, strict=not base_of(module))
-    built.optimizer.load_state_dict(state["optimizer"])
+    if "sync" in state:
+        built.sync.load_state_dict(state["sync"])
+    if "optimizer" in state:
+        built.optimizer.load_state_dict(state["optimizer"])
 
 
 def _nbytes_of(parts: Sequence[Tensor]) -> int:

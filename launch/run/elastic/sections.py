@@ -52,10 +52,12 @@ class Sections(Generations):
             TransportError: a peer is lost, and the run does not go on without it.
         """
         while True:
+            begun = False
             try:
                 self._check()
                 if not alone:
                     self.prove()
+                begun = True
                 result = do()
                 packed = pack(result)
                 break
@@ -66,7 +68,7 @@ class Sections(Generations):
                 if behind:
                     packed = furthest["packed"]
                     result = take(packed)
-                else:
+                elif begun:
                     forget()
                 self._tell(furthest, members)
                 if behind:

@@ -325,16 +325,16 @@ class ElasticTraining(Training):
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
+        if self._admits and self._sync.lets_in(step):
+            self._elastic.admit()
+            self._admits = False  # which a loss meanwhile may have said again
         self._sync.meet(step, self._hold)
+        alone = not self._sync.due(step)
 
         def train() -> StepTotals:
             nonlocal sampler, mesh
-            if self._admits and self._sync.lets_in(step):
-                self._elastic.admit()
-                self._elastic.prove()  # if this rank was behind in that
-                self._admits = False  # which a loss meanwhile may have said again
             for giver in [*self._givers]:  # another thread adds some
-                if giver.goes_on() is None:
+                if giver.goes_on(has_met=not alone) is None:
                     self._givers.remove(giver)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler, mesh = self._sampler, self._session.mesh
@@ -345,7 +345,6 @@ class ElasticTraining(Training):
             self._sync.abandon()
             engine.abandon_step()
 
-        alone = not (self._sync.due(step) or (self._admits and self._sync.lets_in(step)))
         scope: Scope = "replica" if alone else "world"
 
         def take(shared: list[list[float]]) -> StepTotals:

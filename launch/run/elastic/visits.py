@@ -20,6 +20,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
+from thinpipe.launch.net.ranks.parts import bring_together
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.joining import JoiningStore
 from thinpipe.launch.run.elastic.sections import Sections
@@ -60,6 +61,9 @@ class Elastic(Sections):
             self._door.open(mesh.world_size)
             door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
             threading.Thread(target=self._greet, args=(door,), daemon=True).start()
+            if mesh.pipeline_ranks > 1:
+                parts = store.clone(), mesh.pipeline_ranks  # type: ignore[attr-defined]
+                threading.Thread(target=bring_together, args=parts, daemon=True).start()
         if newcomer is None and mesh.replica == 0:
             threading.Thread(target=self._give, args=(store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
 

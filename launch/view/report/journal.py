@@ -1,4 +1,4 @@
-"""What a run tells beside its steps: who is where, what happened, what its connections do now.
+"""What a run tells besides its steps: who is where, what happened, what its connections do now.
 
 `state.json` is replaced as a whole, `notes.jsonl` only grows. Their reader is another process.
 """

@@ -115,7 +115,7 @@ def _heads(model: Any) -> list[str]:
 
 
 def trained_heads(model: Any) -> list[str]:
-    """Modules beside the base model that are trained with its adapters."""
+    """Modules besides the base model that are trained with its adapters."""
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return []
     return _heads(model)

@@ -120,7 +120,7 @@ def test_every_length_is_cut_as_transformers_does(tmp_path: Path) -> None:
             assert fitted.ids == theirs["input_ids"]
             assert fitted.types == theirs["token_type_ids"]
     assert ours.fitted("a b c d", None, 9).truncated is False
-    with pytest.raises(ValueError, match=r"sequence_length = 3: no room for text beside 3 special"):
+    with pytest.raises(ValueError, match=r"sequence_length = 3: no room for text with 3 special"):
         ours.fitted("a b c", "d", 3)
-    with pytest.raises(ValueError, match=r"no room for text beside 2 special tokens; use at least"):
+    with pytest.raises(ValueError, match=r"no room for text with 2 special tokens; use at least"):
         ours.fitted("a b c", None, 2)

@@ -15,8 +15,9 @@ from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.memory.model import BlockRun, ModelMemory
 from thinpipe.launch.plan import replicas
+from thinpipe.launch.plan.losses import Measured
 from thinpipe.launch.plan.predict import predict
-from thinpipe.launch.plan.replicas import Measured, replica_steps, show_replicas
+from thinpipe.launch.plan.replicas import replica_steps, show_replicas
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})

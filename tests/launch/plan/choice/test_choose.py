@@ -95,8 +95,9 @@ def slow(config: dict[str, object], gbps: float) -> PlannedRun:
 
 
 @pytest.mark.slow
-def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
-    """Two replicas of 4 M parameters; they compute for about a second."""
+def test_the_exchange_is_as_faithful_as_the_links_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of 4 M parameters that are tuned; they compute for about a second."""
+    monkeypatch.setattr(RunConfig, "pretrained", True)
     quick, middling, slowest = (slow({}, gbps) for gbps in (10.0, 0.02, 0.0015))
     assert all(choice.workload.stages == 1 for choice in (quick, middling))
     assert quick.gradcomp == {"method": "allreduce", "allreduce": {}}
@@ -104,12 +105,17 @@ def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
     assert 0.25 >= fractions[0] > fractions[1] == 0.015
 
 
-def test_exchanges_are_offered_from_the_fewest_bytes_to_the_most() -> None:
+@pytest.mark.parametrize(("pretrained", "count"), [(True, 5), (False, 2)])
+def test_exchanges_are_offered_from_the_fewest_bytes_to_the_most(
+    pretrained: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None from scratch that ended above all-reduce there."""
+    monkeypatch.setattr(RunConfig, "pretrained", pretrained)
     run = RunConfig.model_validate({**CONFIG, "pipeline": {"replicas": 2}})
     offered = exchanges(run)
     costs = [count_exchange(run.updated(gradcomp=each)) for each in offered]
     sent = [cost.nbytes for cost in costs if cost is not None]
-    assert len(sent) == len(offered) == 5
+    assert len(sent) == len(offered) == count
     assert sent == sorted(sent)
 
 

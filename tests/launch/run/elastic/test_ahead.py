@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,30 @@ from thinpipe.pipeline.comm.errors import TransportError
 VALUES = [0.0, -0.0, 1.5, float("nan"), float("-inf"), 1e-45, 0.0]
 
 
+class Sync:
+    """What replicas have in common is one tensor."""
+
+    replicas_equal = True
+
+    def __init__(self) -> None:
+        self.common = torch.zeros(8)
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"common": self.common}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.common = state["common"]
+
+
 class Built:
     """A model of one layer, with what `Giver` uses of a run's parts."""
 
     def __init__(self) -> None:
         self.stages: list[Any] = []
-        self.sync = SimpleNamespace(replicas_equal=True)
+        self.sync = Sync()
         self.layer = nn.Linear(64, 64)
         self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.1)
         self.step()
@@ -34,7 +53,7 @@ class Built:
 
 
 def gone_on(giver: Giver) -> bool:
-    return giver.goes_on() is not None
+    return giver.goes_on(has_met=False) is not None
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
@@ -55,7 +74,7 @@ def test_without_room_for_a_copy_nothing_is_sent(monkeypatch: pytest.MonkeyPatch
     """Replica 0 must not run out of memory: the run ends with it."""
     monkeypatch.setattr(ahead, "free_memory", lambda: 1000)
     giver, sent = Giver(Built()), list[Tensor]()  # type: ignore[arg-type]
-    giver.goes_on()
+    giver.goes_on(has_met=False)
     assert not gone_on(giver)
     assert giver.give(sent.append, lambda: None, 1.0) == 0
     assert not sent
@@ -68,20 +87,30 @@ def giving() -> tuple[Built, Giver]:
     return built, giver
 
 
+@pytest.mark.parametrize("met", [0, 2])
 @pytest.mark.parametrize("damaged", [False, True])
-def test_of_local_steps_the_moments_come_once_and_whole(damaged: bool) -> None:
+def test_of_local_steps_moments_come_once_and_the_global_model_as_it_is(
+    damaged: bool, met: int
+) -> None:
+    """Of several exchanges while something is sent, what the last one led to is sent next."""
     built, other = Built(), Built()
-    built.sync.replicas_equal = other.sync.replicas_equal = False
+    built.sync.replicas_equal = other.sync.replicas_equal = False  # type: ignore[misc]
     built.step()
     other_weight, moment = other.layer.weight.clone(), built.optimizer.state_dict()["state"][0]
-    expected, coming = moment["exp_avg"].clone(), list[Tensor]()
+    expected, coming, closed = moment["exp_avg"].clone(), list[Tensor](), list[int]()
     giver = Giver(built)  # type: ignore[arg-type]
     assert gone_on(giver)
-    built.step()
+    for _ in range(met):
+        built.step()
+        built.sync.common = built.sync.common + 1
+        assert giver.goes_on(has_met=True) is giver
+    giver.end()
+    assert giver.give(lambda part: coming.append(part.clone()), lambda: closed.append(1), 1) > 0
+    assert closed
     assert not gone_on(giver)
-    assert giver.give(lambda part: coming.append(part.clone()), lambda: None, 1.0) > 0
     if damaged:
-        coming[-3][0] ^= 1  # before the end: its length and header
+        moments = max(coming, key=len)
+        moments[0] ^= 1
 
     def receive(tensor: Tensor) -> None:
         tensor.copy_(coming.pop(0))
@@ -91,6 +120,7 @@ def test_of_local_steps_the_moments_come_once_and_whole(damaged: bool) -> None:
     found = other.optimizer.state_dict()["state"][0]["exp_avg"]
     assert taker.has_state == torch.equal(found, expected) == (not damaged)
     assert torch.equal(other.layer.weight, other_weight)
+    assert bool(other.sync.common.eq(met).all()) == (not damaged or met == 0)
 
 
 @pytest.mark.parametrize("steps", [1, 9])
@@ -104,7 +134,7 @@ def test_steps_that_come_faster_than_they_are_sent_are_not_kept(
         built.step()
     assert gone_on(giver) == (steps == 1)
     giver.end()
-    assert not giver._steps
+    assert not giver._messages
 
 
 def test_who_has_given_up_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +163,7 @@ def test_the_optimizer_tells_nothing_after_the_end() -> None:
     built, giver = giving()
     giver.end()
     built.step()
-    assert not giver._steps
+    assert not giver._messages
     assert not gone_on(giver)
     hooks: dict[int, Callable[..., None]] = built.optimizer._optimizer_step_pre_hooks
     assert not hooks

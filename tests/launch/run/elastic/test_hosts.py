@@ -13,21 +13,23 @@ import pytest
 
 from tests.faults.hosts import HostsRun, kill_machine
 from tests.launch.net.overlay.test_run import HOSTS, net
-from tests.launch.run.elastic.test_generations import RUN, SAMPLES
+from tests.launch.run.elastic.test_generations import RUN, SAMPLES, TWO_BY_TWO
 from tests.processes import lives
+from tests.shaped import shaped
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 
 __all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
+def started(net: ShapedNetwork, folder: Path, *settings: str, hosts: int = HOSTS) -> HostsRun:
     (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     config = RUN.format(folder=folder, text=folder / "text.txt", method="ef_gradients")
     settings = ("network.patience_s=3", "pipeline.peer_timeout_s=60", *settings)
-    return HostsRun(net, folder, config, *settings, hosts=HOSTS)
+    return HostsRun(net, folder, config, *settings, hosts=hosts)
 
 
 def said_by(run: HostsRun, host: int) -> str:
@@ -84,6 +86,28 @@ def test_another_machine_takes_the_place_of_one_that_was_killed(
     assert trained(run) == {str(epoch): SAMPLES for epoch in range(1, 7)}
     assert files.steps(run.checkpoints(2))[-9:] == files.steps(run.checkpoints(0))[-9:]
     until(lambda: not any(map(lives, killed)))
+
+
+def test_two_machines_bring_a_replica_of_two_stages(tmp_path: Path) -> None:
+    """One is lost, and the other with it; both come back, each with a rank."""
+    with shaped(NetworkSpec.of(4, "100mbit", delay="1ms")) as net:
+        run = started(net, tmp_path, *TWO_BY_TWO, "train.epochs=40", hosts=4)
+        run.wait_for_step(8)
+        kill_machine(run, 3)
+        until(lambda: "its machine is gone" in said_by(run, 0))
+        until(lambda: 2 in run.codes or bool(run.has_ended()))
+        assert "this machine was lost, and the run goes on without it; --join" in said_by(run, 2)
+        run.start(2, joins=True, options=("--ranks", "1"))
+        until(lambda: "waiting for machines with the other 1 ranks" in said_by(run, 2))
+        run.start(3, joins=True, options=("--ranks", "1"))
+        until(lambda: "as ranks 4, 5" in said_by(run, 0) or run.has_ended())
+        assert "joined: host2, host3, as ranks 4, 5" in said_by(run, 0), run.text()
+        done = run.steps()
+        until(lambda: run.steps() > done + 10)
+        psutil.Process(run.pids[0]).send_signal(signal.SIGTERM)
+        codes = run.done()
+    assert codes[0] == 128 + signal.SIGTERM, run.text()
+    assert files.steps(run.checkpoints(3))[-1] == files.steps(run.checkpoints(0))[-1]
 
 
 def test_who_may_not_join_is_told_why(net: ShapedNetwork, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that meet every few steps lose one, also as they meet, and let one in when they meet."""
+"""Replicas that meet every few steps lose one, also as they meet, and let one in before they do."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -102,7 +102,8 @@ def test_replicas_of_local_steps_go_on_and_let_one_in(
     assert max(lost["alike"]) == (9 if lost_as_they_meet else LOST)
     assert first["alike"].items() >= lost["alike"].items()
     sent, weights = first["sent"]
-    assert sent == weights * (2 if method == "diloco" else 1), "moments came ahead"
+    most = weights * (2 if method == "diloco" else 1)
+    assert sent in (0, most), "moments came ahead, and weights if nobody has met since"
     assert (third["begins"] - 1) % INTERVAL == 0, "it came as they met"
     assert first["alike"].items() >= third["alike"].items()
     assert len({*third["alike"].values()}) >= 2, "they have met since"
