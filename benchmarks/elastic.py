@@ -2,9 +2,10 @@
 
     python -m benchmarks.elastic --json out.jsonl
 
-Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a replica (as root).
-At intervals one of hosts 1 to 3 is struck: SIGKILL of its rank, of its relay or of all its
-processes at once, SIGSTOP of its rank for 20 s, or its link cut for 60 s. It comes back with
+Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a rank (as root): a
+replica, or with `--stages 2` half of one. At intervals a host is struck that has no part of replica
+0: SIGKILL of its rank, of its relay or of all its processes at once, SIGSTOP of its rank for 20 s,
+or its link cut for 60 s. It comes back with
 `--join` some time after, once its launcher has ended. *Goodput* is the number of steps, and
 *samples* that of their samples, both by those of as much time before the first fault. As hosts
 share cores here, steps of fewer replicas are quicker; so *in steps* is the share of time that the
@@ -23,6 +24,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 
@@ -65,7 +67,9 @@ train_sequences = 4096
 eval_sequences = 16
 [pipeline]
 device = "cpu"
-replicas = 4
+[[boundary]]
+forward = {{ kind = "direct", bits = 8 }}
+backward = {{ kind = "direct", bits = 8 }}
 [train]
 epochs = 1000
 batch_size = {batch}
@@ -82,9 +86,11 @@ patience_s = 3
 class Faulty:
     """A run of which machines are struck and come back."""
 
-    def __init__(self, run: HostsRun, seed: int, back_s: float, *, joins: bool) -> None:
+    def __init__(
+        self, run: HostsRun, seed: int, back_s: float, *, joins: bool, stages: int
+    ) -> None:
         self._run, self._draw = run, random.Random(seed)
-        self._back_s, self._joins = back_s, joins
+        self._back_s, self._joins, self._stages = back_s, joins, stages
         self._heal: dict[int, tuple[float, Callable[[], None]]] = {}
         self._back_at: dict[int, float] = {}
         self._before: dict[int, int] = {}  # how often a host that comes back was let in before
@@ -109,13 +115,19 @@ class Faulty:
         """Start a host's launcher if it has ended; whole is who was let in, or was not lost."""
         if host in self._run.codes and host not in self._heal:
             self.tries += 1
-            self._before[host] = len(_noted(self._run, f"joined: host{host},"))
-            self._run.start(host, joins=self._joins)
+            self._before[host] = self._joined(host)
+            ranks = ("--ranks", "1") if self._joins and self._stages > 1 else ()
+            self._run.start(host, joins=self._joins, options=ranks)
         elif self._joins and host in self._before:
-            if len(_noted(self._run, f"joined: host{host},")) > self._before[host]:
+            if self._joined(host) > self._before[host]:
                 del self._back_at[host], self._before[host]
         elif now > self._back_at[host] + _SETTLED_S:
             del self._back_at[host]
+
+    def _joined(self, host: int) -> int:
+        """How often it did."""
+        notes = _notes(self._run)
+        return sum("joined: " in note["text"] and f"host{host}," in note["text"] for note in notes)
 
     def _note(self, now: float) -> None:
         if not self.progress or self._run.steps() != self.progress[-1][1]:
@@ -123,7 +135,7 @@ class Faulty:
 
     def strike(self) -> tuple[str, float] | None:
         """The kind of fault and when, unless no machine is whole."""
-        whole = [host for host in range(1, HOSTS) if host not in self._back_at]
+        whole = [host for host in range(self._stages, HOSTS) if host not in self._back_at]
         if not whole:
             return None
         if not self._kinds:
@@ -131,7 +143,8 @@ class Faulty:
         kind, host = self._kinds.pop(), self._draw.choice(whole)
         self._break(kind, host, time.monotonic())
         now = time.monotonic()
-        self._back_at[host] = now + self._back_s
+        first = host // self._stages * self._stages
+        self._back_at |= dict.fromkeys(range(first, first + self._stages), now + self._back_s)
         return kind, now
 
     def _break(self, kind: str, host: int, now: float) -> None:
@@ -185,14 +198,21 @@ def _wake(rank: psutil.Process) -> None:
         rank.resume()
 
 
-def measure(
-    method: str, seed: int, minutes: float, every_s: float, back_s: float, interval: int
+def measure(  # one parameter per option
+    method: str,
+    seed: int,
+    minutes: float,
+    every_s: float,
+    back_s: float,
+    interval: int,
+    stages: int,
 ) -> Row:
     """A run that is struck at intervals."""
     elastic = method != RESTARTS
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
     settings += [f"gradcomp.{method}={{interval={interval}}}"] * (method in LOCAL)
+    settings += [f"pipeline.replicas={HOSTS // stages}", f"pipeline.cuts={[2] * (stages - 1)}"]
     options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
     with (
         tempfile.TemporaryDirectory() as place,
@@ -205,7 +225,7 @@ def measure(
         run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
         try:
             run.wait_for_step(_FIRST_STEPS)
-            faulty = Faulty(run, seed, back_s, joins=elastic)
+            faulty = Faulty(run, seed, back_s, joins=elastic, stages=stages)
             begin_s = time.monotonic()
             strikes = list[tuple[str, float]]()
             faulty.pass_time(begin_s + _CALM_S)
@@ -259,10 +279,13 @@ def _row(
 
 def _noted(run: HostsRun, what: str) -> list[int]:
     """Steps of the run's notes that begin so."""
+    return [note["step"] for note in _notes(run) if note["text"].startswith(what)]
+
+
+def _notes(run: HostsRun) -> list[dict[str, Any]]:
     notes = run.run_folder(0) / "notes.jsonl"
     lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-    found = map(json.loads, lines)
-    return [note["step"] for note in found if note["text"].startswith(what)]
+    return [json.loads(line) for line in lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -275,9 +298,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--every-s", type=float, default=30.0, help="a fault (default 30)")
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
     command.add_argument("--interval", type=int, default=30, help="of local steps (default 30)")
+    command.add_argument("--stages", type=int, choices=[1, 2], default=1, help="of a replica")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
     records, rows = Records(options.json), []
-    names = ("minutes", "every_s", "back_s", "interval")
+    names = ("minutes", "every_s", "back_s", "interval", "stages")
     settings = {name: getattr(options, name) for name in names}
     for method in options.methods:
         for seed in range(options.seeds):
