@@ -10,7 +10,8 @@ or its link cut for 60 s. It comes back with
 *samples* that of their samples, both by those of as much time before the first fault. As hosts
 share cores here, steps of fewer replicas are quicker; so *in steps* is the share of time that the
 steps would take if each took as long as most with as many samples, by that share before the first
-fault. `restarts` has no [elastic]: all
+fault. Launchers that start slow all steps down here; *standing still* is the share of time in which
+no step ends after a fault or for a join. `restarts` has no [elastic]: all
 ranks begin anew from a checkpoint (`--max-restarts`).
 """
 
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,6 +48,7 @@ _COLUMNS = {
     "samples": ".3f",
     "in steps": ".3f",
     "in steps, calm": ".3f",
+    "standing still": ".3f",
     "faults": ".0f",
     "losses": ".0f",
     "tries to join": ".0f",
@@ -264,6 +266,7 @@ def _row(
         "samples": samples / (_BATCH * (end_s - first_s) / calm_s),
         "in steps": faulty.usual_s(struck) / (end_s - first_s) / calm_share,
         "in steps, calm": calm_share,
+        "standing still": sum([*chain(*still.values()), *joined]) / (end_s - first_s),
         "faults": len(strikes),
         "losses": len(_noted(run, "lost: ")),
         "tries to join": faulty.tries,

@@ -34,7 +34,7 @@ class GoesOn(ReplicaSync, Protocol):
     | global copy, outer momentum | stay, equal on all             | those of all          |
     | residuals, owed moves       | its own are lost               | it begins with none   |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
-    | local steps since they met  | its own are lost               | it has none as it meets |
+    | local steps since they met  | its own are lost               | it begins with none   |
 
     ¹ Moments of local steps are older by as long as they were sent.
     """

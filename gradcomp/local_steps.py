@@ -19,6 +19,7 @@ again by those who are left.
 Axes: N values of a bucket.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -109,7 +110,7 @@ class LocalSteps(BaseSync):
         """
         self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
         self.overlaps = config.overlap > 0
-        self._make = partial(_fragments, parameters, config)
+        self._make, self._making = partial(_fragments, parameters, config), threading.Lock()
         self._fragments: list[list[SharedBucket]] = [[] for _ in range(config.fragments)]
         if peers.size > 1:
             self._fragments = self._make()
@@ -163,8 +164,8 @@ class LocalSteps(BaseSync):
         self._outer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
-        if self._peers.size > 1 and not self._all():  # it was alone
-            self._fragments = self._make()
+        if self._peers.size > 1:
+            self._make_once()
 
     def shared_state(self) -> dict[str, Any]:
         """Parameters are the global ones, which are not sent twice where those are fp32."""
@@ -202,10 +203,16 @@ class LocalSteps(BaseSync):
         self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
         self._met = state.get("met", 0)
-        if state["global"] and not self._all():  # a newcomer, which is alone as yet
-            self._fragments = self._make()
+        if state["global"]:  # a newcomer may be alone as yet
+            self._make_once()
         for bucket, global_N in zip(self._all(), state["global"], strict=True):
             bucket.global_N.copy_(bucket.local_N if global_N is None else global_N)
+
+    def _make_once(self) -> None:
+        """If it was alone; a newcomer's state may come in another thread."""
+        with self._making:
+            if not self._all():
+                self._fragments = self._make()
 
     def _all(self) -> list[SharedBucket]:
         return [bucket for fragment in self._fragments for bucket in fragment]

@@ -144,7 +144,7 @@ class PipelineEngine:
         self._stats.consistency.release()
 
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
-        """Run one optimizer step; every rank gets the same totals.
+        """Run one optimizer step; ranks that wait for each other in it get the same totals.
 
         `upcoming_B` are this replica's samples of the next step: activation caches fetch them
         meanwhile, and both ends of each cut agree on them.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, step_name, through_json
-from thinpipe.launch.checkpoint.reshard import Layout, restore
+from thinpipe.launch.checkpoint.reshard import Layout, part_name, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
 from thinpipe.launch.checkpoint.store_gather import StoreGather
 from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
@@ -76,20 +76,27 @@ class Checkpoints:
         self._retry_at_s: float | None = None
         self._problem: str | None = None
         self._gone: Callable[[], str] = gone_for_good
+        self._goes_on = False
         self._generation = 0
 
-    def locate(self) -> None:
-        """Learn where each rank saves; a collective, once for the ranks there are."""
-        self._place = place_of(self._session, self._root)
+    def locate(self, hosts: Sequence[int]) -> None:
+        """The ranks there are now save on these hosts, each named by its first rank."""
+        mesh = self._session.mesh
+        self._place = Place(self._root, part_name(mesh), mesh.rank, tuple(hosts))
+
+    def connect(self) -> None:
+        """Make what second copies travel on; a collective, once for the ranks there are."""
+        if self._needs_peers:
+            self._peers()
 
     def watch(self, gone: Callable[[], str]) -> None:
-        """`gone` says who will not answer any more: then a save under way fails."""
-        self._gone = gone
+        """`gone` says who will not answer any more; a save that breaks fails, and not the run."""
+        self._gone, self._goes_on = gone, True
 
     def regroup(self, generation: int) -> None:
         """Ranks have left, or came. A save under way fails, and is tried again.
 
-        New `facts`, and `locate`, come next.
+        `locate` and new `facts` come next, and `connect` when all meet.
         """
         self._gone = lambda: "ranks have left"
         if not self.wait():
@@ -126,6 +133,9 @@ class Checkpoints:
         """
         began_s = time.perf_counter()
         self.wait()
+        if self._goes_on and self._needs_peers and self._made_peers is None:
+            self._failed("machines have not met since some left or came", step)
+            return
         transaction = self._transaction(step, self._gather_in_background)
         state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
@@ -146,9 +156,9 @@ class Checkpoints:
         try:
             return under_way.result()
         except TransportError as error:
-            if not (gone := self._gone()):
+            if not (gone := self._gone()) and not self._goes_on:
                 raise
-            return self._failed(f"{gone} ({error})", None)
+            return self._failed(f"{gone or 'a connection broke'} ({error})", None)
 
     def retry_due(self) -> bool:
         """Whether the last save failed, long enough ago to try again with the step there is now."""
@@ -245,6 +255,10 @@ class Checkpoints:
             )
 
     @property
+    def _needs_peers(self) -> bool:
+        return self._options.copies > 1 and len({*self._where.hosts}) > 1
+
+    @property
     def _where(self) -> Place:
         if self._place is None:
             self._place = place_of(self._session, self._root)
@@ -253,12 +267,11 @@ class Checkpoints:
     def _transaction(self, step: int, gather: Gather) -> Transaction:
         self._serial += 1
         keep, copies = self._options.keep, self._options.copies
+        peers = self._peers() if self._needs_peers else None
         if step == self.end and "keep" not in self._options.model_fields_set:
             keep = 1
         best = self._built.best.step
         save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies, best)
-        several = len(set(self._where.hosts)) > 1
-        peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
 
     def _run(self, transaction: Transaction, step: int, state: Any, last: bool) -> bool:

@@ -55,8 +55,8 @@ def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
         room = [problem(name, str(error), "")]
     else:
         needs = [host_needs(config, sequences, share, models) for share in shares]
-        most = max(needs, key=lambda found: found.total)
-        room = [ok(name, most.compared(free(config).ram))]
+        least = min(needs, key=lambda found: found.total)
+        room = [ok(name, least.compared(free(config).ram))]
         room += [warning(name, note.removeprefix("note: "), "") for note in notices]
     return [*room, *_gpu(config, sequences, name, shares, models), _devices(name)]
 

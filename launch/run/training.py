@@ -246,7 +246,7 @@ class Training:
         return self._config.model.adapted(batch)
 
     def step(self, batch: Batch, step: int) -> StepRecord:
-        """Run an optimizer step; all ranks get the same numbers.
+        """Run an optimizer step; ranks that wait for each other in it get the same numbers.
 
         `stopping` is set afterwards if all ranks stop here.
         """

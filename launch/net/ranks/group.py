@@ -26,6 +26,8 @@ from thinpipe.pipeline.mesh import Mesh
 
 _NAME, _POLL_S = "run", 0.1
 _OPEN, _BEGAN = "elastic/door/first", "elastic/began"
+PARTS = "parts"
+"""Where machines say in the store which part of a replica they bring."""
 
 
 def meet(
@@ -101,6 +103,35 @@ def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
         f"--join: nobody may join the run there yet, after {wait_s:.0f} s: it has not begun, or "
         "ends when a rank is lost (elastic.min_replicas, checkpoint.ram_every)"
     )
+
+
+def come_together(
+    run: Store, own: str, ranks: int, whole: int, *, first: bool, wait_s: float
+) -> tuple[str, int]:
+    """The name of the replica that this machine's `ranks` are part of, and where they begin in it.
+
+    All its ranks call it, with the name that the machine has in the `run`'s store; the `first`
+    speaks for it. Waits until rank 0 of the run has found others, with which they are a `whole`
+    replica (`launch/run/elastic/parts.py`).
+
+    Raises:
+        HandshakeError: they did not come in time.
+    """
+    store, limit_s = PrefixStore(PARTS, run), time.monotonic() + wait_s
+    if first:
+        store.set(f"came/{store.add('count', 1)}", json.dumps([own, ranks]))
+    while not store.check([f"place/{own}"]):
+        if time.monotonic() > limit_s:
+            raise HandshakeError(
+                f"--join, --ranks = {ranks}: a replica has {whole} ranks, and no machines with the "
+                f"others came within {wait_s:.0f} s (pipeline.peer_timeout_s); start them, or join "
+                "with all ranks"
+            )
+        if first:
+            store.add(f"waits/{own}", 1)
+        time.sleep(_POLL_S)
+    name, place = json.loads(store.get(f"place/{own}"))
+    return name, place
 
 
 def tell_began(store: Store, cuts: Sequence[int], steps: int) -> None:

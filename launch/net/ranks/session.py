@@ -22,10 +22,16 @@ from thinpipe.launch.host.signals import STOP_ALL, handled
 from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.ranks import broken_links
 from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
-from thinpipe.launch.net.ranks.group import Newcomer, find_run, meet, name_run, open_group
+from thinpipe.launch.net.ranks.group import (
+    Newcomer,
+    come_together,
+    find_run,
+    meet,
+    name_run,
+    open_group,
+)
 from thinpipe.launch.net.ranks.handshake import Lobby, agree, agree_with, fresh_name, store_address
 from thinpipe.launch.net.ranks.network import JOINS
-from thinpipe.launch.net.ranks.parts import come_together
 from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
 from thinpipe.launch.net.ranks.stopping import wakeup_pipe
 from thinpipe.launch.net.ranks.store import connect_store

@@ -152,8 +152,9 @@ class Giver:
         self._state, named = None, list(tensors)
         header = _header_of(tree, tensors)
         sent = send_message(go_on, header, (tensors.pop(name) for name in named))
+        follows = self._built.sync.replicas_equal
         while True:
-            if not self._messages:
+            if not self._messages or not follows:  # the next exchange may come sooner than that
                 close()
             if (message := self._next()) is None:
                 break

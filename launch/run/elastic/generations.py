@@ -120,6 +120,11 @@ class Generations:
         return {member: self._hosts.of(member) for member in self._members}
 
     @property
+    def machines(self) -> list[int]:
+        """For each rank the first on its machine."""
+        return self._hosts.machines(self._members)
+
+    @property
     def number(self) -> int:
         """This rank's, which no other has or had."""
         return self._me
@@ -223,8 +228,7 @@ class Generations:
         if asks and not self._news.is_incomplete():
             self._losses.doubt(self._generation)
         # who computes has not heard that a connection is lost
-        wait_s = self._patience_s if is_silent else self._wait_s
-        silent = self._not_at("here", wait_s, self._news.is_incomplete)
+        silent = self._not_at("here", self._comes_in_s(is_silent), self._news.is_incomplete)
         if not silent and self._news.hears(self._news.is_broken) and not self._news.is_incomplete():
             time.sleep(_WOKEN_S)
             return self._connects_anew and not self._cold
@@ -232,6 +236,10 @@ class Generations:
             who = f"rank {member} on {self._hosts.of(member)}"
             self._leaving.report(member, f"{who}: does not answer")
         return self._news.hears(self._news.is_incomplete)
+
+    def _comes_in_s(self, is_silent: bool) -> float:
+        """How long a rank may take to come here that is well; `is_silent`: it was waited for."""
+        return self._patience_s if is_silent else self._wait_s
 
     def _not_at(self, point: str, wait_s: float, is_over: Callable[[], bool]) -> set[int]:
         """Members that are not lost, and do not come to this point within so many seconds."""

@@ -1,6 +1,7 @@
 """The machines of a run's members, how they are reached, and those that are lost."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _LOOK_S = 0.25
 
 def say_where(store: Store, member: int, own: str) -> None:
     """Say that this `member` is on the machine `own`, and how it is reached."""
-    said = [own, coordinates(), own_number(), PORTS]
+    first = member - int(os.environ.get("LOCAL_RANK", "0"))  # of those that were started with it
+    said = [own, coordinates(), own_number(), PORTS, first]
     PrefixStore("hosts", store).set(str(member), json.dumps(said))
 
 
@@ -38,6 +40,7 @@ class Hosts:
         self.ports: set[int] = set()
         """At which members listen, now or before, but for what is sent ahead to newcomers."""
         self._names: dict[int, str] = {}
+        self._firsts: dict[int, int] = {}
         self._holder = ""
         self._watch: HostWatch | None = None
         self._lock = threading.Lock()
@@ -49,7 +52,8 @@ class Hosts:
             RuntimeError: one did not say where it is in time.
         """
         said = {m: json.loads(self._store.get(str(m))) for m in members if m not in self._names}
-        for name, holds, number, ports in said.values():
+        self._firsts |= {member: first for member, (*_, first) in said.items()}
+        for name, holds, number, ports, _ in said.values():
             if name != self.own and number is not None:
                 reach(number, ports)
             self.ports |= {port for traffic, port in ports.items() if traffic != JOINING}
@@ -66,12 +70,17 @@ class Hosts:
         Raises:
             RuntimeError: it did not say where it is in time, or this machine's relay is gone.
         """
-        name, _, number, ports = json.loads(self._store.get(str(member)))
+        name, _, number, ports, _ = json.loads(self._store.get(str(member)))
         if name != self.own and number is not None:
             reach(number, ports)
 
     def of(self, member: int) -> str:
         return self._names[member]
+
+    def machines(self, members: Sequence[int]) -> list[int]:
+        """For each of these members, the place of the first that was started with it."""
+        firsts = [self._firsts[member] for member in members]
+        return [firsts.index(first) for first in firsts]
 
     def ranks_of(self, host: str) -> list[int]:
         return [member for member, name in self._names.items() if name == host]

@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.failures import Losses, doubted
 from thinpipe.launch.net.ranks.gloo_backend import break_connections
 from thinpipe.pipeline.comm.abandoned import abandon_if
 
-NOTICE_S, SOON_S = 10.0, 1.0
+_NOTICE_S, SOON_S = 10.0, 1.0
 """From a broken connection to the news of who was lost, at most and mostly: a supervisor takes some
 0.1 s."""
 
@@ -57,7 +57,7 @@ class News:
     def hears(self, news: Callable[[], bool], wait_s: float | None = None) -> bool:
         """Wait until that is so, but no longer than news take."""
         with self.changed:
-            return self.changed.wait_for(news, NOTICE_S if wait_s is None else wait_s)
+            return self.changed.wait_for(news, _NOTICE_S if wait_s is None else wait_s)
 
     def tell(self) -> None:
         """Something that others wait for has changed."""

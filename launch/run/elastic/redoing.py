@@ -127,7 +127,7 @@ class RedoingTraining(ElasticTraining):
         self._done = self._agreed = step
         repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
         self.records.go_back(step)
-        self._checkpoints.locate()
+        self._checkpoints.connect()
         self._begin_copies(self._change, step)
         self._has_state = True
         self.display.note(f"{words}; all went back from step {back.done} to step {step}")
@@ -142,9 +142,7 @@ class RedoingTraining(ElasticTraining):
         before: tuple[int, int],
         passes: int,
         words: str,
-        *,
-        agreed: tuple[int, int] = (0, 0),
-        at: int = 0,
+        **_: Any,
     ) -> None:
         self._change, self._lost = change, words
         self._regroup_parts(change, before)

@@ -31,6 +31,7 @@ class Sections(Generations):
         self._known_as = mesh.replica, mesh.replicas  # to the run's parts
         self._done, self._packed = 0, None  # sections, and what the last one found
         self._alone, self._packed_alone = 0, None  # steps by itself since then
+        self._trains_alone = False
         self._mended: list[int] = []  # where none was lost, after all
         self._proven = True
 
@@ -45,12 +46,14 @@ class Sections(Generations):
     ) -> _T:
         """The result of a section, the same on all ranks that are left.
 
-        `do` can be called again after `forget`. Its result becomes JSON by `pack`; a rank that is
-        behind calls `take` with that of another. `alone`: it is a step of this replica by itself.
+        `do` can be called again after `forget`, which undoes what it has begun. Its result becomes
+        JSON by `pack`; a rank that is behind calls `take` with that of another. `alone`: it is a
+        step of this replica by itself.
 
         Raises:
             TransportError: a peer is lost, and the run does not go on without it.
         """
+        self._trains_alone |= alone
         while True:
             begun = False
             try:
@@ -85,6 +88,10 @@ class Sections(Generations):
         if not self._proven and not self._cold:
             self._run.prove_equal()
             self._proven = True
+
+    def _comes_in_s(self, is_silent: bool) -> float:
+        """Longer if it may be in a step by itself, in which it hears nothing."""
+        return self._wait_s if self._trains_alone else super()._comes_in_s(is_silent)
 
     def _check(self) -> None:
         """Raises TransportError: a rank was lost since the last section, or step."""
@@ -127,10 +134,10 @@ class Sections(Generations):
         """As of any; if one waited too long for others, those who are late for it are left out."""
         chosen = super()._choose(silent)
         posts = dict(zip(chosen, self._posts(chosen), strict=True))
-        if not any(post["waited"] for post in posts.values()):
-            return chosen
         most = max(post["steps"] for post in posts.values())
         late = {member for member, post in posts.items() if post["steps"] < most - 1}
+        if not any(post["waited"] for member, post in posts.items() if member not in late):
+            return chosen
         others = super()._choose(silent | late)
         return others if self._are_enough(others) else chosen
 
@@ -152,7 +159,9 @@ class Sections(Generations):
                 f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "
                 f"another rank has done {ahead[0]} of; resume from a checkpoint (--resume)"
             )
-        most = {name: max(p[name] for p in posts) for name in ("passes", "tried", "agreed")}
+        most = {name: max(post[name] for post in posts) for name in ("passes", "tried")}
+        # others may still have before them what these have done
+        most["agreed"] = max(p["agreed"] for p in posts if p["done"] == first["done"])
         steps = [post["steps"] for post in posts]
         found = {"ahead": ahead, "packed": packed, "steps": max(steps)}
         return {**most, **found, "done": first["done"], "at": [first["done"], sum(steps)]}

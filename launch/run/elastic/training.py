@@ -68,7 +68,7 @@ class ElasticTraining(Training):
         self._checkpoints.watch(lambda: self._elastic.trouble)
         self._has_state = newcomer is None
         if newcomer is None:
-            self._checkpoints.locate()
+            self._checkpoints.locate(self._elastic.machines)
         else:
             self._checkpoints.check_own()
             self._come_in()
@@ -182,6 +182,7 @@ class ElasticTraining(Training):
     def _regroup_parts(self, change: int, before: tuple[int, int]) -> None:
         self._sync.regroup(*before)
         self._checkpoints.regroup(change)
+        self._checkpoints.locate(self._elastic.machines)
         self._checkpoints.watch(lambda: self._elastic.trouble)
 
     def _agree_anew(
@@ -281,6 +282,7 @@ class ElasticTraining(Training):
             self._taker = None
             self._done = self._agreed = done
             self._plan.take(plan, transport.mesh)
+            self._changes.clear()  # which the plan has
             self._checkpoints.follow(*save)
             self._skips.state = skips
             self._go_on(self.passes)
@@ -292,7 +294,8 @@ class ElasticTraining(Training):
 
     def welcome(self) -> None:
         """Have all ranks let newcomers in, soon. Called by another thread."""
-        self.agreement.ask(Ask.ADMIT)
+        if not self._admits:
+            self.agreement.ask(Ask.ADMIT)
 
     def interrupt(self) -> None:
         """A rank was lost: end waits that are no messages. Called by another thread."""
@@ -305,7 +308,7 @@ class ElasticTraining(Training):
             ConfigError: they differ.
         """
         self._proof.compare(self._done)
-        self._checkpoints.locate()
+        self._checkpoints.connect()
 
     @property
     def _sync(self) -> GoesOn:
@@ -318,21 +321,27 @@ class ElasticTraining(Training):
         """A meeting of the replicas: who has heard of all knows that all have what they need."""
 
         def meet() -> None:
+            self._admit_if_due()
             exchange()
             self._session.transport.share(torch.zeros(0, dtype=torch.float64), "world")
 
         self._unless_stopped(meet, forget=self._sync.abandon)
 
+    def _admit_if_due(self) -> None:
+        """Let newcomers in; part of a section, as a loss meanwhile may say again that they come."""
+        if self._admits and self._done < self.steps and self._sync.lets_in(self._done):
+            self._elastic.admit()
+            self._admits = False
+            self._elastic.prove()  # if this rank was behind in that
+
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
-        if self._admits and self._sync.lets_in(step):
-            self._elastic.admit()
-            self._admits = False  # which a loss meanwhile may have said again
+        alone = not self._sync.lets_in(step)  # not by who is there: that may change in `meet`
         self._sync.meet(step, self._hold)
-        alone = not self._sync.due(step)
 
         def train() -> StepTotals:
             nonlocal sampler, mesh
+            self._admit_if_due()
             for giver in [*self._givers]:  # another thread adds some
                 if giver.goes_on(has_met=not alone) is None:
                     self._givers.remove(giver)

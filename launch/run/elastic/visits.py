@@ -20,9 +20,9 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair, pair
 from thinpipe.launch.net.ranks.group import Newcomer
-from thinpipe.launch.net.ranks.parts import bring_together
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.joining import JoiningStore
+from thinpipe.launch.run.elastic.parts import bring_together
 from thinpipe.launch.run.elastic.sections import Sections
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport

@@ -67,7 +67,9 @@ def test_the_shortest_step_comes_first_is_valid_and_printed_with_its_reasons(
     console = Console(record=True, width=200)
     show_choice(console, cluster(), choices)
     text = console.export_text()
-    for words in ("predicted step", "Limit: ", choices[1].name, "Ohio-0 (Ohio)"):
+    used = [host for row in choices[0].hosts(cluster()) for host in row]
+    hosts = [f"{host} ({host.partition('-')[0]})" for host in used]
+    for words in ("predicted step", "Limit: ", choices[1].name, *hosts):
         assert words in text
 
 

@@ -262,7 +262,7 @@ def test_whose_word_counts_of_which_machine(
     monkeypatch.setattr(hosts, "coordinates", lambda: names[rank] == "c")
     store = HashStore()
     for other, name in enumerate(names):
-        store.set(f"hosts/{other}", json.dumps([name, name == "c", None, {}]))
+        store.set(f"hosts/{other}", json.dumps([name, name == "c", None, {}, other]))
     found, losses = hosts.Hosts(store, rank, names[rank]), Losses(store)
     found.now(range(5))
     others = sorted({*names} - {names[rank]})

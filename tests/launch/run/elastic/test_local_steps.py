@@ -1,5 +1,6 @@
 """Replicas that meet every few steps lose one, also as they meet, and let one in before they do."""
 
+import time
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -13,11 +14,14 @@ from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_r
 from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.reshard import part_name
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic import training
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.proof import digest
 from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.pipeline.mesh import Mesh
 
 INTERVAL, LOST = 3, 7
 METHODS = ["diloco", "sparse_loco", "async_average"]
@@ -115,3 +119,36 @@ def test_replicas_of_local_steps_go_on_and_let_one_in(
     assert whole == {6}, "but for the last step of an epoch"
     by_epoch = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
     assert by_epoch[0] == 120
+
+
+def saves_between_exchanges(rank: int, port: int, folder: str) -> None:
+    """Rank 1 is lost after step 7; the next exchange is before step 40."""
+    changes = ["gradcomp.method=diloco", "gradcomp.diloco={interval=40, bucket_mb=0.02}"]
+    changes += ["checkpoint.every_steps=4", "train.max_steps=30", "train.epochs=4"]
+
+    def each(run: ElasticTraining, step: int) -> None:
+        if rank == 1 and step == LOST:
+            run._elastic.leave("rank 1 is gone")
+            raise SystemExit
+        time.sleep(0.1)  # a save takes longer than a step
+
+    with suppress(SystemExit), as_rank(rank, port, folder, *changes) as rank_run:
+        train(rank_run, each)
+
+
+@pytest.mark.dist
+def test_a_save_before_the_others_have_met_is_of_those_who_are_left(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """It can be resumed with two replicas: its parts are theirs."""
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks(3, saves_between_exchanges, store.port, str(tmp_path))
+    saved = {manifest.step: manifest for manifest in files.complete(tmp_path / "run/checkpoints")}
+    between = [manifest for step, manifest in saved.items() if LOST + 1 < step < 30]
+    assert between, saved.keys()
+    for manifest in between:
+        whole = manifest.meta["config"]["pipeline"]["replicas"]
+        names = {part_name(Mesh(1, whole, rank)) for rank in range(whole)}
+        assert {part.name for part in manifest.parts} == names, manifest.step
+    assert {manifest.meta["config"]["pipeline"]["replicas"] for manifest in between} == {2}

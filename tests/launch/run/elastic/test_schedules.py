@@ -85,6 +85,8 @@ class Part:
         self.rank, self._store, self._plan = rank, store, schedule
         self.found = dict[int, int]()
         """Digests of what all hold alike, by the steps that are done."""
+        self.plan: Any = None
+        """Of the samples that are left."""
 
     def leave(self, training: ElasticTraining) -> None:
         training._elastic.leave(f"rank {self.rank} is gone")
@@ -98,7 +100,7 @@ class Part:
     def each(self, training: ElasticTraining, step: int) -> None:
         """After every step."""
         plan, rank, store = self._plan, self.rank, self._store
-        self.found[step] = digest(_alike(training))
+        self.found[step], self.plan = digest(_alike(training)), training._plan.state
         if rank == plan.stopped and step == plan.at:
             stop_for(STOPPED_S)
         if plan.lost.get(rank) == step:
@@ -126,8 +128,8 @@ def _alike(training: ElasticTraining) -> list[Any]:
     return training.built.sync.alike() or weights
 
 
-def take_part(rank: int, port: int, folder: str, seed: int) -> dict[int, int]:
-    """As one of the ranks: what it found."""
+def take_part(rank: int, port: int, folder: str, seed: int) -> tuple[dict[int, int], Any]:
+    """As one of the ranks: what it found, and whose samples are whose in the end."""
     schedule, store = Schedule.of(seed), TCPStore("127.0.0.1", port, is_master=False)
     part, settings = Part(rank, store, schedule), schedule.settings
     bring_up = ElasticTraining.bring_up
@@ -139,7 +141,7 @@ def take_part(rank: int, port: int, folder: str, seed: int) -> dict[int, int]:
     ElasticTraining.bring_up = brought_up  # type: ignore[method-assign]
     if rank >= WORLD:
         if rank not in schedule.come:
-            return {}
+            return {}, None
         store.wait([f"may come {rank}"], timedelta(seconds=PATIENCE_S))
         settings.append(f"run.folder={folder}/{rank}")
     with (
@@ -147,7 +149,7 @@ def take_part(rank: int, port: int, folder: str, seed: int) -> dict[int, int]:
         as_rank(rank, port, folder, *settings, comes=rank >= WORLD) as run,
     ):
         train(run, part.each)
-    return part.found
+    return part.found, part.plan
 
 
 def stop_for(seconds: float) -> None:
@@ -175,9 +177,10 @@ def test_a_schedule_ends_with_all_alike(ranks: Ranks, tmp_path: Path, seed: int)
         assert "nothing after" not in str(ended.value), schedule
         assert "replica 0, which is lost" in str(ended.value), schedule
         return
-    found = ranks(count, take_part, store.port, str(tmp_path), seed)
+    found, plans = zip(*ranks(count, take_part, store.port, str(tmp_path), seed), strict=True)
     first = found[0]
     assert first, schedule
     for rank, digests in enumerate(found):
         assert first.items() >= digests.items(), (rank, schedule)
     assert {max(found[rank]) for rank in schedule.stay} == {max(first)}, schedule
+    assert all(plans[rank] == plans[0] for rank in schedule.stay), (plans, schedule)

@@ -7,9 +7,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from thinpipe.launch.net.ranks import parts
+from thinpipe.launch.net.ranks.group import come_together
 from thinpipe.launch.net.ranks.handshake import HandshakeError
-from thinpipe.launch.net.ranks.parts import bring_together, come_together
+from thinpipe.launch.run.elastic import parts
+from thinpipe.launch.run.elastic.parts import bring_together
 
 WHOLE, WAIT_S = 3, 30.0
 
@@ -47,6 +48,21 @@ def test_one_that_is_gone_is_passed_over(store: TCPStore) -> None:
         places = [each.result() for each in found]
     assert {name for name, _ in places} == {places[0][0]}
     assert sorted(place for _, place in places) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "said", ["", "3", '["a", "b"]', '["a", 3]', '["a", -1]', '{"a": 1, "b": 2}']
+)
+def test_what_is_no_machine_holds_up_nobody(store: TCPStore, said: str) -> None:
+    store.set(f"parts/came/{store.add('parts/count', 1)}", said)
+    store.add("parts/count", 1)  # one that was lost before it said more
+    test_they_have_one_name_and_follow_each_other(store)
+
+
+@pytest.mark.parametrize(("ranks", "whole"), [([1, 2, 2], 4), ([2, 2, 1], 4), ([3, 1], 4)])
+def test_some_of_them_are_a_whole_replica(ranks: list[int], whole: int) -> None:
+    found = parts._whole([parts._Part(str(place), each) for place, each in enumerate(ranks)], whole)
+    assert sum(part.ranks for part in found) == whole
 
 
 def test_one_that_does_not_fit_waits_for_the_next(store: TCPStore) -> None:
