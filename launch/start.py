@@ -24,7 +24,14 @@ from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.net.machines import Joins
-from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node, started_by_launcher
+from thinpipe.launch.net.ranks.elastic import (
+    Nodes,
+    leave_place,
+    run_local,
+    run_node,
+    started_by_launcher,
+    started_by_torch,
+)
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW
@@ -54,6 +61,8 @@ def start_run(
         config = load_config(config_path, overrides)
         if show >= config.world_size and not dry_run:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
+        if not machines.alone and not started_by_torch():
+            leave_place()
         if started_by_launcher() and not dry_run:
             _run_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)

@@ -111,7 +111,9 @@ def choose(
             "; ".join(chosen.refused),
             chosen.manifest.step,
         )
-    if chosen.repaired and session.mesh.rank == 0:
+    saved = Layout.of(chosen.manifest.meta["config"]["pipeline"])
+    same = layout is None or layout == saved  # others need parts that their machines never had
+    if chosen.repaired and same and session.mesh.rank == 0:
         _log.warning(
             "warning: step-%d was repaired from second copies: %s",
             chosen.manifest.step,

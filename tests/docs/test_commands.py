@@ -60,7 +60,9 @@ def as_users_start_it(words: list[str]) -> list[str]:
 
 
 def check(net: ShapedNetwork, run_folder: Path, start: str) -> None:
-    assert run_command(net, as_users_start_it(command(start))) == 0
+    words = command(start)  # `thinpipe train --rdzv` knows better than that environment
+    words = as_users_start_it(words) if start.startswith("torchrun") else words
+    assert run_command(net, words) == 0
     summary = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["stages"], summary["steps"]) == (3, 15)
 

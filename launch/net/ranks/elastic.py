@@ -39,6 +39,21 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started_by_torch() -> bool:
+    """Whether torch's agent, torchrun's or ours, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def leave_place() -> None:
+    """Be no rank, though the environment gives this process a place, as that of `thinpipe shaped`.
+
+    It is to start ranks that meet elsewhere.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    os.environ.pop("MASTER_PORT", None)
+
+
 @dataclass(frozen=True)
 class Nodes:
     """The machines of a run: how many, and the `host:port` of their rendezvous.

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.host.signals import ENDING_SIGNALS, handled, pass_on_signals
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.ranks.failures import LOST, Failures, Losses, death_by
 from thinpipe.launch.net.ranks.store import connect_store
 
@@ -63,6 +63,8 @@ def supervise(be_rank: Callable[[], None]) -> bool:
         signal.signal(number, signal.SIG_DFL)
     if code == LOST:
         return True
+    if code == 0 and asked:  # the agent asked for that, and waits for this process to end
+        end_now(0)
     if code >= 0:
         sys.exit(code)
     if not asked:

@@ -24,7 +24,10 @@ def be_rank():
     {body}
     os._exit(0)
 
-supervise(be_rank)
+try:
+    supervise(be_rank)
+finally:
+    print("goes on", flush=True)
 """
 
 
@@ -55,6 +58,22 @@ def test_the_end_of_a_rank_is_passed_on(body: str, code: int, said: str) -> None
     assert supervisor.stderr is not None
     line = supervisor.stderr.readline()
     assert line.startswith(f"rank 3{said}") or not said
+    for pipe in (supervisor.stdin, supervisor.stdout, supervisor.stderr):
+        assert pipe is not None
+        pipe.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_who_was_asked_to_stop_does_not_go_on_after_its_rank(asked: bool) -> None:
+    """torch's agent, which asked, reads no results any more: it would wait half a minute."""
+    ends = "signal.signal(15, lambda *_: os._exit(0)); time.sleep(1); print(1, flush=True); time.sleep(60)"
+    supervisor = start(ends if asked else "print(1, flush=True)")
+    assert supervisor.stdout is not None
+    assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n", "1\n"]
+    if asked:
+        supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(PATIENCE_S) == 0
+    assert ("goes on" in supervisor.stdout.read()) == (not asked)
     for pipe in (supervisor.stdin, supervisor.stdout, supervisor.stderr):
         assert pipe is not None
         pipe.close()
