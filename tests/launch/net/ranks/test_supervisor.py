@@ -66,8 +66,9 @@ def test_the_end_of_a_rank_is_passed_on(body: str, code: int, said: str) -> None
 @pytest.mark.parametrize("asked", [True, False])
 def test_who_was_asked_to_stop_does_not_go_on_after_its_rank(asked: bool) -> None:
     """torch's agent, which asked, reads no results any more: it would wait half a minute."""
-    ends = "signal.signal(15, lambda *_: os._exit(0)); time.sleep(1); print(1, flush=True); time.sleep(60)"
-    supervisor = start(ends if asked else "print(1, flush=True)")
+    ready = "time.sleep(1); print(1, flush=True)"
+    ends = f"signal.signal(15, lambda *_: os._exit(0)); {ready}; time.sleep(60)"
+    supervisor = start(ends if asked else ready)
     assert supervisor.stdout is not None
     assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n", "1\n"]
     if asked:
