@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.disk import full_disk
 from tests.ranks import run_ranks
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import LostRowError
@@ -169,14 +169,14 @@ def test_a_row_that_cannot_be_read_is_lost(
 
 
 def limited(rank: int, folder: str) -> list[bool]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * NBYTES + 100, 2 * NBYTES + 100))
-    store = DiskStore(RowFile(Path(folder), NBYTES))
-    with pytest.raises(OSError, match="File too large"):
-        store.reserve(3)
-    put(store, {1: 10, 2: 20, 3: 30})
-    store.prefetch([1, 2, 3])
-    found = [store.is_lost(sample) for sample in (1, 2, 3)]
-    store.close()
+    with full_disk(2 * NBYTES + 100):
+        store = DiskStore(RowFile(Path(folder), NBYTES))
+        with pytest.raises(OSError, match="File too large"):
+            store.reserve(3)
+        put(store, {1: 10, 2: 20, 3: 30})
+        store.prefetch([1, 2, 3])
+        found = [store.is_lost(sample) for sample in (1, 2, 3)]
+        store.close()
     return found
 
 

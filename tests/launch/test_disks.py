@@ -1,7 +1,6 @@
 """Runs on full and odd disks, which are made with tmpfs: what is said, when, and what is saved."""
 
 import json
-import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command
+from tests.disk import full_disk
 from tests.launch.test_train import run_file
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.config.run import load_config
@@ -102,14 +102,11 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_start(
 
 
 def test_a_file_size_limit_below_a_part_is_refused(run_file: Path) -> None:
-    config, before = load_config(run_file, []), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-    try:
+    config = load_config(run_file, [])
+    with full_disk(2**20):
         check_space(config.run.path, [2**20, 5])
         with pytest.raises(ConfigError, match=r"`ulimit -f` allows files of 1\.05 MB, but a rank"):
             check_space(config.run.path, [2**20 + 1, 5])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.slow

@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.disk import full_disk
 from thinpipe.launch.data.documents import Document, Listed
 from thinpipe.launch.data.reading import digests
 from thinpipe.launch.host.cache import CACHE
@@ -82,12 +82,8 @@ def test_a_process_that_holds_the_lock_for_ever_is_not_waited_for_as_long(
 
 def test_a_full_disk_is_no_reason_to_fail(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = counted(monkeypatch)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
+    with full_disk(0):
         found = [digests.digest_of(file) for _ in "12"]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert found[0] == found[1]
     assert read == [file, file]
 
