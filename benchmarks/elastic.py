@@ -5,20 +5,20 @@
 Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a rank (as root): a
 replica, or with `--stages 2` half of one. At intervals a host is struck that has no part of replica
 0: SIGKILL of its rank, of its relay or of all its processes at once, SIGSTOP of its rank for 20 s,
-or its link cut for 60 s. It comes back with
-`--join` some time after, once its launcher has ended. *Goodput* is the number of steps, and
-*samples* that of their samples, both by those of as much time before the first fault. As hosts
-share cores here, steps of fewer replicas are quicker; so *in steps* is the share of time that the
-steps would take if each took as long as most with as many samples, by that share before the first
-fault. Launchers that start slow all steps down here; *standing still* is the share of time in which
-no step ends after a fault or for a join. `restarts` has no [elastic]: all
-ranks begin anew from a checkpoint (`--max-restarts`).
+or its link cut for 60 s. It comes back with `--join`, once its launcher has ended. `restarts` has
+no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`).
+
+*Goodput* is the number of steps, *samples* that of their samples, by those of a calm time before.
+*In steps*, by that of the calm time too: the time that steps would take if each took as long as
+most with as many samples. *Standing still*: time without a step after a fault or for a join. Hosts
+share cores: steps of fewer replicas are quicker, and launchers slow them down.
 """
 
 import json
 import random
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -35,19 +35,16 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import StepRecord
 
-_NEAR_S, _UNTIL_BACK_S = 1.0, 19.0
-"""After a fault. Who is killed is missed at once, and what is later may be a join; with local steps
-others are missed as all meet.
-"""
+_NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as all meet
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
+SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     "goodput": ".3f",
     "samples": ".3f",
     "in steps": ".3f",
-    "in steps, calm": ".3f",
     "standing still": ".3f",
     "faults": ".0f",
     "losses": ".0f",
@@ -88,11 +85,9 @@ patience_s = 3
 class Faulty:
     """A run of which machines are struck and come back."""
 
-    def __init__(
-        self, run: HostsRun, seed: int, back_s: float, *, joins: bool, stages: int
-    ) -> None:
+    def __init__(self, run: HostsRun, seed: int, given: Namespace, *, joins: bool) -> None:
         self._run, self._draw = run, random.Random(seed)
-        self._back_s, self._joins, self._stages = back_s, joins, stages
+        self._back_s, self._joins, self._stages = given.back_s, joins, given.stages
         self._heal: dict[int, tuple[float, Callable[[], None]]] = {}
         self._back_at: dict[int, float] = {}
         self._before: dict[int, int] = {}  # how often a host that comes back was let in before
@@ -127,7 +122,6 @@ class Faulty:
             del self._back_at[host]
 
     def _joined(self, host: int) -> int:
-        """How often it did."""
         notes = _notes(self._run)
         return sum("joined: " in note["text"] and f"host{host}," in note["text"] for note in notes)
 
@@ -185,7 +179,6 @@ class Faulty:
         return sum(usual.get(record.samples, 0.0) for record in records)
 
     def stands_still_s(self, kind: str, at_s: float) -> float:
-        """After a fault."""
         killed = kind in ("rank", "relay", "machine")
         return self.longest_s(at_s, at_s + (_NEAR_S if killed else _UNTIL_BACK_S))
 
@@ -200,21 +193,13 @@ def _wake(rank: psutil.Process) -> None:
         rank.resume()
 
 
-def measure(  # one parameter per option
-    method: str,
-    seed: int,
-    minutes: float,
-    every_s: float,
-    back_s: float,
-    interval: int,
-    stages: int,
-) -> Row:
-    """A run that is struck at intervals."""
+def measure(method: str, seed: int, given: Namespace) -> Row:
     elastic = method != RESTARTS
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
-    settings += [f"gradcomp.{method}={{interval={interval}}}"] * (method in LOCAL)
-    settings += [f"pipeline.replicas={HOSTS // stages}", f"pipeline.cuts={[2] * (stages - 1)}"]
+    settings += [f"gradcomp.{method}={{interval={given.interval}}}"] * (method in LOCAL)
+    layout = {"replicas": HOSTS // given.stages, "cuts": [2] * (given.stages - 1)}
+    settings += [f"pipeline.{name}={value}" for name, value in layout.items()]
     options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
     with (
         tempfile.TemporaryDirectory() as place,
@@ -227,14 +212,14 @@ def measure(  # one parameter per option
         run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
         try:
             run.wait_for_step(_FIRST_STEPS)
-            faulty = Faulty(run, seed, back_s, joins=elastic, stages=stages)
+            faulty = Faulty(run, seed, given, joins=elastic)
             begin_s = time.monotonic()
             strikes = list[tuple[str, float]]()
             faulty.pass_time(begin_s + _CALM_S)
-            end_s = begin_s + _CALM_S + 60 * minutes
-            for number in range(int(60 * minutes / every_s)):
+            end_s = begin_s + _CALM_S + 60 * given.minutes
+            for number in range(int(60 * given.minutes / given.every_s)):
                 strikes += filter(None, [faulty.strike()])
-                faulty.pass_time(begin_s + _CALM_S + (number + 1) * every_s)
+                faulty.pass_time(begin_s + _CALM_S + (number + 1) * given.every_s)
             faulty.pass_time(end_s)
             return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S, end_s)
         finally:
@@ -281,7 +266,6 @@ def _row(
 
 
 def _noted(run: HostsRun, what: str) -> list[int]:
-    """Steps of the run's notes that begin so."""
     return [note["step"] for note in _notes(run) if note["text"].startswith(what)]
 
 
@@ -304,11 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--stages", type=int, choices=[1, 2], default=1, help="of a replica")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
     records, rows = Records(options.json), []
-    names = ("minutes", "every_s", "back_s", "interval", "stages")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     for method in options.methods:
         for seed in range(options.seeds):
-            rows.append(measure(method, seed, **settings))
+            rows.append(measure(method, seed, options))
             print(rows[-1], flush=True)
             records.add(settings, rows[-1])
     print(summary(rows, _COLUMNS))
