@@ -48,7 +48,6 @@ _COLUMNS = {
     "standing still": ".3f",
     "faults": ".0f",
     "losses": ".0f",
-    "tries to join": ".0f",
     "joins": ".0f",
     "kill to next step s": ".2f",
     "worst s": ".2f",
@@ -194,6 +193,7 @@ def _wake(rank: psutil.Process) -> None:
 
 
 def measure(method: str, seed: int, given: Namespace) -> Row:
+    """A run that is struck at intervals."""
     elastic = method != RESTARTS
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
