@@ -62,7 +62,7 @@ class GradientSync(BaseSync):
         """
         self._peers, self._reducer = peers, reducer
         self._overlap = Overlap(device_of(parameters))
-        self._step = self._begun = 0
+        self._step = 0
         self._make = partial(make_buckets, list(reversed(parameters)), nbytes)
         self._use(self._make() if alone or peers.size > 1 else ())
 
@@ -71,7 +71,7 @@ class GradientSync(BaseSync):
         self._readiness = Readiness(buckets, self._launch)
 
     def begin_step(self, step: int, passes: int) -> None:
-        self._begun = self._step
+        self._step = step
         self._readiness.begin_step(passes)
 
     def meet(self, step: int, hold: Hold) -> None:
@@ -89,7 +89,6 @@ class GradientSync(BaseSync):
     def abandon(self) -> None:
         self.settle()
         self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
-        self._step = self._begun
         self._reducer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
@@ -98,21 +97,19 @@ class GradientSync(BaseSync):
             self._use(self._make())
 
     def shared_state(self) -> dict[str, Any]:
-        return {"step": self._step, "reducer": self._reducer.shared_state()}
+        return {"reducer": self._reducer.shared_state()}
 
     def before_step(self) -> None:
         self._readiness.finish()
         self._put(self._overlap.join())
-        self._step += 1
 
     def after_step(self) -> None:
         self._reducer.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "reducer": self._reducer.state_dict()}
+        return {"reducer": self._reducer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step = state["step"]
         self._reducer.load_state_dict(state["reducer"])
 
     def _launch(self, bucket: Bucket) -> None:

@@ -61,9 +61,7 @@ def start_run(
         config = load_config(config_path, overrides)
         if show >= config.world_size and not dry_run:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
-        if not machines.alone and not started_by_torch():
-            leave_place()
-        if started_by_launcher() and not dry_run:
+        if is_rank(machines) and not dry_run:
             _run_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
@@ -77,6 +75,15 @@ def start_run(
         sys.exit(_start(main, config, len(shares[0]), machines, show=show))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+
+
+def is_rank(machines: Machines) -> bool:
+    """Whether this process is one. Told where machines meet, it starts some, though its environment
+    gives it a place, as that of `thinpipe shaped`.
+    """
+    if not machines.alone and not started_by_torch():
+        leave_place()
+    return started_by_launcher()
 
 
 def _shares_of_newcomer(config: RunConfig, machines: Machines) -> list[preflight.Share]:
@@ -121,7 +128,7 @@ def start_program(
     main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
 ) -> NoReturn:
     """Run your own program on all ranks of this machine, or under torchrun as one."""
-    if started_by_launcher():
+    if is_rank(machines):
         end_with_parent()
         keep_freed_memory()
         os.environ.setdefault(SHOW, str(show))

@@ -12,7 +12,7 @@ from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.checkpoint.reshard import Layout, names_of, part_name, whole_replicas
 from thinpipe.launch.checkpoint.transaction import Place
 from thinpipe.launch.net.ranks.gather import gather_json
-from thinpipe.launch.net.ranks.network import ROUND
+from thinpipe.launch.net.ranks.network import ROUND, first_here
 from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
@@ -125,5 +125,5 @@ def choose(
 def place_of(session: Session, root: Path) -> Place:
     """Where this rank saves; a collective."""
     mesh = session.mesh
-    hosts = gather_json(session.transport, mesh.rank - session.local_rank)
+    hosts = gather_json(session.transport, first_here(mesh.rank, session.local_rank))
     return Place(root, part_name(mesh), mesh.rank, tuple(hosts))

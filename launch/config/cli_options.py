@@ -34,10 +34,8 @@ RanksOption = Annotated[
     ),
 ]
 
-_NUMBERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("MASTER_PORT", "OMP_NUM_THREADS"),
-)
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NUMBERS = (*PLACE, "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables of the environment that launchers set."""
 _OWN = ("THINPIPE_CACHE", "THINPIPE_KEY_FILE", "THINPIPE_NAME")
 """ThinPipe's variables that users set."""

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinpipe.launch.config.cli_options import USAGE_ERROR
+from thinpipe.launch.config.cli_options import PLACE, USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import print_error
@@ -45,13 +45,9 @@ def started_by_torch() -> bool:
 
 
 def leave_place() -> None:
-    """Be no rank, though the environment gives this process a place, as that of `thinpipe shaped`.
-
-    It is to start ranks that meet elsewhere.
-    """
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+    """Be no rank from here on, whatever the environment says."""
+    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    os.environ.pop("MASTER_PORT", None)
 
 
 @dataclass(frozen=True)

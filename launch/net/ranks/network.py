@@ -99,6 +99,11 @@ def ranks_here() -> Sequence[int]:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def first_here(rank: int, local_rank: int) -> int:
+    """The first rank on this host, of which one is known; by it hosts are told apart."""
+    return ranks_here()[0] if PLACED in os.environ else rank - local_rank
+
+
 def join_as_rank(
     config: NetworkConfig, hosts: int, *, limit_s: float, log: Callable[[str], None]
 ) -> HostNetwork | None:

@@ -217,13 +217,8 @@ def join(
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
     run = find_run(met, wait_s, tell) if token else ""
     if token and is_part:
-        tell(f"waiting for machines with the other {mesh.world_size - world} ranks of a replica")
-        token, first = come_together(
-            PrefixStore(run, met), token, world, mesh.world_size, first=rank == 0, wait_s=wait_s
-        )
-        rank, world = first + rank, mesh.world_size
-        mesh = replace(mesh, rank=rank)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        token, mesh = _be_part(PrefixStore(run, met), token, mesh, rank, world, wait_s)
+        rank, world = mesh.rank, mesh.world_size
     prefix = f"{run}/{token}/" if token else ""
     name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)
@@ -257,6 +252,17 @@ def join(
     dist.destroy_process_group()
     if network is not None:
         network.close()
+
+
+def _be_part(
+    run: Store, token: str, mesh: Mesh, rank: int, ranks: int, wait_s: float
+) -> tuple[str, Mesh]:
+    """The name of the replica that this machine's ranks are part of, and the place of this one."""
+    whole = mesh.world_size
+    tell(f"waiting for machines with the other {whole - ranks} ranks of a replica")
+    name, first = come_together(run, token, ranks, whole, first=rank == 0, wait_s=wait_s)
+    os.environ |= {"RANK": str(first + rank), "WORLD_SIZE": str(whole)}
+    return name, replace(mesh, rank=first + rank)
 
 
 class _Reports:

@@ -79,7 +79,7 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
         return [own]
     sparse = [_section(_SPARSE, delayed=True, fraction=fraction) for fraction in _FRACTIONS]
     losses = [tried.loss(config) for tried in measured() if tried.method == _SPARSE]
-    if not all(loss is not None and loss <= GOAL for loss in losses):
+    if not losses or not all(loss is not None and loss <= GOAL for loss in losses):
         sparse = []
     is_exact = getattr(config.method_options, "format", "fp32") == "fp32"
     bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))

@@ -14,7 +14,7 @@ older by as long as that took.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -56,7 +56,7 @@ class Giver:
         """`givers` is how many ranks of this machine may do the same at once."""
         self._built, self._givers, self._changed = built, givers, threading.Condition()
         self._state: Any = None
-        self._messages: deque[tuple[dict[str, Any], list[Tensor]]] = deque()
+        self._messages: deque[tuple[dict[str, Any], dict[str, Tensor]]] = deque()
         self._nbytes = self._queued_nbytes = 0
         self._begun = self._ended = self._has_given_up = False
         self._hook: Any = None
@@ -115,7 +115,7 @@ class Giver:
         with self._changed:
             self._messages.clear()
             self._queued_nbytes = 0
-        self._queue(_header_of(tree, tensors), [*tensors.values()])
+        self._queue({"tree": tree}, tensors)
 
     def end(self) -> None:
         """What is queued is the last, and nothing if it is much; called when all wait."""
@@ -149,36 +149,35 @@ class Giver:
             if not self._begun:
                 return 0
         tree, tensors = pack_state(self._state)
-        self._state, named = None, list(tensors)
-        header = _header_of(tree, tensors)
-        sent = send_message(go_on, header, (tensors.pop(name) for name in named))
+        self._state = None
+        sent = send_message(go_on, *_message({"tree": tree}, tensors))
         follows = self._built.sync.replicas_equal
         while True:
             if not self._messages or not follows:  # the next exchange may come sooner than that
                 close()
             if (message := self._next()) is None:
                 break
-            sent += send_message(go_on, *message)
+            sent += send_message(go_on, *_message(*message))
         send_message(go_on, {"end": True})
         return sent
 
-    def _next(self) -> tuple[dict[str, Any], list[Tensor]] | None:
+    def _next(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """The next message, or a sign of life; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._ended, _BEAT_S)
             if self._messages:
                 header, parts = self._messages.popleft()
-                self._queued_nbytes -= _nbytes_of(parts)
+                self._queued_nbytes -= _nbytes_of(parts.values())
                 return header, parts
-            return None if self._ended else ({"groups": [], "tensors": []}, [])
+            return None if self._ended else ({"groups": []}, {})
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Queue the gradients of this step, but no more than a state has bytes: else give up."""
         if not self._ended:
             with self._gives_up():
                 settings, parts = self._step_of(optimizer)
-                listed = [describe(str(number), part) for number, part in enumerate(parts)]
-                self._queue({"groups": settings, "tensors": listed}, parts)
+                named = {str(number): part for number, part in enumerate(parts)}
+                self._queue({"groups": settings}, named)
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Tensor]]:
         settings, parts = list[Any](), list[Tensor]()
@@ -189,13 +188,13 @@ class Giver:
             parts += [part for some in thin for part in some]
         return settings, parts
 
-    def _queue(self, header: dict[str, Any], parts: list[Tensor]) -> None:
-        if self._queued_nbytes + _nbytes_of(parts) > max(_LITTLE_NBYTES, self._nbytes):
+    def _queue(self, header: dict[str, Any], parts: dict[str, Tensor]) -> None:
+        if self._queued_nbytes + _nbytes_of(parts.values()) > max(_LITTLE_NBYTES, self._nbytes):
             self._give_up()
             return
         with self._changed:
             self._messages.append((header, parts))
-            self._queued_nbytes += _nbytes_of(parts)
+            self._queued_nbytes += _nbytes_of(parts.values())
             self._changed.notify_all()
 
 
@@ -283,9 +282,15 @@ def _weights_of(built: Built) -> dict[str, Any]:
     return {"model": found, "sync": cast(GoesOn, built.sync).shared_state()}
 
 
-def _header_of(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    listed = [describe(name, tensor) for name, tensor in tensors.items()]
-    return {"tree": tree, "tensors": listed, "digests": digests(tensors)}
+def _message(
+    header: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], Iterator[Tensor]]:
+    """For `send_message`; a tensor is let go once it is sent. States have digests."""
+    names = [*tensors]
+    header["tensors"] = [describe(name, tensor) for name, tensor in tensors.items()]
+    if "tree" in header:
+        header["digests"] = digests(tensors)
+    return header, (tensors.pop(name) for name in names)
 
 
 def _load(built: Built, state: Mapping[str, Any]) -> None:
@@ -299,7 +304,7 @@ def _load(built: Built, state: Mapping[str, Any]) -> None:
         built.optimizer.load_state_dict(state["optimizer"])
 
 
-def _nbytes_of(parts: Sequence[Tensor]) -> int:
+def _nbytes_of(parts: Iterable[Tensor]) -> int:
     return sum(part.nbytes for part in parts)
 
 

@@ -12,6 +12,7 @@ from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
+from thinpipe.launch.net.ranks.network import first_here
 from thinpipe.launch.run.elastic.beats import Beats
 
 _LOOK_S = 0.25
@@ -19,7 +20,7 @@ _LOOK_S = 0.25
 
 def say_where(store: Store, member: int, own: str) -> None:
     """Say that this `member` is on the machine `own`, and how it is reached."""
-    first = member - int(os.environ.get("LOCAL_RANK", "0"))  # of those that were started with it
+    first = first_here(member, int(os.environ.get("LOCAL_RANK", "0")))
     said = [own, coordinates(), own_number(), PORTS, first]
     PrefixStore("hosts", store).set(str(member), json.dumps(said))
 

@@ -69,6 +69,7 @@ class ElasticTraining(Training):
         self._has_state = newcomer is None
         if newcomer is None:
             self._checkpoints.locate(self._elastic.machines)
+            self._checkpoints.connect()
         else:
             self._checkpoints.check_own()
             self._come_in()

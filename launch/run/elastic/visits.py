@@ -132,11 +132,8 @@ class Elastic(Sections):
                 raise
             raise ConfigError("--join: the run has ended") from None
         newcomer.has_entered = True
-        self._news.generation, self._done, self._visits = (
-            how["generation"],
-            how["done"],
-            how["visits"],
-        )
+        self._news.generation, self._done = how["generation"], how["done"]
+        self._visits = how["visits"]
         self._tried, self._warm = self._visits, {*how["members"]}
 
     def _admit(self) -> None:

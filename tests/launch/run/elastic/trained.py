@@ -58,16 +58,25 @@ def write_run(folder: Path, *, layers: int = 2, lines: int = 2000) -> None:
 
 @contextmanager
 def as_rank(
-    rank: int, port: int, folder: str, *changes: str, world: int = 3, comes: bool = False
+    rank: int,
+    port: int,
+    folder: str,
+    *changes: str,
+    world: int = 3,
+    comes: bool = False,
+    apart: bool = False,
 ) -> Iterator[RankRun]:
-    """This process is that rank, or one that `comes` later; the test holds the store at `port`."""
+    """This process is that rank, or one that `comes` later; the test holds the store at `port`.
+
+    Ranks that are `apart` are each a machine.
+    """
     dist.destroy_process_group()
     if comes:
         os.environ[JOINS] = f"newcomer{rank}"
         rank, world = 0, 1
     os.environ |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": "0" if apart else str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": "3",  # as many threads in all: they round alike
         "MASTER_ADDR": "127.0.0.1",
