@@ -292,6 +292,14 @@ def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: li
         assert_same(other, found[0])
 
 
+@pytest.mark.parametrize("name", [*able(equal=True), *able(equal=False)])
+def test_who_abandons_what_it_has_not_begun_loses_nothing(name: str) -> None:
+    """As a replica does that was about to begin a step; its messages still are the others'."""
+    (disturbed, _), (undisturbed, _) = four(name), four(name)
+    disturbed.syncs[1].abandon()
+    assert_equal(train(disturbed, 4), train(undisturbed, 4))
+
+
 @pytest.mark.parametrize("name", able(equal=False))
 def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
     """Before they meet, from the global parameters; and it owes nothing."""

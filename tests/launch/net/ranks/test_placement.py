@@ -12,6 +12,7 @@ from tests.ports import LOOPBACK, free_port
 from thinpipe.launch.cli import main
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.net.ranks.elastic import Nodes, run_node
+from thinpipe.launch.net.ranks.network import PLACED, first_here
 
 __all__ = ["run_file"]
 
@@ -59,3 +60,11 @@ def test_ranks_are_where_the_run_file_puts_them(
     assert (tmp_path / "b" / "metrics.jsonl").exists()
     assert not (tmp_path / "a" / "metrics.jsonl").exists()
     assert not re.search("error", outputs[0] + outputs[1])
+
+
+def test_placed_ranks_of_a_machine_have_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need not follow each other; those that are not placed do."""
+    monkeypatch.delenv(PLACED, raising=False)
+    assert [first_here(rank, rank % 2) for rank in range(4)] == [0, 0, 2, 2]
+    monkeypatch.setenv(PLACED, "1,3")
+    assert [first_here(rank, local) for local, rank in enumerate((1, 3))] == [1, 1]
