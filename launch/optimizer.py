@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
-from thinpipe.launch.config.model import trains_in_bf16
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -62,7 +61,7 @@ def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer
         return _adamw_8bit(parameters, train)
     if train.optimizer == "muon":
         return muon_and_adamw(parameters, **_of_adamw(train))
-    if trains_in_bf16(config.model):
+    if config.model.trains_in_bf16:
         return _compensated_adamw(parameters, train)
     return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
 
@@ -75,7 +74,7 @@ def check_optimizer(config: RunConfig) -> None:
     """
     name, method = config.train.optimizer, config.method
     if name == "adamw":
-        if trains_in_bf16(config.model):
+        if config.model.trains_in_bf16:
             _check_package("optimi", 'model.weights = "bf16"', "leave it out")
         return
     if brings_optimizer(method):

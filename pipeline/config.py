@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 Bits = Annotated[int, Field(ge=1, le=8)]
 
 
-class StandInCuts(tuple[int, ...]):
+class AutoCuts(tuple[int, ...]):
     """Cuts 1, 2, ... of `cuts = "auto"`, until they are decided: for what depends on their number
     alone.
     """
 
 
-def _keep_stand_ins(cuts: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
-    return cuts if isinstance(cuts, StandInCuts) else validate(cuts)
+def _keep_auto(cuts: Any, validate: Callable[[Any], tuple[int, ...]]) -> tuple[int, ...]:
+    return cuts if isinstance(cuts, AutoCuts) else validate(cuts)
 
 
 class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
@@ -57,7 +57,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     READ_AWAY: ClassVar = ("stages",)
     """Keys of a file that are no fields, as they are used up when it is read."""
 
-    cuts: Annotated[tuple[int, ...], WrapValidator(_keep_stand_ins)] = ()
+    cuts: Annotated[tuple[int, ...], WrapValidator(_keep_auto)] = ()
     schedule: ScheduleName = "Deep1F1B"
     depth: int = Field(DEPTH, ge=0)
     microbatches: int = Field(4, ge=1, le=4096)
@@ -74,7 +74,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _stand_in_for_auto(cls, fields: Any) -> Any:
+    def _read_auto(cls, fields: Any) -> Any:
         if not isinstance(fields, Mapping):
             return fields
         given = {key: value for key, value in fields.items() if key != "stages"}
@@ -86,7 +86,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
         if cuts == "auto":
             if stages is None:
                 raise ValueError('cuts = "auto": how many stages? Add stages, as in stages = 4')
-            return {**given, "cuts": StandInCuts(range(1, stages))}
+            return {**given, "cuts": AutoCuts(range(1, stages))}
         if stages is not None and isinstance(cuts, list | tuple) and stages != len(cuts) + 1:
             raise ValueError(
                 f"stages = {stages}, but cuts = {list(cuts)} makes {len(cuts) + 1}; leave out "
@@ -105,7 +105,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def auto_cuts(self) -> bool:
-        return isinstance(self.cuts, StandInCuts)
+        return isinstance(self.cuts, AutoCuts)
 
     @property
     def stages(self) -> int:

@@ -47,11 +47,6 @@ def with_weights(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tree, "model": model.model_copy(update={"weights": "bf16"})}  # type: ignore[union-attr]
 
 
-def trains_in_bf16(model: ModelSection) -> bool:
-    """Whether matrices are trained in bf16."""
-    return isinstance(model, HuggingFaceConfig) and model.weights == "bf16" and model.lora is None
-
-
 def shares_casts(pipeline: PipelineConfig, model: ModelSection) -> bool:
     """Whether microbatches share weights cast to bf16.
 
@@ -90,7 +85,7 @@ def check_trained_weights(
     Raises:
         ValueError: one would be; names the setting to change.
     """
-    if not trains_in_bf16(model):
+    if not model.trains_in_bf16:
         return
     remedy = 'or leave out model.weights = "bf16", so that trained weights are in fp32'
     if train.optimizer != "adamw":

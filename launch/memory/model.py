@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from thinpipe.launch.config.model import shares_casts, trains_in_bf16
+from thinpipe.launch.config.model import shares_casts
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import device_type
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
@@ -261,7 +261,7 @@ def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of Adam's two moments: bitsandbytes' have 8 bits and a scale per 256, but for small
     parameters. Those in bf16 have what rounding took from them, too.
     """
-    compensated = trains_in_bf16(config.model)
+    compensated = config.model.trains_in_bf16
     small = 4096 if config.train.optimizer == "adamw8bit" else math.inf
     return sum(
         2 * (p.numel() + _WORD * math.ceil(p.numel() / 256))

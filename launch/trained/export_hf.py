@@ -55,8 +55,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     """
     check_folders(run_folder, out)
     config = load_run(run_folder)
-    model = config.model
-    if not isinstance(model, HuggingFaceConfig):
+    model = HuggingFaceConfig.of(config.model)
+    if model is None:
         raise ConfigError(
             f"{run_folder}: the library transformers has no class for the model of this run; "
             "export its weights with --format safetensors"

@@ -38,14 +38,14 @@ def export_adapter(
     """
     check_folders(run_folder, out)
     config = load_run(run_folder)
-    model = config.model
-    if not isinstance(model, HuggingFaceConfig) or not model.reads_frozen:
+    model = HuggingFaceConfig.of(config.model)
+    if model is None or not model.reads_frozen:
         raise ConfigError(
             f"{run_folder}: its model is not trained with model.lora from model.pretrained, so "
             "there is no adapter; export it with --format hf or safetensors"
         )
     trained = read_trained(run_folder, step=step)
-    tensors = trained.own_tensors()
+    tensors = model.whole_names(trained.tensors)
     with new_folder(out) as folder:
         write_adapter(model, tensors, folder, dtype=dtype)
     notes = [f"step {trained.step} of {run_folder}, an adapter of {model.folder}"]

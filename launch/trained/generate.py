@@ -17,8 +17,6 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.model import Step, load
 from thinpipe.pipeline.batch import IGNORED_TARGET
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 if TYPE_CHECKING:
     from thinpipe.launch.data.tokenizer import Tokenizer
@@ -162,7 +160,7 @@ def _prompts(config: RunConfig) -> list[list[int]]:
 def _no_text(config: RunConfig) -> str | None:
     if config.model.task != "language":
         return "its model classifies texts, and writes none"
-    if isinstance(config.model, OwnModelConfig) and getattr(config.data, "factory", None):
+    if config.model.is_own and getattr(config.data, "factory", None):
         return "its samples are not made of text by a tokenizer; use load() and sample by hand"
     return None
 
@@ -179,12 +177,8 @@ class _Writer:
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._holes = torch.tensor(tokenizer.holes, dtype=torch.int64)
-        self._context = (
-            config.data.sequence_length
-            if isinstance(config.model, OwnModelConfig)
-            else config.model.context
-        )
-        cached = isinstance(config.model, HuggingFaceConfig)
+        self._context = config.model.longest_text(config.data.sequence_length)
+        cached = config.model.caches_keys
         self._predict: Callable[[list[int]], Tensor] = (
             _Cached(model, self._context) if cached else self._uncached(model)
         )

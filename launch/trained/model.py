@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -23,16 +23,8 @@ from thinpipe.launch.checkpoint.reshard import (
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.init import initialise
-from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
-from thinpipe.pipeline.models.hf.weights import tied_names
-from thinpipe.pipeline.models.hf.whole import build_on_meta
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.paths import user_path
-
-_HF_PREFIX = "model."  # of a stage's own module around the library's
 
 
 @dataclass(frozen=True)
@@ -54,29 +46,17 @@ class Trained:
         Raises:
             CheckpointError: the files of frozen weights have changed.
         """
-        model = self.config.model
-        if not isinstance(model, HuggingFaceConfig):
-            return dict(self.tensors)
-        if model.lora is None:
-            return self.own_tensors()
-        merged = _named({**self._read_base(model), **self.tensors})
-        return merge_lora(merged, model.lora, inputs_first=stores_inputs_first(model.whole()))
+        return self.config.model.whole_state({**self._read_base(), **self.tensors})
 
-    def own_tensors(self) -> dict[str, Tensor]:
-        return _named(self.tensors)
-
-    def _read_base(self, model: HuggingFaceConfig) -> dict[str, Tensor]:
+    def _read_base(self) -> dict[str, Tensor]:
         if not self.base:
             return {}
         from thinpipe.pipeline.models.hf.quantized import plain_state
 
+        model = self.config.model
         whole = model.build(0, model.layers, seed=0, device="cpu")
         check_present(whole, self.tensors, self.base, self.folder)
         return plain_state(whole)
-
-
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_HF_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 Step = int | Literal["best"] | None
@@ -103,14 +83,9 @@ def read_trained(
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]
     model = config.model
-    if (
-        isinstance(model, HuggingFaceConfig)
-        and facts["model"].get("folder") != model.facts()["folder"]
-    ):
-        raise CheckpointError(
-            f"{folder}: {model.folder}/config.json or the weights index has changed since; "
-            "restore the original files"
-        )
+    changed = model.changed_since(facts["model"])
+    if changed is not None:
+        raise CheckpointError(f"{folder}: {changed} has changed since; restore the original files")
     tensors, base = dict[str, Tensor](), dict[str, str]()
     needed = parts_of(folder, replica=0)
     paths = [part.path(folder) for part in manifest.parts if part.name in needed]
@@ -169,18 +144,10 @@ def load(
     """
     functions = Functions(model) if model else None
     trained = read_trained(user_path(run_folder), step=step, functions=functions)
-    config = trained.config.model
-    if isinstance(config, HuggingFaceConfig):
-        return _transformers_model(config, trained.state_dict())
-    if isinstance(config, OwnModelConfig):
-        whole = config.functions.make()
-    else:
-        whole = config.build(0, config.layers, seed=0, device="cpu")
     try:
-        whole.load_state_dict(trained.state_dict())
+        return trained.config.model.module(trained.state_dict())
     except RuntimeError as error:
         raise ValueError(f"{trained.folder}: was trained with another model: {error}") from error
-    return whole.eval()
 
 
 def save_safetensors(trained: Trained, file: Path) -> None:
@@ -272,16 +239,3 @@ def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
 def _source(config: RunConfig) -> Path | None:
     name = config.model.from_run
     return user_path(name).resolve() if name else None
-
-
-def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
-    untie = bool(config.own_heads) or any(
-        name in tensors and not torch.equal(tensors[name], tensors[source])
-        for name, source in tied_names(config.whole()).items()
-    )
-    whole: Any = build_on_meta(config.transformers_config, config.task, untie=untie)
-    whole.to_empty(device="cpu")
-    whole.tie_weights()  # to_empty gave every parameter memory of its own
-    initialise(whole, seed=0, tied_to=())  # buffers that no file holds
-    whole.load_state_dict(dict(tensors))
-    return whole.eval()  # type: ignore[no-any-return]

@@ -120,6 +120,11 @@ class ModelKind(BaseModel, frozen=True, extra="forbid"):
         return int(inputs.shape[1])
 
     @property
+    def trains_in_bf16(self) -> bool:
+        """Whether matrices are trained in bf16."""
+        return False
+
+    @property
     def quantizes(self) -> bool:
         """Whether it holds codes of weights, and reads values from them in each product."""
         return False
@@ -212,6 +217,33 @@ class ModelKind(BaseModel, frozen=True, extra="forbid"):
         """Facts that must be equal on all hosts besides settings."""
         return {}
 
+    def changed_since(self, _: Mapping[str, str]) -> str | None:
+        """Which of its files differ from those of such facts, in words."""
+        return None
+
+    def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Stages' tensors as a state dict of the whole model."""
+        return dict(tensors)
+
+    def module(self, state: Mapping[str, Tensor]) -> nn.Module:
+        """The whole model as an ordinary module in evaluation mode, on the CPU.
+
+        Raises:
+            RuntimeError: the state dict is another model's.
+        """
+        whole = self.build(0, self.layers, seed=0, device="cpu")
+        whole.load_state_dict(dict(state))
+        return whole.eval()
+
+    @property
+    def caches_keys(self) -> bool:
+        """Whether that module can keep keys and values of earlier tokens."""
+        return False
+
+    def longest_text(self, trained: int) -> int:
+        """The most tokens it can take, if it was trained on sequences of so many."""
+        return trained
+
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         """Notices before a run.
 
@@ -249,6 +281,9 @@ class TokenModel(ModelKind):
     @property
     def token_limit(self) -> int:
         return self.vocab
+
+    def longest_text(self, _: int) -> int:
+        return self.context
 
     def sample_shape(self, tokens: int) -> tuple[int, int]:
         return tokens, self.width

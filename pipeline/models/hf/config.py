@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, Field, field_validator, model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
+from thinpipe.pipeline.models.kind import Checkpointing, ModelKind, Problem, TokenModel
 from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.precision import WeightFormat
 
@@ -28,6 +28,7 @@ _ROBERTA_LIKE = (
 )
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
+_STAGE_PREFIX = "model."  # of a stage's own module around the library's
 
 
 class LoraConfig(BaseModel, frozen=True, extra="forbid"):
@@ -73,6 +74,11 @@ class HuggingFaceConfig(TokenModel):
     weights: WeightFormat | None = None
     self_check: bool = False
     from_run: str | None = None
+
+    @classmethod
+    def of(cls, model: ModelKind) -> "HuggingFaceConfig | None":
+        """The model, if it is one of these."""
+        return model if isinstance(model, HuggingFaceConfig) else None
 
     @field_validator("pretrained", "config")
     @classmethod
@@ -222,6 +228,10 @@ class HuggingFaceConfig(TokenModel):
         return max((float(rate or 0.0) for rate in rates), default=0.0)
 
     @property
+    def trains_in_bf16(self) -> bool:
+        return self.weights == "bf16" and self.lora is None
+
+    @property
     def quantizes(self) -> bool:
         return self.weights in ("nf4", "int8")
 
@@ -291,6 +301,43 @@ class HuggingFaceConfig(TokenModel):
         if self.weight_files is not None:
             digest.update(self.weight_files.digest().encode())
         return {"folder": digest.hexdigest()}
+
+    def changed_since(self, facts: Mapping[str, str]) -> str | None:
+        same = facts.get("folder") == self.facts()["folder"]
+        return None if same else f"{self.folder}/config.json or the weights index"
+
+    def whole_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix(_STAGE_PREFIX): tensor for name, tensor in tensors.items()}
+
+    def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """LoRA is merged."""
+        from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
+
+        named = self.whole_names(tensors)
+        if self.lora is None:
+            return named
+        return merge_lora(named, self.lora, inputs_first=stores_inputs_first(self.whole()))
+
+    def module(self, state: Mapping[str, Tensor]) -> nn.Module:
+        """One of the classes of the library transformers."""
+        from thinpipe.pipeline.models.hf.init import initialise
+        from thinpipe.pipeline.models.hf.weights import tied_names
+        from thinpipe.pipeline.models.hf.whole import build_on_meta
+
+        untie = bool(self.own_heads) or any(
+            name in state and not torch.equal(state[name], state[source])
+            for name, source in tied_names(self.whole()).items()
+        )
+        whole: Any = build_on_meta(self.transformers_config, self.task, untie=untie)
+        whole.to_empty(device="cpu")
+        whole.tie_weights()  # to_empty gave every parameter memory of its own
+        initialise(whole, seed=0, tied_to=())  # buffers that no file holds
+        whole.load_state_dict(dict(state))
+        return whole.eval()  # type: ignore[no-any-return]
+
+    @property
+    def caches_keys(self) -> bool:
+        return True
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         found = super().notices(cut=cut, ties=ties, tokenizer=tokenizer)
