@@ -24,7 +24,7 @@ from thinpipe.pipeline.wire.codec import ChangeCodec, Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
-CODEC_ID = 32
+CODEC_ID = 32  # in headers; docs/wire_format.md lists all
 
 
 class _Part(NamedTuple):

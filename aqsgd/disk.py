@@ -41,6 +41,7 @@ class RowFile:
 
     def reserve(self, rows: int) -> None:
         if rows:
+            # a full disk then fails the start, not some step
             os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
 
     def clear(self) -> None:
@@ -112,6 +113,7 @@ class DiskStore:
     def put(self, sample: int, row: Tensor) -> None:
         """Write in the background; the next step has the row from memory."""
         if sample not in self._slots:
+            # the lowest free one: `pack` maps the file up to the highest in use
             self._slots[sample] = heapq.heappop(self._free) if self._free else len(self._slots)
         self._writes.append(self._worker.submit(self._write, self._slots[sample], row))
         if sample in self._announced:
@@ -177,7 +179,7 @@ class DiskStore:
         return row
 
     def _write(self, slot: int, row: Tensor) -> None:
-        self._sums.pop(slot, None)
+        self._sums.pop(slot, None)  # lost, until all of it is written
         try:
             self._file.write(slot, row)
         except OSError as error:

@@ -145,6 +145,7 @@ class SampleMemory:
     def commit(self) -> None:
         """Make staged rows the cache, as far as there is room."""
         self._forget(sorted(self._lost))
+        # by id, whatever came first: both ends must let in the same samples
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit
             if full and sample not in self._histories:
@@ -210,6 +211,7 @@ class SampleMemory:
         fitting = set(sorted(state["ids"].tolist())[: self._limit])
         damaged = []
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "sums"))
+        # by place: a file is then read forwards
         for sample, generation, chain, place, checksum in sorted(
             zip(*fields, strict=True), key=itemgetter(3)
         ):
@@ -241,7 +243,7 @@ class SampleMemory:
             return 0
         if self._store.is_lost(sample):
             return -1
-        return zlib.crc32(_HISTORY.pack(sample, history.chain, history.generation)) + 1
+        return zlib.crc32(_HISTORY.pack(sample, history.chain, history.generation)) + 1  # 0: none
 
     def _fixed_nbytes(self, numel: int, sample: int) -> int:
         """Bytes of a row, which are those of the first."""

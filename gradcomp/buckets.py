@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-BUCKET_NBYTES = 25_000_000
+BUCKET_NBYTES = 25_000_000  # about torch's DDP's: larger ones leave later in backward
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import print_error
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _SPINS = "10000"
 
 

@@ -33,7 +33,7 @@ class _Scalars(NamedTuple):
 _SCALARS = len(_Scalars._fields)
 _COUNTS = 3  # of a direction: bytes, messages, values
 
-_PIECE = 1 << 14
+_PIECE = 1 << 14  # values that are in fp64 at a time: 128 KiB
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.header import crc32
 
-_BYTE_BITS, _EXACT_LIMIT = 7, 2**23 - 1
-_POINT = 14
+_BYTE_BITS, _EXACT_LIMIT = 7, 2**23 - 1  # magnitudes of an int8 and of three bytes; a sign on top
+_POINT = 14  # with one bit more 1.0 would not fit an int16
 ONE = 1 << _POINT
 
 
@@ -34,7 +34,7 @@ class Basis:
 
     Coefficients are cached in a byte each, without the `shift_K` (uint8) low bits of a dimension,
     and without as many more as a token's largest one needs. The first dimensions, in which massive
-    activations are, take three bytes and lose nothing. With an `order` the directions
+    activations are, take three bytes: they lose nothing below 2^23. With an `order` the directions
     are the channels of these numbers, and no product is needed.
     """
 
@@ -101,13 +101,14 @@ class Basis:
         first = exact_dimensions(self.dimensions)
         exact_NE, q_NK, shift_K = q_NK[:, :first], q_NK[:, first:], self.shift_K[first:].int()
         peak_N = (q_NK.abs() >> shift_K).amax(1) if q_NK.shape[1] else q_NK.new_zeros(len(q_NK))
-        more_N = (torch.frexp(peak_N.double())[1] - _BYTE_BITS).clamp_min_(0).int()
+        more_N = (torch.frexp(peak_N.double())[1] - _BYTE_BITS).clamp_min_(0).int()  # bit lengths
         shift_NK = shift_K + more_N[:, None]
         limit = (1 << _BYTE_BITS) - 1
+        # half a unit is added to round to nearest, and nothing where no bit is dropped
         small_NK = ((q_NK + ((1 << shift_NK) >> 1)) >> shift_NK).clamp_(-limit, limit)
         exact_NE = exact_NE.clamp(-_EXACT_LIMIT, _EXACT_LIMIT)
         parts = [small_NK, exact_NE, exact_NE >> 8, exact_NE >> 16]
-        return (torch.cat(parts, 1) & 255).to(torch.uint8), more_N
+        return (torch.cat(parts, 1) & 255).to(torch.uint8), more_N  # two's complement
 
     def recalled(self, stored_NW: Tensor, more_N: Tensor) -> Tensor:
         first = exact_dimensions(self.dimensions)
@@ -123,6 +124,7 @@ class Basis:
         entry_KD = self.entry_DK.double().T
         turn_KL = _rounded(entry_KD @ other.entry_DK.double())
         gram_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
+        # a step of Newton's method: (2 - G) T is G^-1 T, to the square of what G lacks of 1
         return (2 * turn_KL - _rounded(gram_KK @ turn_KL)).int()
 
 
@@ -162,6 +164,7 @@ def rescaled(q_NK: Tensor, old_N: Tensor, new_N: Tensor) -> Tensor:
     if torch.equal(old_N, new_N):
         return q_NK
     factor_N = step_sizes(old_N - new_N)
+    # clamped: a float beyond int32 becomes any number
     return torch.floor(q_NK.double() * factor_N[:, None] + 0.5).clamp_(-(2**30), 2**30).int()
 
 

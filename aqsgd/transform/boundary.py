@@ -52,7 +52,7 @@ from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
 
-CODEC_ID = 33
+CODEC_ID = 33  # in headers; docs/wire_format.md lists all
 BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
@@ -192,7 +192,7 @@ class TransformBoundary:
     def read(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> tuple[list[_Sent], Piece]:
         samples, tokens = plan.shape_BTD[:2]
         steps, piece, finite_B, blocks = self._split(wire, samples)
-        out_BTD[~finite_B.to(out_BTD.device)] = torch.nan
+        out_BTD[~finite_B.to(out_BTD.device)] = torch.nan  # the fault must show at this end, too
         sent = []
         for kind, step, block in zip(KINDS, steps, blocks, strict=True):
             part = self._part(plan, kind, finite_B)
@@ -274,7 +274,7 @@ class TransformBoundary:
         )
         seen = _Seen(some, self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.only(usual(value_NK))[1:])
-        step -= 0 if weight_N is None else 2 * NEUTRAL
+        step -= 0 if weight_N is None else 2 * NEUTRAL  # `coarseness` raises all tokens by as much
         return _fitting(step, choice, y_NK), choice, seen
 
     def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:

@@ -21,13 +21,13 @@ from thinpipe.pipeline.wire.kernels.coefficients import Layout
 
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""
-UNSCALED = 16
+UNSCALED = 16  # in the middle: scales raise a model by 2^-8 to 2^7.5
 LARGEST = 2**28 - 1
 """Of coefficients, so that their differences and small multiples are int32 too."""
 _MASSIVE = 256.0
 """Times what is expected: a dimension counts for no more where the scale of its token is chosen."""
 _COUNTS = struct.Struct("<III")
-_NUMBER_NBYTES = 4
+_NUMBER_NBYTES = 4  # an int32 as it is
 
 
 class Coded(NamedTuple):
@@ -55,7 +55,7 @@ def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> 
     coded = Coded(q_NK, scale_N, model_TK)
     parts = [_coded_scales(scale_N, scales), *_coded_values(coded)]
     counts = [part.numel() for part in parts]
-    if sum(counts) > _NUMBER_NBYTES * q_NK.numel():
+    if sum(counts) > _NUMBER_NBYTES * q_NK.numel():  # so `capacity` holds, whatever the values are
         parts, counts = [q_NK.flatten().view(torch.uint8)], [0, 0, _NUMBER_NBYTES * q_NK.numel()]
         coded = _unscaled(q_NK, model_TK)
     packed = torch.frombuffer(bytearray(_COUNTS.pack(*counts)), dtype=torch.uint8)
@@ -138,9 +138,10 @@ def _as_numbers(wire: Tensor) -> Tensor:
 def _best_scales(q_NK: Tensor, model_K: Tensor, model_TK: Tensor) -> Tensor:
     """For each token the scale (int64) under which magnitudes as large are expected."""
     magnitude_J = logistic.magnitudes().float()
+    # two octaves below at least: dimensions that round to zero would outweigh all others
     weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[logistic.LAST_UNSHIFTED - 8])
     expected_T = magnitude_J[model_TK] @ weight_K
-    between = (expected_T[1:] * expected_T[:-1]).sqrt()
+    between = (expected_T[1:] * expected_T[:-1]).sqrt()  # halfway, by ratio
     found_NK = q_NK.abs().float() * (1 << logistic.MAGNITUDE_BITS) * weight_K
     found_N = found_NK.clamp_max_(_MASSIVE).sum(1)
     return torch.searchsorted(between, found_N)

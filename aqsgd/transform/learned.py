@@ -31,7 +31,7 @@ CHANGE: Kind = 1
 KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
-_LARGEST_COUNTED = 2**15
+_LARGEST_COUNTED = 2**15  # times weights up to 2^20 and 2^12: int64 holds sums over 2^16 tokens
 _SAMPLED = 4  # every fourth token is counted for the models of dimensions
 _START = (31, 19)
 """Models before anything is known, for steps of a tenth of a value and of a whole change."""
@@ -110,6 +110,7 @@ class Learned:
     def commit(self) -> None:
         for kind in KINDS:
             found_K, below_K, here_K, above_K = self._sums[kind]
+            # past halfway to the next model; in whole numbers, so that both ends decide alike
             rises_K = 2 * found_K > here_K + above_K
             falls_K = 2 * found_K < here_K + below_K
             self.model_MK[kind] += rises_K.long() - falls_K.long()
@@ -176,7 +177,7 @@ class Learned:
         dimensions = self.basis.dimensions
         self._scale_tables = [_tables(self._scales_MT[kind]) for kind in KINDS]
         self._choice_tables = [_tables(self._choices_MC[kind]) for kind in KINDS]
-        self._digest = self._computed_digest()
+        self._digest = self._computed_digest()  # once a step, not with each message
         self._new_scales_MT = torch.zeros_like(self._scales_MT)
         self._new_choices_MC = torch.zeros_like(self._choices_MC)
         self._new_pieces: dict[int, bytes] = {}
@@ -195,6 +196,7 @@ def _tables(seen_S: Tensor) -> Tables:
     count_S = seen_S + 1
     spare = (1 << PROBABILITY_BITS) - len(count_S)
     frequency_S = 1 + count_S * spare // int(count_S.sum())
+    # what rounding leaves costs least there; argmax takes the first of equals
     frequency_S[int(frequency_S.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_S.sum())
     return Tables(frequency_S[None].int())
 
@@ -202,7 +204,7 @@ def _tables(seen_S: Tensor) -> Tables:
 def _faded(count_MS: Tensor, new_MS: Tensor) -> Tensor:
     """Counts to which a step's were added; those of kinds that it had none of stay."""
     known_M1 = new_MS.sum(1, keepdim=True) > 0
-    return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)
+    return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)  # halved: the newest count most
 
 
 def _bytes(data: bytes) -> Tensor:

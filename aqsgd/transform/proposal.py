@@ -19,7 +19,7 @@ from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
 _HEAD = struct.Struct("<II")
-_MOST_DROPPED = 20
+_MOST_DROPPED = 20  # as a sender's `_shifts`; what a peer sends beyond counts as this
 _ENTRY_MODEL = 40  # for a mean magnitude of 32 units
 
 

@@ -20,8 +20,8 @@ from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.thread import Worker
 
-PIECE_NBYTES = 256 * 1024
-_LONGEST_SEARCH_S = 60.0
+PIECE_NBYTES = 256 * 1024  # all receives have room for one; 1,600 channels take about ten
+_LONGEST_SEARCH_S = 60.0  # at a process's end; eigenvectors of 1,600 channels take 0.33 s
 _MANY_TOKENS = 1 << 40  # so many that any saving pays
 
 

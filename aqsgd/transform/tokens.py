@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-COARSEST = 7
-SYMBOLS = 32
+COARSEST = 7  # 3 bits, the others of a row's byte being taken (rows.py): steps 11 times as coarse
+SYMBOLS = 32  # 8 steps x 4 shares
 NEUTRAL = 3
 """How coarse a token of usual weight is, where there are weights: others are up to 2.8 times finer
 and 4 times coarser."""
@@ -44,6 +44,7 @@ class Choice(NamedTuple):
 
     def counted(self, held_NK: Tensor) -> Tensor:
         """What counts of cached coefficients (int32)."""
+        # quarters, rounded in whole numbers: both ends must get the same
         return (held_NK * SHARES[self.share_N, None].int() + 2) >> 2
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PER_OCTAVE = 8
-_UNKNOWN = -(2**15)
+_PER_OCTAVE = 8  # 9 % apart, where steps are half octaves apart
+_UNKNOWN = -(2**15)  # int16's least: a gradient of 2^-4096 is no fp32 number
 _TRUST = 0.5
 """Of a ratio of gradients, in octaves. All of it is no better: gradients of one visit, with one
 label, say little of how much an error would matter on average."""

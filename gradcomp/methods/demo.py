@@ -35,7 +35,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.tile_topk import TileTopK
 
-SIDE = 64
+SIDE = 64  # as published; the 4,096 places of a tile fit `TileTopK`'s 12 bits
 REPLICAS_EQUAL = True
 
 

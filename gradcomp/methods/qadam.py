@@ -37,7 +37,7 @@ from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
 _EXACT = Cast("fp32")
-_EPS = 1e-8
+_EPS = 1e-8  # as torch's Adam
 _LEAST = 0.1
 """Of the mean variance of a tensor, what a frozen one is at least. At 0 training diverged: tokens
 not seen in 64 warm-up steps moved without limit

@@ -32,7 +32,7 @@ from thinpipe.pipeline.wire.kernels.reference.uniform import pack, uniform16, un
 from thinpipe.pipeline.wire.uniform import Uniform
 
 _SAMPLE = 8192  # values at most that levels learn from at a time
-_SCALE_NBYTES = 8
+_SCALE_NBYTES = 8  # two fp32 numbers
 
 
 @dataclass(frozen=True)

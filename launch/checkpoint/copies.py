@@ -19,7 +19,7 @@ from thinpipe.launch.host import disk
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
 
-_CHUNK_NBYTES = 2**22
+_CHUNK_NBYTES = 2**22  # in half a minute over 1 Mbit/s, within pipeline.peer_timeout_s
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from thinpipe.launch.host import disk
 
 MANIFEST = "manifest.json"
-_FORMAT = 2
+_FORMAT = 2  # 1 was before saves became one transaction of all machines
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -20,7 +20,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
-_MOMENT_S = 0.1
+_MOMENT_S = 0.1  # by then a look at a lock (`disk.is_locked`) is over
 _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
 
 

@@ -14,10 +14,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.pipeline.comm.errors import TransportError
 
-_POLL_S = 0.02
-_SLOW_POLL_S = 0.2
+_POLL_S = 0.02  # each look is a request to the store, which all ranks share
+_SLOW_POLL_S = 0.2  # from `_SOON_S` on
 _SOON_S = 2.0  # polls are frequent at first, then rare, to spare the store while disks are slow
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # between questions to the relay whether a machine is gone
 
 
 class StoreGather:

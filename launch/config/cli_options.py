@@ -16,7 +16,7 @@ from thinpipe.launch.config.errors import known_keys, remedy
 from thinpipe.launch.host.interfaces import parse_endpoint
 from thinpipe.launch.host.packages import explain
 
-USAGE_ERROR = 2
+USAGE_ERROR = 2  # as of argparse and click
 
 SetOption = Annotated[
     list[str] | None,

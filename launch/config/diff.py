@@ -16,7 +16,7 @@ _MAY_CHANGE = (
     *(f"pipeline.{name}" for name in ("deterministic", "devices_per_rank", "peer_timeout_s")),
 )
 _EPOCHS, _STEPS = "train.epochs", "train.max_steps"
-_MOST = 8
+_MOST = 8  # in one message; of the others it says how many
 
 
 class Change(NamedTuple):

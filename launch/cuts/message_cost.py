@@ -16,7 +16,7 @@ from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
-_REPEATS = 5
+_REPEATS = 5  # and a first one, which loads kernels; the quickest counts
 _CHANGE = 0.1  # relative change of a value between two visits
 _TOKENS = 8  # tokens per channel that a basis is found from
 _DECAY = (1.1, 1.2)

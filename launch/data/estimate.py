@@ -21,7 +21,7 @@ from thinpipe.launch.host.words import format_bytes, format_count
 from thinpipe.pipeline.models.paths import user_path
 
 _LARGE_NBYTES = 64 << 20  # less than this is read as in a run, within a minute
-_HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000
+_HEAD_NBYTES, _HEAD_ROWS = 1 << 20, 100_000  # whichever is read first: rows may be tiny
 _PACKED = 4  # how many times as long text is when it is unpacked, roughly
 
 

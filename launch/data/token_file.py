@@ -27,7 +27,7 @@ from thinpipe.launch.host import disk
 
 _MANIFEST = "manifest.json"
 _PROGRESS = "progress.json"
-_VERSION = 2
+_VERSION = 2  # of the layout: files of another are made again
 _TYPES: Mapping[str, npt.DTypeLike] = {"counts": bool, "types": np.uint8, "targets": np.float64}
 _TRUSTED_S = 3600.0  # for so long a file that does not change is not compared with its digest again
 _MAPPED_NBYTES, _AROUND_NBYTES = 32 << 20, 1 << 20

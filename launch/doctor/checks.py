@@ -11,9 +11,9 @@ from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.net.overlay.membership import PeerList
 from thinpipe.launch.net.ranks.handshake import differences
 
-_SLOW_SHARE = 1 / 3
-_CLOCK_S = 1.0
-_FAR_S = 0.005
+_SLOW_SHARE = 1 / 3  # of the median rate; slower links get a warning
+_CLOCK_S = 1.0  # a warning: logs do not match; runs need no equal clocks
+_FAR_S = 0.005  # from this round trip on relays use BBR, or else padding (overlay/links)
 _BUFFER_SHARE = 0.35
 """Share of a socket buffer's limit that is usable for data in flight: 4 MB limited one stream to
 200 Mbit/s at a round trip of 100 ms, which is 2.5 MB."""

@@ -23,10 +23,10 @@ from thinpipe.launch.memory.rows import free
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share, check_room
 
-_DIGITS, _LEAST = 3, 1e-3
+_DIGITS, _LEAST = 3, 1e-3  # behind the point; rounded to 0 a number would not be read back
 MEASURING_S = 300.0
 """How long other hosts may take to measure theirs."""
-_SOON_DAYS = 14
+_SOON_DAYS = 14  # to copy a new key to all machines
 _SYSCTL = Path("/proc/sys/net/ipv4")
 
 

@@ -16,9 +16,9 @@ from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.ranks.network import HostNetwork
 
-_PAUSE_S = 5.0
-_CONNECT_S = 3.0
-_POLL_S = 0.05
+_PAUSE_S = 5.0  # at least, between two lines of progress
+_CONNECT_S = 3.0  # a lost SYN is sent again after 1 s; a firewall that drops it never answers
+_POLL_S = 0.05  # short against the second that a link is measured
 _MTU_OF = {
     socket.AF_INET: (socket.IPPROTO_IP, 14),
     socket.AF_INET6: (socket.IPPROTO_IPV6, 24),

@@ -5,8 +5,8 @@ import os
 import sys
 
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_KEPT_NBYTES, _RETURNED_NBYTES = 1 << 30, 1 << 20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_KEPT_NBYTES, _RETURNED_NBYTES = 1 << 30, 1 << 20  # the functions below say what each is for
 
 
 def keep_freed_memory() -> bool:

@@ -2,10 +2,10 @@
 
 import re
 
-MIN_RATE_BPS = 8_000.0
+MIN_RATE_BPS = 8_000.0  # a frame takes 1.5 s
 MAX_RATE_BPS = 30e9
 """tbf stores 32-bit bytes per second, and a core forwards about this much anyway."""
-MAX_DELAY_S = 10.0
+MAX_DELAY_S = 10.0  # what is under way is in the relay's RAM (lab/sandbox.py): at 1 Gbit/s 1.25 GB
 MTU = 1500
 FRAME_BYTES = MTU + 14
 PAYLOAD_SHARE = 1448 / FRAME_BYTES

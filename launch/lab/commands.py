@@ -20,11 +20,11 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.ranks import ENDING, STOPPING, ProcessMonitor
 from thinpipe.launch.net.overlay import keys
 
-NOT_FOUND, NOT_EXECUTABLE = 127, 126
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells have it
 _INTERRUPT_GRACE_S = 60.0
 """For a command that saves its work: SIGTERM would be a second signal, which ends a run at once."""
-_KEPT_LINES = 20
-_LONGEST_LINE = 65536
+_KEPT_LINES = 20  # of each host that is not shown; printed if it fails
+_LONGEST_LINE = 65536  # what has no newline by then is cut, so that it does not pile up in RAM
 
 
 class StoppedError(Exception):
@@ -116,7 +116,7 @@ def _start_piped(
     inputs = [os.open(os.devnull, os.O_RDONLY), *(send for _, send in pipes)]
     pid = network.start(host, partial(start, host, inputs=inputs))
     monitor.process(host, pid)
-    for descriptor in inputs:
+    for descriptor in inputs:  # the host has copies: with these open, no pipe would end
         os.close(descriptor)
     for (receive, _), sink in zip(pipes, sinks, strict=True):
         monitor.stream(receive, sink)
@@ -133,7 +133,7 @@ def _exec(
     """Run in a host: exec the command; `inputs` replace stdin, stdout and stderr."""
     for target, descriptor in enumerate(inputs):
         os.dup2(descriptor, target)
-    variables = {"PYTHONUNBUFFERED": "1", KEY_FILE: str(key)} | os.environ
+    variables = {"PYTHONUNBUFFERED": "1", KEY_FILE: str(key)} | os.environ  # the user's own count
     variables |= environment(host, network.hosts)
     arguments = [substitute(argument, host) for argument in command]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; commands expect it

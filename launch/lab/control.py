@@ -22,11 +22,11 @@ from thinpipe.launch.lab.spec import NetworkSpec
 
 _NAME = "thinpipe-shaped-"
 _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix
-_LARGEST = 65536
+_LARGEST = 65536  # of one packet (SOCK_SEQPACKET): what is longer is cut off, and no JSON then
 _TIMEOUT_S = 60.0
 """Guards against hanging: a run may still be building its network, on a busy machine."""
 _CLIENT_S = 5.0  # how long other clients wait for one that has connected and sends nothing
-_MOST_PAIRS = 6
+_MOST_PAIRS = 6  # in one line; of more it says how many
 
 
 class Change(BaseModel):
@@ -40,7 +40,7 @@ class Change(BaseModel):
 
 def listen(run: int) -> socket.socket:
     """Listen for changes to a run, in the network namespace this process is in."""
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages apart
     server.bind(f"\0{_NAME}{run}")
     server.listen()
     return server
@@ -52,7 +52,7 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
     with client:
         client.settimeout(_CLIENT_S)
         size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack(
+        _, uid, _ = struct.unpack(  # struct ucred
             "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
         try:
@@ -63,7 +63,7 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
 
 
 def _reply(message: bytes, uid: int, apply: Callable[[Change], NetworkSpec]) -> dict[str, str]:
-    if uid != os.geteuid():
+    if uid != os.geteuid():  # an abstract socket has no permissions: anybody here can connect
         return {"error": "this run belongs to another user"}
     try:
         return {"done": describe(apply(Change.model_validate_json(message)))}

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 
+# linux/sched.h
 NEW_MOUNT = 0x00020000
 NEW_UTS = 0x04000000
 NEW_IPC = 0x08000000
@@ -15,6 +16,7 @@ NEW_NET = 0x40000000
 SHARED = (("user", NEW_USER), ("mnt", NEW_MOUNT), ("ipc", NEW_IPC), ("pid", NEW_PID))
 """Namespaces that all hosts share, in the order to enter them; net and uts are each host's own."""
 
+# sys/mount.h, linux/prctl.h
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
@@ -69,6 +71,7 @@ def unmount(folder: str) -> None:
 
 def die_with_parent(parent_pidfd: int) -> None:
     """Have the kernel kill this process when its parent, `parent_pidfd`, exits for any reason."""
+    # the parent by pidfd: across pid namespaces getppid() is 0, and numbers are used again
     _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
     if has_ended(parent_pidfd):  # before prctl
         os._exit(1)
@@ -81,6 +84,7 @@ def has_ended(pidfd: int) -> bool:
 
 def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
     name = kind.encode() if kind else None
+    # flags are an unsigned long; a plain number would be passed as an int
     result = _libc.mount(source.encode(), target.encode(), name, ctypes.c_ulong(flags), None)
     _check(f"mount {target}", result)
 

@@ -73,6 +73,7 @@ def mount_names(hosts: int) -> None:
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]
     files = {
         "/etc/hosts": "\n".join(lines) + "\n",
+        # nobody listens there: a look-up is refused at once
         "/etc/resolv.conf": "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n",
     }
     folder = tempfile.mkdtemp(prefix="thinpipe-shaped-")
@@ -82,7 +83,7 @@ def mount_names(hosts: int) -> None:
             continue
         source = Path(folder, os.path.basename(target))
         source.write_text(text, encoding="utf-8")
-        source.chmod(0o644)
-        linux.bind(str(source), os.path.realpath(target))
+        source.chmod(0o644)  # whatever the umask is
+        linux.bind(str(source), os.path.realpath(target))  # resolv.conf is often a link
     linux.unmount(folder)  # the bound files stay; nothing is left on the disk
     os.rmdir(folder)

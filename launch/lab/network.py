@@ -19,8 +19,8 @@ from thinpipe.launch.lab.spec import NetworkSpec
 
 T = TypeVar("T")
 
-_MESSAGE_BYTES, _MOST_DESCRIPTORS = 65536, 253
-_CLOSE_S = 10.0
+_MESSAGE_BYTES, _MOST_DESCRIPTORS = 65536, 253  # room for a traceback; the kernel's SCM_MAX_FD
+_CLOSE_S = 10.0  # then the supervisor is killed, and with it all hosts
 
 
 class HostError(ShapedError):
@@ -48,7 +48,7 @@ class ShapedNetwork:
         self.spec = spec
         """The network as created, with the rates that this process has set since."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs:  # closed here, so that the end of the sandbox is seen
             self._supervisor = _start_supervisor(spec, theirs.fileno())
         descriptors = self._receive_descriptors()
         shared = len(descriptors) - 2 * spec.hosts
@@ -171,7 +171,7 @@ def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int
         answer, code = traceback.format_exc().encode(), 1
     with open(send, "wb") as pipe:
         pipe.write(answer)
-    sys.stdout.flush()
+    sys.stdout.flush()  # the process ends by _exit, which flushes nothing
     sys.stderr.flush()
     return code
 

@@ -19,8 +19,8 @@ GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 STOPPING = (*ENDING, signal.SIGINT)
-_CHUNK = 65536
-_DRAIN_S = 2.0
+_CHUNK = 65536  # as much as a pipe holds
+_DRAIN_S = 2.0  # for the last output: what a command has left running may print on
 
 Namespaces = Sequence[tuple[int, int]]
 """(descriptor, flag) of the namespaces to enter, in this order."""
@@ -32,7 +32,7 @@ def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
     Returns the process to wait for, a proxy of the one inside (only a new child can be in another
     pid namespace): it forwards SIGTERM and exits with the same code, 128 + n for signal n.
     """
-    sys.stdout.flush()
+    sys.stdout.flush()  # else what is buffered is printed by the child, too
     sys.stderr.flush()
     with warnings.catch_warnings(), held(STOPPING):
         # other threads hold no lock that the child could need
@@ -66,7 +66,7 @@ def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
                 signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-            os._exit(body())
+            os._exit(body())  # not the exit handlers of the process that forked it
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to that process too
         for signum in ending:
             signal.signal(signum, forward)
@@ -95,6 +95,7 @@ class ProcessMonitor:
 
     def process(self, host: int, pid: int) -> None:
         self._alive[host] = pid, os.pidfd_open(pid)
+        # a pidfd is readable once its process has ended
         self._selector.register(self._alive[host][1], selectors.EVENT_READ, (self._reap, host))
 
     def stream(self, descriptor: int, take: Callable[[bytes], None]) -> None:

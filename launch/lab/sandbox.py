@@ -28,14 +28,15 @@ from thinpipe.launch.lab.names import host_mac, mount_names
 from thinpipe.launch.lab.requirements import needs
 from thinpipe.launch.lab.spec import NetworkSpec
 
+# linux/if_packet.h, linux/socket.h, asm-generic/socket.h, linux/if_ether.h
 PACKET_VNET_HDR = 15
 PACKET_IGNORE_OUTGOING = 23
 _SOL_PACKET = 263
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _ETH_P_ALL = 3
-_LARGEST_FRAME = 70_000
-_BUFFER_BYTES = 16 << 20
-_BATCH = 64
+_LARGEST_FRAME = 70_000  # 64 KiB of a segment (GSO), and headers; recv would cut off more
+_BUFFER_BYTES = 16 << 20  # 0.13 s at 1 Gbit/s, while other processes keep the relay waiting
+_BATCH = 64  # frames of a port; then what is due is sent, and others have their turn
 _MAC = slice(10, 16)  # position of the destination address: after 10 bytes of offload header
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     owner, owner_socket = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     spec: NetworkSpec = pickle.load(sys.stdin.buffer)
     owner_pidfd, own_pidfd = os.pidfd_open(owner), os.pidfd_open(os.getpid())
-    if os.getppid() != owner:
+    if os.getppid() != owner:  # it has ended: its number may be another's, and so the pidfd
         sys.exit(1)
     run = os.getpid()
     server = control.listen(run)
@@ -55,9 +56,9 @@ def main() -> None:
         sys.exit(1)
     inside = os.fork()
     if inside == 0:
-        linux.die_with_parent(own_pidfd)
+        linux.die_with_parent(own_pidfd)  # and with process 1 all of its namespace
         _run_inside(spec, owner_socket, server=server, run=run, with_user=with_user)
-    owner_socket.close()
+    owner_socket.close()  # else the owner would not see an end if the child dies
     select.select([owner_pidfd, os.pidfd_open(inside)], [], [])
     os.kill(inside, signal.SIGKILL)
     os.waitpid(inside, 0)
@@ -74,7 +75,7 @@ def _isolate() -> bool:
         pass
     try:
         linux.unshare(kinds | linux.NEW_USER)
-        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")  # else gid_map is refused
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="utf-8")
         Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="utf-8")
     except OSError as error:
@@ -104,7 +105,7 @@ def _run_inside(
     descriptors += [fd for host in hosts for fd in (host.net_fd, host.uts_fd)]
     socket.send_fds(owner, [b"ready"], descriptors)
     _serve(spec, hosts, servers, until=[owner.fileno(), *relay])
-    os._exit(0)
+    os._exit(0)  # as process 1: the kernel ends all others
 
 
 def _build(spec: NetworkSpec) -> list[Host]:
@@ -178,7 +179,7 @@ def open_port(interface: str) -> socket.socket:
     with needs("packet"):
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         port.setsockopt(_SOL_PACKET, PACKET_VNET_HDR, 1)
-        port.setsockopt(_SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+        port.setsockopt(_SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)  # else what it sends comes back
     for usual, beyond_limit in (
         (socket.SO_RCVBUF, _SO_RCVBUFFORCE),
         (socket.SO_SNDBUF, _SO_SNDBUFFORCE),
@@ -186,7 +187,7 @@ def open_port(interface: str) -> socket.socket:
         port.setsockopt(socket.SOL_SOCKET, usual, _BUFFER_BYTES)
         with suppress(PermissionError):  # a normal user gets the system's limit
             port.setsockopt(socket.SOL_SOCKET, beyond_limit, _BUFFER_BYTES)
-    port.bind((interface, _ETH_P_ALL))
+    port.bind((interface, _ETH_P_ALL))  # last: from here on it receives
     port.setblocking(False)
     return port
 
@@ -234,7 +235,7 @@ class Relay:
             if target is None:  # hosts know each other's addresses; other frames are dropped
                 continue
             due = time.monotonic() + self._delay_s.get((source, target), 0.0)
-            self._count += 1
+            self._count += 1  # of equal times the first goes first
             heapq.heappush(self._waiting, (due, self._count, target, frame))
 
 

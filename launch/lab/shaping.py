@@ -15,8 +15,8 @@ from thinpipe.launch.lab.spec import NetworkSpec
 
 QUEUE_S = 0.05
 """Length of a full queue in seconds; further packets are dropped."""
-_BURST_S, _LARGEST_BURST = 0.0004, 16384
-_DEFAULT_GSO = 65536
+_BURST_S, _LARGEST_BURST = 0.0004, 16384  # 16 KiB from 328 Mbit/s on; see `gso_bytes`
+_DEFAULT_GSO = 65536  # the kernel's default of gso_max_size
 _HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
 """htb's handle; its classes: the whole host, towards host 0, everything else."""
 _BASE_BPS = 8_000.0
@@ -75,6 +75,7 @@ class Shaper:
 
     def _switch(self, old: Shape | None, shape: Shape) -> None:
         size = gso_bytes(shape.slowest_bps())
+        # first: a segment larger than its bucket costs ten times as much
         self._ip.link("set", index=self._interface, gso_max_size=size)
         before = None if old is None else _structure(old)
         # a packet that is queued now may not fit into a smaller bucket, and would wait forever
@@ -130,7 +131,7 @@ class Shaper:
             ceil=int(ceil_bps / 8),
             burst=FRAME_BYTES if rate_bps < ceil_bps else burst_bytes(ceil_bps),
             cburst=burst_bytes(ceil_bps),
-            quantum=_LARGEST_BURST,
+            quantum=_LARGEST_BURST,  # htb's own, a tenth of the rate, may be less than a frame
         )
 
     def _leaf(self, verb: str, minor: int, bps: float) -> None:
@@ -138,7 +139,7 @@ class Shaper:
         self._tc(
             "replace",
             "tbf",  # only as a queue with a length in bytes: its rate never delays a packet
-            (0x1000 | minor) << 16,
+            (0x1000 | minor) << 16,  # a major number of its own: 1 is the root's
             parent=_HANDLE | minor,
             rate=int(MAX_RATE_BPS / 8),
             burst=2 * _DEFAULT_GSO,
@@ -151,8 +152,9 @@ class Shaper:
             "u32",
             parent=_HANDLE,
             prio=10,
-            protocol=0x0800,
+            protocol=0x0800,  # ETH_P_IP
             target=_HANDLE | minor,
+            # IPv4 has the destination at byte 16
             keys=[f"0x{socket.inet_aton(host_address(host)).hex()}/0xffffffff+16"],
         )
 

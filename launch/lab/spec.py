@@ -8,7 +8,7 @@ from pathlib import Path
 from thinpipe.launch.host.links import Pair, links, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
 
-MAX_HOSTS = 64
+MAX_HOSTS = 64  # two descriptors each: 124 would fit the message that brings them (network.py)
 
 Rates = tuple[float | None, ...]
 

@@ -15,7 +15,7 @@ from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _SHAPES = ((1024, 256), (1024,), (256, 512))
-_STEPS = 4
+_STEPS = 4  # or the whole periods that have as many, of a method that exchanges now and then
 _TRAIN = TrainConfig()
 
 

@@ -38,7 +38,7 @@ from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
 from thinpipe.pipeline.wire.told import DIRECTIONS
 
-_SHOWN = 5
+_SHOWN = 5  # layouts, the chosen one among them
 
 
 def plan(  # noqa: PLR0913  # one parameter per option

@@ -19,7 +19,7 @@ from thinpipe.pipeline.wire.told import ComputeEvent
 
 _COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}
-_US = 1e6
+_US = 1e6  # Perfetto's unit
 
 
 def trace(

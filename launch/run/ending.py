@@ -22,7 +22,7 @@ from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.restarts import refuse_restarts
 from thinpipe.launch.net.ranks.session import PeerError, TerminatedError, speaks
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, INTERRUPTED = 1, 130  # 128 + SIGINT, as shells have it
 
 OURS = (ConfigError, CheckpointError, HandshakeError)
 """Errors whose message says it all."""

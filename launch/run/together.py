@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.comm.errors import TransportError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # mostly all come at once; doubled
 _REMEMBERED = 8
 """Of a rank's last calls: it cannot be further ahead of one that it will have to wait for."""
 

@@ -44,7 +44,7 @@ _BOUNDARY_TRAINED = """\
 [[boundary]]                # what crosses the cuts; `thinpipe plan` recommends steps for a link
 forward = { kind = "transform" }           # how a sample's activations changed since last time
 backward = { kind = "transform" }          # and its gradients; both take memory at both ends"""
-_MOST_STAGES = 4
+_MOST_STAGES = 4  # or as many as there are cores: on one machine others only take turns
 
 
 def init(

@@ -38,7 +38,7 @@ _SEPARATED = "prompt"
 _LENGTHS = (128, 64, 32, 16, 8)  # of sequences, the first for which there is enough text
 _NEARLY, _MOST_CONTEXT = 0.95, 1024
 """Share of conversations that fit; the longest context of a new model."""
-_BATCH = 16
+_BATCH = 16  # or all samples, if there are fewer
 
 
 @dataclass

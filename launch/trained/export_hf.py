@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 ExportDtype = Literal["source", "fp32", "bf16"]
 ExportFormat = Literal["hf", "peft", "safetensors"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SHARD_NBYTES = 4 * 10**9
+_SHARD_NBYTES = 4 * 10**9  # a larger tensor has a file of its own
 _SETTINGS = ("generation_config.json", "LICENSE*")
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),

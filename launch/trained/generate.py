@@ -21,7 +21,7 @@ from thinpipe.pipeline.batch import IGNORED_TARGET
 if TYPE_CHECKING:
     from thinpipe.launch.data.tokenizer import Tokenizer
 
-_CONTEXT_TOKENS = 16
+_CONTEXT_TOKENS = 16  # decoded again with each token, so not the whole text
 _SHOWN_TOKENS = 48  # of a sample at the end of a run
 _MOST_PARAMETERS = 50e6  # of a model that is sampled unasked: reading and running takes seconds
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-_POLL_S = 0.02
+_POLL_S = 0.02  # so late a loss is noticed; `_WOKEN_S` of elastic/generations.py is three of these
 
 _T = TypeVar("_T")
 _is_over: Callable[[], bool] | None = None

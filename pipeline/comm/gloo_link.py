@@ -18,7 +18,7 @@ from thinpipe.pipeline.comm.abandoned import abandonable
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.wire.pinned import host_bytes
 
-MAX_MICROBATCHES = 4096
+MAX_MICROBATCHES = 4096  # 12 bits of a tag: 18 of a channel and one of the pass fill an int32
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 DropoutMasks = Literal["random", "repeated"]
 DropoutSite = Literal["embedding", "attention", "mixed", "feed_forward"]
 
-_WORD = 1 << 32
+_WORD = 1 << 32  # words of 32 bits; numbers from half of it on are negative in int32
 
 
 class Dropout(nn.Module):

@@ -22,7 +22,7 @@ from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
 from thinpipe.pipeline.models.kind import Checkpointing, TokenModel, check_range
 
-_INIT_STD = 0.02
+_INIT_STD = 0.02  # as GPT-2
 _EMBEDDING_NAME = "token_embedding.weight"
 _HEAD_NAME = "head.weight"
 

@@ -6,8 +6,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-CHECKSUM_NBYTES = 8
-_PIECE = 1 << 20
+CHECKSUM_NBYTES = 8  # XXH3-64
+_PIECE = 1 << 20  # values that are in fp32 at a time: 4 MiB
 _LAYOUT = struct.Struct("<Q")
 
 

@@ -133,7 +133,7 @@ class SparseCodec:
 
     @cached_property
     def _share(self) -> Fraction:
-        return Fraction(self.fraction).limit_denominator(10**6)
+        return Fraction(self.fraction).limit_denominator(10**6)  # as it was written: 0.1 is 1 / 10
 
     @cached_property
     def _values(self) -> Cast | Uniform:

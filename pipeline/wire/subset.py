@@ -26,9 +26,9 @@ from torch import Tensor
 from thinpipe.pipeline.wire.kernels import load
 from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
 
-RUN = 64
-_ROUNDS = 6
-_LARGEST_WINDOW = 1000
+RUN = 64  # four cache lines of fp32, two of bf16
+_ROUNDS = 6  # of the Feistel network; an even number, as a word of Philox is two keys
+_LARGEST_WINDOW = 1000  # steps; fractions that need a longer one are rejected
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.pinned import brought_to
 
-TILE = 4096
-_HEAD = 5
-_BINS = 4
+TILE = 4096  # indices have 12 bits
+_HEAD = 5  # fp32 numbers: a mean and the centroids
+_BINS = 4  # codes of 2 bits
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
 
-_PART_NBYTES = 4 << 20
+_PART_NBYTES = 4 << 20  # in RAM at a time, however large the file
 _REMEMBERED_NBYTES = 64 << 20
 """Smaller files are read faster than what is remembered of them is looked up and trusted."""
 _LONGEST_WAIT_S = 300.0  # for another process that reads the same file: 300 GB at 1 GB/s

@@ -15,8 +15,8 @@ _MAGIC: tuple[tuple[bytes, Compression], ...] = (
     (b"\x1f\x8b", "gzip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
 )
-_HEAD_NBYTES = 1 << 16
-_BLOCK_NBYTES = 1 << 20
+_HEAD_NBYTES = 1 << 16  # what a file's kind is told by
+_BLOCK_NBYTES = 1 << 20  # in RAM at a time, however large the file
 
 
 def compression_of(file: Path) -> Compression:

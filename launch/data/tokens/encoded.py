@@ -13,7 +13,7 @@ from thinpipe.launch.data.token_file import TokenFile, TokenWriter, rejections, 
 from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
 
-_VERSION = 2
+_VERSION = 2  # of how rows become tokens: another one makes all files again
 _FIRST = 64  # rows whose tokens say how many there will be
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from thinpipe.launch.host.words import format_bytes, format_duration
 
 _log = logging.getLogger(__name__)
-_FIRST_S, _EVERY_S = 2.0, 10.0
+_FIRST_S, _EVERY_S = 2.0, 10.0  # what is over sooner says nothing
 
 
 class Progress:

@@ -24,10 +24,10 @@ from thinpipe.launch.host.words import format_bytes
 _log = logging.getLogger(__name__)
 _TOKENS, _ROWS = "tokens", "rows"
 """Folders of the cache; the second has copies of rows that version 0.2 made."""
-_POLL_S = 0.05
+_POLL_S = 0.05  # so late it is noticed that another process is done
 _SILENT_S = 300.0
 """A process that makes something shows every few seconds that it lives; else it is stuck."""
-_ALIVE_S = 5.0
+_ALIVE_S = 5.0  # sixty signs of life before others think that this process is stuck
 _UNUSED_S = 30 * 86400.0
 """What no run has opened for so long is removed when something else is made."""
 

@@ -13,7 +13,7 @@ from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, Steps, res
 
 ADDRESS = "THINPIPE_OVERLAY"
 """Environment variable: where ranks find the relay's socket."""
-_LONGEST, _LIMIT_S = 1 << 20, 10.0
+_LONGEST, _LIMIT_S = 1 << 20, 10.0  # of a request; who says more or is slower is hung up on
 
 
 class OverlayError(RuntimeError):

@@ -10,7 +10,7 @@ from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.links.tcp import Segments
 from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
 
-_PROBE_S = 3.0
+_PROBE_S = 3.0  # the host waits for it, `_WELCOME_S` (joining.py) at most; firewalls never answer
 
 
 class Coordinator:
@@ -57,6 +57,7 @@ class Coordinator:
             enter(reachable=False)
             return
         probe = Hello(purpose="probe", name=self._membership.name)
+        # of the smallest segments: large packets may be dropped, and only an answer counts
         steps = connect((source, hello.port), self._context, lambda: probe, Segments(level=-1))
 
         def reached(found: tuple[ssl.SSLSocket, Hello]) -> None:

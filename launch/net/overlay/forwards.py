@@ -14,7 +14,7 @@ from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 
 LOOPBACK = "127.0.0.1"
 _STORE = 0  # the port that stands for the store's on the coordinator's host
-_SWEEP_S = 5.0
+_SWEEP_S = 5.0  # a sweep looks at every owner; meanwhile its port only lingers
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Forwards:
             return
         self._swept_s = now_s
         for port, owners in list(self._exposed.items()):
-            if not any(map(psutil.pid_exists, owners)):
+            if not any(map(psutil.pid_exists, owners)):  # who was killed has taken nothing back
                 del self._exposed[port]
         for key, forwarded in list(self._forwarded.items()):
             if not any(map(psutil.pid_exists, forwarded.owners)):

@@ -20,7 +20,7 @@ from thinpipe.launch.net.overlay.membership import PeerList
 
 REPEAT_S = 2.0
 """How often the coordinator says who has come, news or not."""
-_AGAIN_S = 0.5
+_AGAIN_S = 0.5  # the coordinator may be started after the others
 _WELCOME_S = 10.0
 """The coordinator looks whether it can reach a host before it answers."""
 _STALE_S = 8.0

@@ -20,9 +20,9 @@ from thinpipe.launch.net.overlay.links.handshake import RUN_NAME
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _CLOCK_TOLERANCE = datetime.timedelta(days=2)
-DAYS = 365
+DAYS = 365  # `thinpipe doctor` warns two weeks before the end
 NEW_KEY = "thinpipe key new run.key"
-_OTHERS = 0o077
+_OTHERS = 0o077  # permissions of group and others
 _ELSEWHERE = (
     "this file system does not keep modes: keep the key on one that does, such as your home "
     "folder, and name it with network.key_file or THINPIPE_KEY_FILE"
@@ -88,6 +88,7 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         ValueError: the file is missing, readable by others, or not a key.
     """
     _check_file(path)
+    # the last certificate is the run's, also in the key of a machine
     authority = _BEGIN + path.read_text(encoding="utf-8").rpartition(_BEGIN)[2]
     found = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
@@ -175,6 +176,7 @@ def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, byte
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _CLOCK_TOLERANCE)
         .not_valid_after(now + datetime.timedelta(days=days))
+        # the key of a machine signs no others
         .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), True)
         .sign(signing, hashes.SHA256())
     )
@@ -185,6 +187,7 @@ def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, byte
 
 def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> None:
     try:
+        # private from the start: a chmod comes too late
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise KeyFileError(
@@ -192,7 +195,7 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
         ) from None
     except OSError as error:
         raise KeyFileError(explain(error)) from None
-    own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS
+    own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS  # vfat ignores the mode
     try:
         with os.fdopen(descriptor, "wb") as file:
             if not own:

@@ -18,7 +18,7 @@ from thinpipe.launch.net.overlay.control import Client, OverlayError
 from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 from thinpipe.launch.net.overlay.settings import Settings
 
-_END_S = 4.0
+_END_S = 4.0  # twice what a relay takes (`_LEAVE_S` in relay.py), then it is killed
 _RUN_GONE_S = 30.0
 """A run that does not answer for so long needs no machine any more."""
 
@@ -41,6 +41,7 @@ class Overlay:
         text = settings.model_copy(update={"socket": self.socket}).model_dump_json()
         with theirs:
             self._process = subprocess.Popen(
+                # -P: files of the current folder must not be taken for modules
                 [sys.executable, "-P", "-m", "thinpipe.launch.net.overlay.relay", text],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ def open_ports(
     store = PrefixStore("ports", store)
     number = client.ask("own_number")
     for port in ports.values():
-        client.ask("expose", port=port)
+        client.ask("expose", port=port)  # before others hear of it
     store.set(str(rank), json.dumps([number, ports]))
     others = [str(other) for other in range(world) if other != rank]
     if others:

@@ -35,8 +35,8 @@ from thinpipe.launch.net.overlay.links.loop import READ, Loop
 from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
 from thinpipe.launch.net.overlay.settings import Settings
 
-_LEAVE_S = 2.0
-_MOST_TOLD = 10
+_LEAVE_S = 2.0  # for the last bytes: a peer that takes none must not hold this host up
+_MOST_TOLD = 10  # different refusals: strangers must not fill the launcher's terminal
 
 
 class Relay:
@@ -71,7 +71,7 @@ class Relay:
         self._loop.ticks.append(self._tick)
 
     def run(self) -> None:
-        parent = socket.socket(fileno=os.dup(0))
+        parent = socket.socket(fileno=os.dup(0))  # readable once the launcher ends, however it does
         self._loop.watch(parent, READ, lambda _: self._leave(parent))
         Server(self._loop, self._handle).listen(self._settings.socket)
         if self._settings.coordinator is None:
@@ -156,7 +156,8 @@ class Relay:
                 self._add_link(peer_list, number)
             elif before is not None and before.hosts[number].instance != host.instance:
                 self._links[host.name].give_up("was started again")
-                self._links[host.name].attempt = 0
+                self._links[host.name].attempt = 0  # its relay counts from 1 again
+        # once links are there: ranks ask for ports as soon as they hear of it
         _report("joined", peer_list=peer_list.model_dump(), name=self._settings.name)
         if self._coordinator is not None and before is not None:
             for link in self._links.values():
@@ -178,7 +179,7 @@ class Relay:
         link = self._links[peer] = Link(
             self._loop,
             peer,
-            first_stream=int(peer_list.index(own) > number),
+            first_stream=int(peer_list.index(own) > number),  # even at one end, odd at the other
             patience_s=self._settings.patience_s,
             exposed=self._forwards.exposed,
             on_peer_list=lambda data: self._take_peer_list_from(peer, data),
@@ -384,7 +385,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its parent
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # streams and strangers take one each
     try:
         Relay(Settings.model_validate_json(sys.argv[1])).run()
     except ValueError as error:

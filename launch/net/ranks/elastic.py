@@ -30,7 +30,7 @@ from thinpipe.launch.net.ranks.network import HostNetwork, one_machine
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
-_LOCAL_JOIN_S = 60.0
+_LOCAL_JOIN_S = 60.0  # one machine waits for no other; its own store may be slow to open
 _LEFT_OUT = "this machine was lost, and the run goes on without it; --join brings it back"
 
 

@@ -14,7 +14,7 @@ from thinpipe.launch.net.ranks.store import await_key
 _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
 _OWN_ACCOUNT_S = 0.2  # how long the main thread may take to say more, if it has noticed too
-_STUCK_S = 10.0
+_STUCK_S = 10.0  # a main thread inside gloo may never return
 _SETTLE_S = 20.0
 """Beyond the time that ranks wait for each other: they notice a loss first, then settle it."""
 _FIRST = "1"

@@ -20,7 +20,7 @@ from thinpipe.pipeline.comm.transport import Transport
 
 _READ_WAIT_S = 60.0
 """How long ranks may take to read what others sent: a busy machine may stall one."""
-_POLL_S = 0.02
+_POLL_S = 0.02  # each look is a request to the store, which all ranks share
 _SAY_S, _SAY_LATE_S = 2.0, 30.0
 """When ranks say for whom they wait: alone, and where their agents have met before."""
 _GONE = (

@@ -43,8 +43,8 @@ from thinpipe.launch.net.ranks.stopping import Stop
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
 _Come = tuple[Any, int, str]  # what sorts a host, the number of its post, and its name
-_POLL_S = 0.05
-_LEAVE_S = 5.0
+_POLL_S = 0.05  # each look is a few requests to the store, which all machines share
+_LEAVE_S = 5.0  # for launchers that still read there why the run ended
 _SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
 """When hosts that wait at a restart say for whom: others come within a moment."""
 _LOOK_S = 1.0  # how often a running host looks whether another one has come again

@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.store import connect_store
 STOPPED = "the run was asked to stop"
 """Why there are no restarts after that."""
 _REFUSED = "refused for good"
-_STORE_S = 5.0
+_STORE_S = 5.0  # to connect; else agents restart the run, and it is refused again
 _LAST = "last session"
 _NO_RANK = "no rank said why: a machine was started again, or its ranks ended before they joined"
 

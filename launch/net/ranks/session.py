@@ -42,9 +42,9 @@ from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.header import DesyncError
 
-_TERMINATION_GRACE_S = 5.0
+_TERMINATION_GRACE_S = 5.0  # before there is anything to save; then it is checkpoint.grace_s
 _BEFORE = "before"
-_CONNECT_S = 60.0
+_CONNECT_S = 60.0  # to a store that is there: only a busy machine takes long
 _ANSWER_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_ALL)

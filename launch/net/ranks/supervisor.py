@@ -19,8 +19,8 @@ from thinpipe.launch.net.ranks.store import connect_store
 
 DESCRIPTOR = "THINPIPE_SUPERVISOR"
 """Environment variable: where a rank says how its supervisor finds the run's failures."""
-_REPORT_S = 5.0
-_LOOK_S = 2.0
+_REPORT_S = 5.0  # to connect; other ranks wait as long for a cause (`_CAUSE_S` in failures.py)
+_LOOK_S = 2.0  # short against `_HANGS_S`; each look is a request to the store
 _HANGS_S = 10.0
 """From when the others go on without a rank until it is killed, if it has not ended."""
 _VMSTAT = Path("/proc/vmstat")

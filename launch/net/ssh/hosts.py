@@ -12,7 +12,7 @@ from thinpipe.launch.config.network import NAME, as_name
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 
-_RENDEZVOUS_PORT = 29500
+_RENDEZVOUS_PORT = 29500  # torch's own for MASTER_PORT
 _OF_RUNS = {"run", "model", "pipeline", "data", "train"}
 _ALIAS_S = 10.0  # how long ssh may take to read its configuration, which can run commands
 

@@ -12,11 +12,11 @@ from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.net.ssh.commands import CONNECTED, GRACE_S
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 
-INTERRUPTED = 130
-SSH_FAILED, _NOT_FOUND = 255, 127
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own; a shell's without the command
 _REPORT_S = 3.0  # how long the other machines may report a failure before they are ended
 _END_S = GRACE_S + 5.0
-_POLL_S = 0.05
+_POLL_S = 0.05  # so late a machine's failure is noticed
 
 
 def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> int:

@@ -29,7 +29,7 @@ from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
-_TIMES = (1, 2, 4)
+_TIMES = (1, 2, 4)  # of the run file's microbatches; each is a search of its own
 _REFINED = 3  # variants that are searched with all rounds, the best first
 _SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
 _WORTH = 0.99

@@ -17,8 +17,8 @@ from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
-SMOOTH = 0.3
-_NO_LIMIT = 1 << 40
+SMOOTH = 0.3  # weight of means: few swaps change the maximum, which alone would guide none
+_NO_LIMIT = 1 << 40  # more than there are microbatches
 _MISFIT_S = 1e9  # added for each device with too little memory
 
 

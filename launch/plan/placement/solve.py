@@ -23,18 +23,18 @@ from thinpipe.launch.plan.placement.starts import greedy_layout, tiled_layouts
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 
-ROUNDS = 8
-_MOVES_PER_DEVICE = 3000
-_MOST_MOVES = 600_000
+ROUNDS = 8  # 10 s for 64 devices, 50 s for 256; two found layouts as good there
+_MOVES_PER_DEVICE = 3000  # of a round
+_MOST_MOVES = 600_000  # from 200 devices on, so that time grows no further
 _PAIRS = 300_000_000
 """Pairs of replicas that a round may look at: a swap changes two groups that exchange."""
 _ACTIONS = 500_000  # simulated actions of a round's single swaps
-_MOST_SIMULATIONS = 400
+_MOST_SIMULATIONS = 400  # of a round; small pipelines would take more of them
 _SIMULATED_HEAT = 0.05  # of single swaps at first, as a share of the step
 _POOR = 1.5  # swaps whose estimate exceeds the present step by this factor are not simulated
-_KEPT = 4  # starts that are annealed, the best first
-_SIMULATED_STARTS = 12
-_HEATS = (0.03, 0.003, 0.1)
+_KEPT = 5  # starts that are annealed, the best first
+_SIMULATED_STARTS = 12  # of lowest estimates: a simulation takes far longer than an estimate
+_HEATS = (0.003, 0.003, 0.1)  # of rounds in turn; the first of them begin with the best layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,8 @@ def solve_step(
     while done < rounds if seconds is None else time.perf_counter() - begin_s < seconds:
         done += 1
         draw = (seed * 1_000_003 + done * 7919) % 2**31
-        start_D, heat = starts[_start(done, len(starts))], _HEATS[done % len(_HEATS)]
-        if done % 3 == 0:
-            start_D, heat = best_D, 0.1 * _HEATS[0]
+        turn = done % len(_HEATS)
+        start_D, heat = starts[_start(done, len(starts))] if turn else best_D, _HEATS[turn]
         place_D = anneal_step(devices, plan, start_D, replicas, max(1000, most), draw, heat)
         cost, place_D = refined(place_D, draw)
         if cost < best:
@@ -128,9 +127,8 @@ def _refined(
 
 
 def _start(number: int, count: int) -> int:
-    """The best starts take turns; the last one, which is random, has the fifth."""
-    turn = (number - 1) % (_KEPT + 1)
-    return min(turn, count - 1)
+    """The best starts take turns."""
+    return min((number - 1) % _KEPT, count - 1)
 
 
 def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:

@@ -103,6 +103,7 @@ class Giver:
                 return
             self._state = snapshot(state)
         if self._built.sync.replicas_equal:
+            # it sees gradients as the optimizer does: summed over replicas, and clipped
             self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
         with self._changed:
             self._begun = True
@@ -149,7 +150,7 @@ class Giver:
             if not self._begun:
                 return 0
         tree, tensors = pack_state(self._state)
-        self._state = None
+        self._state = None  # so that tensors go as they are sent
         sent = send_message(go_on, *_message({"tree": tree}, tensors))
         follows = self._built.sync.replicas_equal
         while True:
@@ -316,7 +317,7 @@ def _without_zeros(gradient: Tensor | None) -> list[Tensor]:
     there = flat.view(_WHOLE[flat.element_size()]) != 0  # -0.0 is a value
     values = flat[there]
     if 2 * values.numel() > flat.numel():
-        return [flat.clone()]
+        return [flat.clone()]  # the gradient is gone before it is sent
     return [torch.from_numpy(np.packbits(there.numpy())), values]
 
 

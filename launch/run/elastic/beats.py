@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-_BEAT_S = 1.0
+_BEAT_S = 1.0  # below network.patience_s, at least 3 s; a request to the store for each it watches
 _SLACK = 3
 """Beats that may be late: they come over the links of the run."""
 
@@ -37,8 +37,9 @@ class Beats:
         if begin_s > self._looked_s + _SLACK * _BEAT_S:  # it was this process that paused
             self._seen.clear()
         self._store.add(str(self._member), 1)
+        # add(0), as get would wait for a count that is not there
         counts = {member: self._store.add(str(member), 0) for member in self._watched(members)}
-        self._looked_s = now_s = time.monotonic()
+        self._looked_s = now_s = time.monotonic()  # after requests, which may have waited
         self._seen = {
             member: (count, now_s if count != last else since_s)
             for member, count in counts.items()

@@ -117,6 +117,7 @@ class RamCopies:
             return ""
         self._next = step + self._every
         whole = self._latest is None or self._has_come(self._latest)
+        # the first one decides for all: they copy this step, or none does
         if self._store.compare_set(f"take/{step}", "", str(int(whole))) != b"1":
             return (
                 f"step {self._latest} is still being copied to RAM, so step {step} is not: raise "
@@ -126,7 +127,7 @@ class RamCopies:
         with self._changes:
             over = [own for own in self._own if own not in (good, step)]
             into = self._own.pop(over[0]) if over else self._own.get(step)
-            self._drop_all_but(good, step)
+            self._drop_all_but(good, step)  # two of its own in RAM, never three
         self._own[step] = snapshot(collect(), into)
         self._queue.put(step)
         return ""
@@ -140,6 +141,7 @@ class RamCopies:
         return self._store.add(f"has/{step}", 0) == self._ranks
 
     def _start(self, act: Callable[..., None], *args: Any) -> None:
+        # a connection for each thread: a wait in one would hold up the others
         store = self._store.clone()  # type: ignore[attr-defined]  # not in its stubs
         threading.Thread(target=act, args=(store, *args), daemon=True).start()
 
@@ -150,6 +152,7 @@ class RamCopies:
                 if step < 0:
                     send_message(send, {})
                     continue
+                # training never writes to a copy: `take` makes another
                 tree, tensors = pack_state(self._own[step])
                 listed = [describe(name, tensor) for name, tensor in tensors.items()]
                 header = {"step": step, "tree": tree, "digest": _digest(tensors)}

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.store import await_key
 
-_POLL_S, _ANSWER_S = 0.05, 5.0
+_POLL_S, _ANSWER_S = 0.05, 5.0  # who does not answer is not invited, and holds up the next so long
 
 
 class Door:
@@ -30,7 +30,7 @@ class Door:
         """So many numbers that no other rank has or had; waits until the door is open."""
         first = int(self._store.get("first"))
         end = first + self._store.add("numbers", count)
-        return [*range(end - count, end)]
+        return [*range(end - count, end)]  # `add` gives each caller a range of its own
 
     def knock(self, numbers: Sequence[int]) -> None:
         self._store.set(f"knock/{self._store.add('knocks', 1)}", json.dumps(numbers))

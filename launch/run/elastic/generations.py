@@ -26,7 +26,7 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 if TYPE_CHECKING:
     from thinpipe.launch.run.elastic.training import ElasticTraining
 
-_POLL_S = 0.005
+_POLL_S = 0.005  # only while ranks regroup: training stands still for it
 _WOKEN_S = 0.06
 """In which other threads see that connections are broken (`abandoned.py`)."""
 _TRIES = 3
@@ -79,6 +79,7 @@ class Generations:
         self._warm = {*numbers}
         self._losses = Losses(store)
         self._hosts.now(numbers)
+        # a connection for each thread: a wait in one would hold up the others
         self._own = PrefixStore("elastic", store.clone())  # type: ignore[attr-defined]
         if not members:
             self._losses.open(wait_s)
@@ -175,7 +176,7 @@ class Generations:
         while True:
             if not self._goes_on(error) or tries == _TRIES:
                 raise error
-            self._run.settle()
+            self._run.settle()  # no job of this generation may send in the next
             self._news.generation += 1
             members = self._agree(post)
             self._settle(members, error)
@@ -249,7 +250,7 @@ class Generations:
             missing = {m for m in missing if not self._store.check([f"{key}/{m}"])}
             with self._news.changed:  # a loss counts once connections are broken
                 missing -= self._news.lost.keys()
-            time.sleep(_POLL_S * bool(missing))
+            time.sleep(_POLL_S * bool(missing))  # not once all have come
         return missing
 
     def _blames_newcomers(self, error: TransportError) -> bool:

@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
 from thinpipe.launch.net.ranks.network import first_here
 from thinpipe.launch.run.elastic.beats import Beats
 
-_LOOK_S = 0.25
+_LOOK_S = 0.25  # at this machine's relay, over a Unix socket; beats come less often by themselves
 
 
 def say_where(store: Store, member: int, own: str) -> None:
@@ -62,6 +62,7 @@ class Hosts:
         with self._lock:
             if self._watch is not None:
                 self._watch.renew({name for name, *_ in said.values()})
+            # made anew, not changed: a thread reads it (`_look`)
             names = self._names | {member: name for member, (name, *_) in said.items()}
             self._names = {member: names[member] for member in members}
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from thinpipe.launch.net.ranks.gloo_backend import BACKEND
 from thinpipe.pipeline.comm.errors import TransportError
 
-_POLL_S = 0.005
+_POLL_S = 0.005  # only while ranks regroup: training stands still for it
 
 
 class JoiningStore(Store):

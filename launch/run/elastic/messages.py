@@ -57,6 +57,7 @@ def receive_tensors(
         TransportError: the other end is gone.
         ValueError: more than `most` bytes are offered.
     """
+    # on "meta" nothing is allocated: sizes are checked first
     offered = make_described(0, header["tensors"], "meta").values()
     _check(sum(tensor.nbytes for tensor in offered), most)
     tensors = make_described(0, header["tensors"])

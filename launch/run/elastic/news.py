@@ -87,6 +87,7 @@ class News:
                     self.lost[rank] = message
                 elif is_news:
                     self._doubted = self.generation
+                # under the lock, or a generation that forms meanwhile would lose its connections
                 if is_news:
                     break_connections(self._ports)
                 self.changed.notify_all()

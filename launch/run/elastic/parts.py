@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.group import PARTS
 
-_LOOK_S, _SILENT_S = 0.5, 5.0
+_LOOK_S, _SILENT_S = 0.5, 5.0  # machines that wait show it ten times a second
 
 
 def bring_together(run: Store, whole: int) -> None:
@@ -46,7 +46,7 @@ class _Part:
 
     def waits(self, store: Store) -> bool:
         """Whether this machine has shown lately that it still waits."""
-        count, now_s = store.add(f"waits/{self.name}", 0), time.monotonic()
+        count, now_s = store.add(f"waits/{self.name}", 0), time.monotonic()  # get would wait for it
         if count != self._count:
             self._count, self._since_s = count, now_s
         return now_s < self._since_s + _SILENT_S

@@ -30,7 +30,7 @@ from thinpipe.pipeline.mesh import Mesh
 if TYPE_CHECKING:
     from thinpipe.launch.run.elastic.redoing import RedoingTraining
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # machines come after seconds; spare ones wait here for as long as the run takes
 _T = TypeVar("_T")
 
 

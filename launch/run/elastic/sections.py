@@ -110,7 +110,7 @@ class Sections(Generations):
         lost, posts = self._regroup(error, post)
         found = self._furthest(posts)
         if not lost:  # all see it alike
-            if found["at"] == self._mended:
+            if found["at"] == self._mended:  # connecting anew has not helped
                 raise error
             self._mended = found["at"]
         self._tried = max(self._tried, found["tried"])

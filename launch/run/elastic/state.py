@@ -73,7 +73,7 @@ def bring_up(
         missing = make_described(source, kinds)
         _exchange(transport, source, links, missing)
         distribute(built, unpack_state(tree, {**tensors, **missing}.__getitem__), SENT)
-        torch.manual_seed(seed)
+        torch.manual_seed(seed)  # after `distribute`, which has set replica 0's
         return 0
     _exchange(transport, source, links, tensors if links else {})
     return len(links) * sum(tensor.nbytes for tensor in tensors.values())

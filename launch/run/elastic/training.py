@@ -191,7 +191,7 @@ class ElasticTraining(Training):
     ) -> None:
         """Agree with the new ranks, and ask them for what is not done, unless all stop."""
         before, store = self.agreement, PrefixStore(f"generation{change}", self._session.store)
-        self.agreement = self._agreement(store, agreed)
+        self.agreement = self._agreement(store, agreed)  # asked from here on, while `before` ends
         before.close(None if stops else self.agreement)
         if self._elastic.loss:  # which `interrupt` may have told the one before
             self.agreement.release()
@@ -204,7 +204,7 @@ class ElasticTraining(Training):
         """It has changed."""
         self.built.engine.announce(self._sampler.all_ids())
         rates = self.built.lr_schedule
-        rates.last_epoch = rates.last_epoch
+        rates.last_epoch = rates.last_epoch  # the setter computes rates, by the new plan
         self._checkpoints.facts = self._plan.facts(self._digests)
         if self._checkpoints.end is not None:
             self._checkpoints.end = self.steps

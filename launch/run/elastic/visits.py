@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_S = 5.0
 """An agreement may be lost with a rank."""
-_POLL_S = 0.05
+_POLL_S = 0.05  # a state takes seconds to send, in training
 _CONNECT_S = 15.0
 """For a newcomer that has said that it is there; without it all is sent when it is let in."""
 
@@ -190,7 +190,7 @@ class Elastic(Sections):
                     sent += 1
                     if not self._is_sent(door, sent, numbers):
                         continue
-                    visit = self._visits
+                    visit = self._visits  # read once: it grows as others are let in
                     door.invite(visit, numbers)
                     self._run.welcome()
                     while not self._is_over(visit):

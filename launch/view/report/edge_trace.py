@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypedDict
 
-_PERIOD_S = 1.0
-_MOST_READINGS = 240
+_PERIOD_S = 1.0  # of the rates that are shown as those of now
+_MOST_READINGS = 240  # in four minutes; then every other one goes, again and again
 
 Status = Mapping[str, Any]
 """The relay's view: this host's name, and counts so far of the link to each other."""

@@ -19,15 +19,15 @@ from thinpipe.launch.view.report.edges import Edge, Traces, edges_of, read_edges
 from thinpipe.launch.view.report.metrics import RunInfo
 
 STATE, NOTES, METRICS = "state.json", "notes.jsonl", "metrics.jsonl"
-PERIOD_S = 5.0
-_STALE, _SILENT_S = 4, 1.0
+PERIOD_S = 5.0  # the whole state is written anew each time
+_STALE, _SILENT_S = 4, 1.0  # periods: of a process that hangs or is gone; two heartbeats
 _LATE_S = 15.0  # what another host has said is no news any more: it says it every 5 s
 UP = "up"
 GONE_S = 10.0
 """So long no step has come, before the lock of a folder says that nobody trains there."""
 _GONE = "its process is gone, and did not say why"
-_MOST_WORDS = 200
-_MOST_NAMED = 6
+_MOST_WORDS = 200  # letters of an error's first line
+_MOST_NAMED = 6  # runs in a folder that is none, in one message
 Kind: TypeAlias = Literal["note", "warning", "sample"]
 
 

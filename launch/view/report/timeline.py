@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from thinpipe.pipeline.wire.told import ComputeEvent, ScheduleName, WireTotal
 
-_WIDTH, _LEFT, _RIGHT = 720, 92, 46
+_WIDTH, _LEFT, _RIGHT = 720, 92, 46  # px; at both ends of rows: rank and stages, and the idle share
 _PITCH, _ROW, _STRIP = 20, 16, 2  # encoding and decoding overlap with compute: strips below it
-_BELOW = 40
+_BELOW = 40  # px, for the axis and the legend
 KINDS = {
     "F": ("forward", "#56a5dd"),
     "B": ("backward", "#f0a830"),

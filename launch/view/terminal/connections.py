@@ -11,7 +11,7 @@ from thinpipe.launch.host.words import format_round_trip
 from thinpipe.launch.view.report.edge_trace import EdgeNow
 from thinpipe.launch.view.terminal.grids import in_columns
 
-_SILENT_S = 1.0
+_SILENT_S = 1.0  # two heartbeats (BEAT_S in overlay/links/link.py)
 _FEW = 8  # up to this many connections are all shown; of more, nearly idle ones are only counted
 _IDLE = 0.01  # of the bytes of the busiest one: heartbeats and control messages
 

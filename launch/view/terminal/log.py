@@ -13,8 +13,8 @@ from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.terminal.connections import ConnectionLines
 from thinpipe.launch.view.terminal.grids import shape_of
 
-LOG_INTERVAL_S = 5.0
-CONNECTIONS_INTERVAL_S = 30.0
+LOG_INTERVAL_S = 5.0  # these lines stay, unlike a live panel
+CONNECTIONS_INTERVAL_S = 30.0  # several lines each time
 
 _SHORT = {"token": "tok", "sample": "smp"}
 _LINE = ("train/epoch", "train/loss", "speed/tokens_per_s", "sent")

@@ -7,9 +7,9 @@ from statistics import fmean
 
 from thinpipe.launch.view.report.metrics import StepRecord
 
-LOSS_STEPS = 10
+LOSS_STEPS = 10  # a batch's loss alone jumps from step to step
 
-_SPARK_CELLS = 60
+_SPARK_CELLS = 60  # with its label in 80 columns
 _SPARK = "▁▂▃▄▅▆▇█"
 
 

@@ -12,7 +12,7 @@ from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import Summary, traffic_cells
 from thinpipe.pipeline.wire.told import DIRECTIONS, WireTotal
 
-_WIDE_METHOD = 16
+_WIDE_METHOD = 16  # columns; longer names are folded, so that numbers have room in 80
 _COLUMNS: tuple[tuple[str, int, Callable[[StepRecord, WireTotal], str]], ...] = (
     ("{}/step", 0, lambda _, sent: format_bytes(sent.nbytes)),
     ("Mbit/s", 58, lambda record, sent: record.mbps(sent.nbytes)),

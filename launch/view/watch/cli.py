@@ -17,7 +17,7 @@ from thinpipe.launch.host.packages import explain
 from thinpipe.launch.view.report.content import Story
 from thinpipe.launch.view.watch.follow import Followed
 
-_LEAST = 19
+_LEAST = 19  # the lowest priority that nice has
 LOOPBACK = "127.0.0.1:8042"
 
 

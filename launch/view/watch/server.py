@@ -28,16 +28,16 @@ _Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 _T = TypeVar("_T")
 
-PERIOD_S = 1.0
+PERIOD_S = 1.0  # at least; of long runs more, as reading may take `_SHARE`
 _SHARE = 0.01  # of a core, that reading may take: less often for a run with many steps
-_LONGEST_S = 30.0
-_ALIVE_S = 10.0
-_MOST_STREAMS = 64
+_LONGEST_S = 30.0  # between two reads, however long they take
+_ALIVE_S = 10.0  # readers give up after three of these (`_WAIT_S` in terminal.py)
+_MOST_STREAMS = 64  # each reader holds a connection and a task; the next one gets a 503
 _MOST_WAITING = 128  # connections without a whole request; beyond, the oldest are closed
-_REQUEST_S, _WRITE_S = 10.0, 20.0
+_REQUEST_S, _WRITE_S = 10.0, 20.0  # to say what is wanted, and to take it; else it is hung up on
 _LAST_S = 3.0  # to show those who follow how a run ended, before its server ends
-_ASK_AGAIN_S, _LOOKS = 0.1, 10
-_MOST_HEADERS = 8192
+_ASK_AGAIN_S, _LOOKS = 0.1, 10  # a killed process may lose its pipe before its lock
+_MOST_HEADERS = 8192  # bytes of a request, which h11 keeps until it is whole
 _NOT_YET = ""  # before the runs were compared; None if there is nothing to compare
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

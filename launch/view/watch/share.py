@@ -17,7 +17,7 @@ from thinpipe.launch.view.report.rows import Rows, smoothed
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _MUTED = "#1c2128", "#5b6570"
-_MOST_NAME = 18
+_MOST_NAME = 18  # letters of a host; longer names would run into each other
 _FACTS = (0.03, 0.23, 0.51, 0.76)  # where they begin, as parts of the width
 _LABEL = {"boxstyle": "round", "fc": "white", "ec": "none", "pad": 0.15}
 

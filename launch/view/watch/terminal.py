@@ -23,10 +23,10 @@ from thinpipe.launch.view.terminal.grids import labelled
 from thinpipe.launch.view.terminal.progress import Sparkline
 from thinpipe.launch.view.watch.follow import Followed
 
-_PERIOD_S = 1.0
-_WAIT_S = 30.0
-_NOTES = 4
-_CELLS = 60
+_PERIOD_S = 1.0  # as the page (`PERIOD_S` in server.py)
+_WAIT_S = 30.0  # three signs of life of the server (`_ALIVE_S` there)
+_NOTES = 4  # the last ones: the frame must fit a terminal
+_CELLS = 60  # with its label in 80 columns
 _LEFT_OUT = "Messages"
 
 

@@ -14,7 +14,7 @@ from thinpipe.launch.host import disk
 
 CLOSE_S = 30.0
 """How long the end of a run waits for a tool."""
-_MOST_WAITING = 10_000
+_MOST_WAITING = 10_000  # steps in RAM; a tool that is further behind gets no more
 
 _log = logging.getLogger(__name__)
 _ID_FILE = "run_id"

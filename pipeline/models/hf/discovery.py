@@ -33,7 +33,7 @@ from thinpipe.pipeline.models.hf.masks import takes_types
 from thinpipe.pipeline.models.stand_in import StandIn
 
 _ROWS = 64  # of a shortened embedding
-_TOKENS, _PADDING = 7, 2
+_TOKENS, _PADDING = 7, 2  # of a trial; its second sequence is padded, so that masks count
 _FAILURES = (
     *(AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError),
     ValueError,

@@ -13,7 +13,7 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
 
-_TOKENS = 16
+_TOKENS = 16  # half of the second sequence is padding, so that masks count
 _CLOSE = 1e-3
 """Of logits, in units of their spread; rounding gives 1e-6 to 1e-4, a wrong mask over 1e-2."""
 _UNPACKED = "use packing = false"

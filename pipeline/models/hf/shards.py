@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PIECE_NUMEL = 2**24
+_PIECE_NUMEL = 2**24  # compared at a time: 64 MiB of each in fp32, however large the tensor
 _LFS = b"version https://git-lfs"
 _READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

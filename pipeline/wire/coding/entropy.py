@@ -10,7 +10,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-_LEVEL = 1
+_LEVEL = 1  # reaches the order-0 entropy of codes already
 
 
 class CodingError(RuntimeError):
@@ -22,9 +22,9 @@ def compress(payload: Tensor, coded: Tensor) -> int | None:
 
     None, with `coded` untouched, if it would not be shorter. Both are uint8 on the CPU.
     """
-    coder = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)
+    coder = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)  # both ends know it
     data = coder.compress(payload.numpy().data)
-    if len(data) >= payload.numel():
+    if len(data) >= payload.numel():  # equal length says: not coded
         return None
     coded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return len(data)
@@ -40,6 +40,7 @@ def expand(coded: Tensor, payload: Tensor) -> None:
         # `compress` does not write it; the decoder would set aside as much as a frame says
         if zstandard.frame_content_size(coded.numpy().data) != -1:
             raise CodingError(f"a coded payload of {coded.numel()} bytes says how long it is")
+        # one byte more, so that what is too long is noticed
         data = zstandard.ZstdDecompressor().decompress(
             coded.numpy().data, max_output_size=payload.numel() + 1
         )

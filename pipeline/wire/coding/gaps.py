@@ -21,7 +21,7 @@ from torch import Tensor
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 
-_SYMBOLS = 32
+_SYMBOLS = 32  # the most that rANS takes; high parts from 31 on take several
 _MORE = _SYMBOLS - 1
 _COUNT_NBYTES, _TABLE_NBYTES = 4, 2 * _SYMBOLS
 _Ints = npt.NDArray[np.int64]
@@ -69,7 +69,7 @@ def decode(wire: Tensor, marked: int, mask_M: Tensor) -> None:
     if end < head:
         raise CodingError(f"a mask in {wire.numel()} bytes: {marked} gaps take more")
     count = int(wire[:_COUNT_NBYTES].clone().view(torch.int32))
-    if not marked <= count <= marked + places // (_MORE << shift):
+    if not marked <= count <= marked + places // (_MORE << shift):  # before memory is taken for it
         raise CodingError(f"a mask of {places} places has {count} symbols for {marked} gaps")
     symbols = torch.empty(count, dtype=torch.uint8)
     tables = rans.unpacked(wire[_COUNT_NBYTES:head], _SYMBOLS)

@@ -28,7 +28,7 @@ from thinpipe.pipeline.wire.kernels.rans import (
 
 __all__ = ["PROBABILITY_BITS", "Tables", "capacity", "counted", "decode", "encode", "unpacked"]
 
-MOST_MODELS, MOST_SYMBOLS = 128, 32
+MOST_MODELS, MOST_SYMBOLS = 128, 32  # 512 KiB of slots; 5 bits of an entry's index in kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Tables:
                 f"frequencies of {len(freq_KS)} models and {self.symbols} symbols: "
                 f"use 1 to {MOST_MODELS} and 1 to {MOST_SYMBOLS}"
             )
-        freq_KS = freq_KS.to("cpu", torch.int64, copy=True)
+        freq_KS = freq_KS.to("cpu", torch.int64, copy=True)  # the lookup is made later
         if int(freq_KS.min()) < 1 or int(freq_KS.max()) > SLOTS:
             raise ValueError(f"frequencies {int(freq_KS.min())} to {int(freq_KS.max())}: use >= 1")
         if (freq_KS.sum(1) != SLOTS).any():
@@ -68,7 +68,7 @@ class Tables:
         entry_KS = np.zeros((models, MOST_SYMBOLS), np.int32)
         entry_KS[:, :symbols] = freq_KS << 16 | (freq_KS.cumsum(1) - freq_KS)
         reciprocal_KS = np.zeros((models, MOST_SYMBOLS), np.int64)
-        reciprocal_KS[:, :symbols] = ((1 << RECIPROCAL_BITS) + freq_KS - 1) // freq_KS
+        reciprocal_KS[:, :symbols] = ((1 << RECIPROCAL_BITS) + freq_KS - 1) // freq_KS  # rounded up
         symbol = np.tile(np.arange(symbols, dtype=np.uint8), models)
         symbol_KM = np.repeat(symbol, freq_KS.ravel()).reshape(models, SLOTS)
         return Lookup(symbols, *map(torch.from_numpy, (entry_KS, reciprocal_KS, symbol_KM)))
@@ -85,7 +85,7 @@ def unpacked(wire: Tensor, symbols: int) -> Tables:
         CodingError: it is no such form.
     """
     try:
-        return Tables(wire.clone().view(torch.int16).view(-1, symbols))
+        return Tables(wire.clone().view(torch.int16).view(-1, symbols))  # aligned; 4096 fits int16
     except (ValueError, RuntimeError) as error:
         raise CodingError(f"a table in {wire.numel()} bytes: {error}") from error
 
@@ -126,7 +126,7 @@ def decode(wire: Tensor, model_N: Tensor | None, tables: Tables, symbol_N: Tenso
     into_N = symbol_N.contiguous()
     if not load("rans", "numba").decode(wire.contiguous(), model_N, tables.lookup, into_N):
         raise CodingError(f"{wire.numel()} bytes do not decode to {symbol_N.numel()} symbols")
-    if into_N is not symbol_N:
+    if into_N is not symbol_N:  # it was not contiguous
         symbol_N.copy_(into_N)
 
 

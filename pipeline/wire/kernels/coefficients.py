@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-SYMBOLS = 32
+SYMBOLS = 32  # the most that rANS takes (coding/rans.py)
 MIDDLE = 16
 """The symbol of 0."""
-DIGIT_BITS = 5
+DIGIT_BITS = 5  # so that a digit is a symbol, too
 
 
 class Layout(NamedTuple):

@@ -23,8 +23,8 @@ from thinpipe.launch.net.overlay.links.loop import Loop, Steps
 from thinpipe.launch.net.overlay.links.tcp import Segments
 from thinpipe.launch.net.overlay.settings import SILENT_S
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_LOOK_S = 20.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # failures double the first, up to 0.5
+_LOOK_S = 20.0  # while the link works: at a peer that does not answer where it should be
 _SHORT_S = 2 * SILENT_S
 _REFUSED_S = 1.2  # a relay that is only busy still accepts connections
 
@@ -78,7 +78,7 @@ class Dialer:
         self, address: tuple[str, int], attempt: int
     ) -> Steps[tuple[ssl.SSLSocket, Hello, Welcome]]:
         def hello() -> Hello:
-            said = self._hello(attempt)
+            said = self._hello(attempt)  # now: frames may have come while TCP and TLS were set up
             if said is None:
                 raise ValueError("the peer cannot be reached from here any more")
             return said

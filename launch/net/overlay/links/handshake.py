@@ -19,7 +19,7 @@ LIMIT_S = 5.0
 RUN_NAME = "thinpipe run"
 """In the certificate of a key that all machines of a run share."""
 _LENGTH = struct.Struct("!I")
-_LONGEST = 1 << 20
+_LONGEST = 1 << 20  # as in frames.py, a list of thousands of hosts; of peers with the key only
 _Model = TypeVar("_Model", bound=BaseModel)
 
 Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,63}$")]
@@ -83,8 +83,8 @@ def connect(
     sock.setblocking(False)
     try:
         tune(sock)
-        segments.limit(sock)
-        code = sock.connect_ex(address)
+        segments.limit(sock)  # before connecting: the SYN says it
+        code = sock.connect_ex(address)  # raises nothing while it is under way
         if code == errno.EINPROGRESS:
             yield sock, WRITE
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

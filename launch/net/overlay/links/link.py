@@ -28,13 +28,13 @@ from thinpipe.launch.net.overlay.links.tcp import (
 )
 from thinpipe.launch.net.overlay.settings import SILENT_S
 
-BEAT_S = 0.5
+BEAT_S = 0.5  # five make SILENT_S (settings.py)
 _PORT = struct.Struct("!H")
-_MOST_STREAMS = 4096
-_MOST_UNACKNOWLEDGED = 64 << 20
-_READ_BUDGET = 512 * 1024
-_LONG_S = 0.005
-_PADDING_S, _BUSY_S = 0.1, 10.0
+_MOST_STREAMS = 4096  # a socket each; a peer that opens more is given up
+_MOST_UNACKNOWLEDGED = 64 << 20  # RAM for what may be sent again: 0.5 s of 1 Gbit/s
+_READ_BUDGET = 512 * 1024  # then other sockets have their turn
+_LONG_S = 0.005  # as in tcp.py: over shorter round trips TCP is back at its rate at once
+_PADDING_S, _BUSY_S = 0.1, 10.0  # under Linux's least RTO, 0.2 s: idle for one, TCP starts anew
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Link:
         if self.is_lost:
             self.is_lost, self._heard_s = False, time.monotonic()
         stream = self._stream(sock, self._next_stream, traffic)
-        self._next_stream += 2
+        self._next_stream += 2  # the peer's are the others, even or odd
         self.post(Kind.OPEN, stream, _PORT.pack(port))
         stream.start()
 
@@ -163,7 +163,7 @@ class Link:
         """Go on over a new connection; the peer has `received` frames of this session."""
         self._again = self.session.resume(received)
         self.stats.resumed += not self.session.is_fresh
-        self._expect(None)
+        self._expect(None)  # half a frame of the old connection comes again
         now_s = time.monotonic()
         self._note_silence(now_s)
         self._connection, self.connected, self.is_lost = connection, True, False
@@ -218,7 +218,7 @@ class Link:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._loop.close(self._connection)
-        self._connection, self.connected, self._partial = None, False, None
+        self._connection, self.connected, self._partial = None, False, None  # sent again as a whole
 
     def _note_silence(self, now_s: float) -> None:
         silence_s = now_s - self._heard_s
@@ -263,7 +263,7 @@ class Link:
     def _watch(self, *, beat: bool = False) -> None:
         if self._connection is None:
             return
-        if beat and self._partial is None:
+        if beat and self._partial is None:  # a frame under way is a sign of life, too
             padding = int(self._rate_Bps * _PADDING_S / 10) if self._pads(time.monotonic()) else 0
             self._partial = self.session.beat(min(LARGEST, padding))
         self._loop.watch(self._connection, READ | WRITE, self._on_event)
@@ -278,7 +278,7 @@ class Link:
             return
         try:
             sent = self._connection.send(self._partial)
-        except ssl.SSLWantWriteError:
+        except ssl.SSLWantWriteError:  # OpenSSL wants the same bytes again: they stay in `_partial`
             return
         self._wrote_s = time.monotonic()
         self.stats.sent_nbytes += sent
@@ -287,15 +287,15 @@ class Link:
 
     def _next(self) -> Buffer | None:
         again = next(self._again, None)
-        if again is not None:
+        if again is not None:  # first of all: the peer takes frames by number
             return again
-        if self._posted:
+        if self._posted:  # before data: OPEN of their streams, and credit
             kind, traffic, number, payload = self._posted.popleft()
             buffer = bytearray(HEADER.size) + payload
             return self.session.number(buffer, kind, traffic, number)
         while self._ready and self.session.unacknowledged_nbytes < _MOST_UNACKNOWLEDGED:
             stream = heapq.heappop(self._ready)[2]
-            if self.streams.get(stream.number) is not stream:
+            if self.streams.get(stream.number) is not stream:  # it was closed as it waited here
                 continue
             pulled = stream.pull(memoryview(self._scratch)[: self._frame_nbytes])
             if pulled is not None:
@@ -306,6 +306,7 @@ class Link:
     def _read(self) -> None:
         connection, budget = self._connection, _READ_BUDGET
         assert connection is not None
+        # what OpenSSL has decrypted already wakes no selector
         while self._connection is connection and (budget > 0 or connection.pending()):
             try:
                 count = connection.recv_into(self._missing)

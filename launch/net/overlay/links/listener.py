@@ -16,7 +16,7 @@ from thinpipe.launch.net.overlay.links.loop import READ, Loop, Task, rest_if_ful
 
 _MOST, _MOST_OF_ONE = 64, 32
 """Connections that may be unproven at a time: in all, members' aside, and from one address."""
-_AT_ONCE = 16
+_AT_ONCE = 16  # then other sockets have their turn
 
 OnHello = Callable[[ssl.SSLSocket, Hello, str], None]
 
@@ -89,5 +89,5 @@ class Listener:
         steps = accept(sock, self._context)
         patient = not self._is_member(source)
         task = self._loop.spawn(steps, LIMIT_S, done=done, failed=failed, patient=patient)
-        if task.is_under_way:
+        if task.is_under_way:  # it may be done, or have failed, in its first step
             self._unproven[number] = source, task

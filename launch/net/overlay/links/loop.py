@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_TICK_S = 0.1
-_FULL_S = 0.01
+_TICK_S = 0.1  # the finest time here: padding comes as often (link.py)
+_FULL_S = 0.01  # else the loop would spin, as the port stays readable
 _T = TypeVar("_T")
 
 Steps = Generator[tuple[socket.socket, int], None, _T]
@@ -95,7 +95,9 @@ class Loop:
             ready = self._selector.select(max(0.0, due_s - time.monotonic()))
             patient = [entry for entry in ready if _is_patient(entry[0].data)]
             urgent = [entry for entry in ready if not _is_patient(entry[0].data)]
+            # one at random, so that a flood of strangers keeps no other out for good
             for key, events in [*urgent, *random.sample(patient, min(1, len(patient)))]:
+                # a call may close other sockets, whose numbers new ones get
                 if self._selector.get_map().get(key.fd) is key:  # not closed by another call
                     key.data(events)
             now_s = time.monotonic()

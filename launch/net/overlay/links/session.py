@@ -38,7 +38,7 @@ class Session:
         self._sent += 1
         length = len(buffer) - HEADER.size
         HEADER.pack_into(buffer, 0, kind, traffic, stream, self._sent, self.received, length)
-        self._kept.append((self._sent, memoryview(buffer)))
+        self._kept.append((self._sent, memoryview(buffer)))  # the bytes that are sent: no copy
         self.unacknowledged_nbytes += len(buffer)
         self._since_acknowledged = 0
         return self._kept[-1][1]

@@ -50,7 +50,7 @@ class Stream:
         None if there is nothing after all.
         """
         self._is_ready = False
-        room = scratch[: self._may_send]
+        room = scratch[: self._may_send]  # never read what cannot be sent: it would pile up here
         try:
             length = self._sock.recv_into(room)
         except BlockingIOError:
@@ -65,7 +65,7 @@ class Stream:
             self._finish()
             return Kind.END, bytearray(HEADER.size)
         self._may_send -= length
-        if length == len(scratch) and self._may_send:
+        if length == len(scratch) and self._may_send:  # there is more: no need to ask the selector
             self._is_ready = True
             self._link.ready(self)
         else:
@@ -128,13 +128,13 @@ class Stream:
                 else:
                     self._waiting.popleft()
             if self._no_more_in:
-                self._sock.shutdown(socket.SHUT_WR)
+                self._sock.shutdown(socket.SHUT_WR)  # the other direction goes on
         except BlockingIOError:
             pass
         except OSError:
             self.reset()
             return
-        if self._written >= WINDOW_NBYTES // 4:
+        if self._written >= WINDOW_NBYTES // 4:  # seldom: a credit is a frame of its own
             self._link.post(Kind.CREDIT, self, self._written.to_bytes(4, "big"))
             self._may_receive += self._written
             self._written = 0

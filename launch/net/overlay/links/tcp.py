@@ -5,9 +5,9 @@ import struct
 from dataclasses import dataclass
 
 _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT; socket has no name for it
-_LEAST_UNSENT, _MOST_UNSENT = 16 * 1024, 128 * 1024
-_UNSENT_S = 0.002
-_LONG_ROUND_TRIP_S = 0.005
+_LEAST_UNSENT, _MOST_UNSENT = 16 * 1024, 128 * 1024  # a TLS record; the largest frame
+_UNSENT_S = 0.002  # of the link's rate: so long an urgent frame waits behind others
+_LONG_ROUND_TRIP_S = 0.005  # over shorter ones BBR gains nothing
 
 
 _SEGMENTS = (0, 1160, 512)
@@ -38,7 +38,7 @@ class Segments:
 
     def stalled(self) -> None:
         """Nothing came over it any more."""
-        if self._established:
+        if self._established:  # else nothing got through, whatever its size
             self.level = (self.level + 1) % len(_SEGMENTS)
 
 
@@ -69,7 +69,7 @@ def limit_unsent(sock: socket.socket, rate_Bps: int) -> int:
     It is what a link of that rate (bytes per second) carries in 2 ms, from 16 to 128 KiB.
     """
     nbytes = min(_MOST_UNSENT, max(_LEAST_UNSENT, int(rate_Bps * _UNSENT_S)))
-    if hasattr(socket, "TCP_INFO"):
+    if hasattr(socket, "TCP_INFO"):  # on Linux alone the option has that number
         sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
     return nbytes
 
@@ -79,6 +79,7 @@ def read_state(sock: socket.socket) -> TcpState | None:
     if not hasattr(socket, "TCP_INFO"):
         return None
     try:
+        # up to tcpi_delivery_rate; the offsets are those of struct tcp_info (linux/tcp.h)
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
     except OSError:
         return None

@@ -70,7 +70,7 @@ def _symbols_of(q: Any, shift: Any, symbol: Any) -> Any:
     for k in range(q.size):
         s = min(max((q[k] >> np.int32(shift[k])) + _MIDDLE, np.int32(0)), _LAST)
         symbol[k] = s
-        found += (s == 0) | (s == _LAST)
+        found += (s == 0) | (s == _LAST)  # `or` would be a branch, and the loop no vectors
     return found
 
 
@@ -150,7 +150,7 @@ def _join_outside(symbol: Any, outside: Any, q: Any) -> Any:
         found = 0
         for i in range(start, min(start + _RUN, q.size)):
             found += (symbol[i] == 0) | (symbol[i] == _LAST)
-        if used + found > outside.size:
+        if used + found > outside.size:  # a damaged message must not read past it
             return False
         if found:
             for i in range(start, min(start + _RUN, q.size)):

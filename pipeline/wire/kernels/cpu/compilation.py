@@ -30,7 +30,7 @@ _FOLDER = Path(__file__).parents[4]
 _ROOM_DEPTH = 4
 """Names to a room of kernels: thinpipe.pipeline.wire.kernels, thinpipe.launch.plan.placement."""
 _VERSIONS = (numba.__version__, llvmlite.__version__, sys.version)
-_DIGEST_NBYTES = 32
+_DIGEST_NBYTES = 32  # SHA-256
 _ROOM_NBYTES = 2**20
 """Of a kernel's code, 30 to 400 kB."""
 _LONGEST_WAIT_S = 60.0
@@ -78,7 +78,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
             with contextlib.suppress(OSError):
                 content = (folder / name).read_bytes()
                 digest, code = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
-                if digest == hashlib.sha256(code).digest():
+                if digest == hashlib.sha256(code).digest():  # first: pickle runs what it reads
                     return CompileResult._rebuild(target, *pickle.loads(code))
         return None
 
@@ -87,6 +87,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
         for folder in cache_folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                # one process compiles, the others wait: each would take seconds of the same cores
                 lock = self._locks[name] = (folder / f"{name}.lock").open("wb")
             except OSError:
                 continue
@@ -112,11 +113,11 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
 def _keep(name: str, code: bytes) -> None:
     for folder in cache_folders():
-        partial = folder / f"{name}.{uuid4().hex}"
+        partial = folder / f"{name}.{uuid4().hex}"  # other processes may write the same
         try:
             folder.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(partial, folder / name)
+            os.replace(partial, folder / name)  # readers see a whole file or none
             return
         except OSError:
             with contextlib.suppress(OSError):
@@ -155,7 +156,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     code from other versions of them is never found.
     """
     function.__qualname__ = f"{function.__qualname__}_{source_digest(function.__module__)}"
-    wrapped: Any = njit(nogil=True, error_model="numpy")(function)
+    wrapped: Any = njit(nogil=True, error_model="numpy")(function)  # numpy's: no check of divisors
     wrapped._cache = cache = KernelCache(function)
     wrapped._compiler.compile = _then_unlocked(wrapped._compiler.compile, cache)
     return wrapped  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
 
 _INFINITY = np.uint32(0x7F800000)
-_LIMIT = np.float32(LARGEST_TURNED).view(np.uint32)
+_LIMIT = np.float32(LARGEST_TURNED).view(np.uint32)  # compared as bits: NaN is above all
 
 
 def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: Tensor) -> None:
@@ -123,7 +123,7 @@ def _gather(x: Any, memory: Any, numel: Any, plan: Any, tiles: Any) -> None:
         x_at, m_at = row * x_row, row * m_row
         for j in range(order_BK.shape[1]):
             k = order_BK[row, j]
-            first = np.int64(k) * TILE
+            first = np.int64(k) * TILE  # int32 ends at 2^31 values
             starts, count = (x_at + first, m_at + first), min(TILE, numel - first)
             if turned_BK[row, k]:
                 _load_tile(x_values, m_values, starts, count, tile, 0)

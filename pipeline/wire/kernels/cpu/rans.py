@@ -67,10 +67,11 @@ def _begin(symbol: Any, block: Any) -> Any:
 def _take_in(x: Any, entry: Any, reciprocal: Any, words: Any, at: Any) -> Any:
     """A state with one more symbol, and where the words begin now."""
     freq = entry >> np.uint32(16)
-    emitted = np.uint32((x >> _FULL_SHIFT) >= freq)
-    words[np.uint64(at - 1)] = np.uint16(x & _LOW)
-    x = x >> np.uint32(emitted << np.uint32(4))
+    emitted = np.uint32((x >> _FULL_SHIFT) >= freq)  # x >= freq << 20, which may be 2^32
+    words[np.uint64(at - 1)] = np.uint16(x & _LOW)  # unsigned: else numba looks for wraparound
+    x = x >> np.uint32(emitted << np.uint32(4))  # by 16 or 0: no branch
     quotient = np.uint32((np.uint64(x) * reciprocal) >> np.uint64(RECIPROCAL_BITS))
+    # 4096 (x // freq) + x % freq + start, with one product
     x = x + quotient * (np.uint32(SLOTS) - freq) + (entry & _LOW)
     return np.uint32(x), at - np.int64(emitted)
 
@@ -79,7 +80,7 @@ def _take_in(x: Any, entry: Any, reciprocal: Any, words: Any, at: Any) -> Any:
 def _place(model: Any, i: Any, symbol: Any) -> Any:
     if model is None:
         return np.uint64(symbol)
-    return np.uint64(model[np.uint64(i)]) << np.uint64(5) | np.uint64(symbol)
+    return np.uint64(model[np.uint64(i)]) << np.uint64(5) | np.uint64(symbol)  # rows of 32 entries
 
 
 @njit
@@ -115,7 +116,7 @@ def _store(symbol: Any, planes: Any, wire: Any, at: Any) -> Any:
 
 @compiled
 def _encode(symbol: Any, model: Any, entry: Any, reciprocal: Any, planes: Any, wire: Any) -> Any:
-    words = np.empty(min(symbol.size, BLOCK) + 1, np.uint16)
+    words = np.empty(min(symbol.size, BLOCK) + 1, np.uint16)  # one more: it is written, not counted
     state = np.empty(LANES, np.uint32)
     states, word_bytes = state.view(np.uint8), words.view(np.uint8)
     blocks = (symbol.size + BLOCK - 1) // BLOCK
@@ -160,7 +161,7 @@ def _give_back(x: Any, model: Any, i: Any, entry: Any, slots: Any) -> Any:
 def _refilled(x: Any, wire: Any, at: Any) -> Any:
     """A state with a word more if it is too low, and where the next word is."""
     low = np.uint32(x < np.uint32(LOWEST))
-    word = _word(wire, at) & (np.uint32(0) - low)
+    word = _word(wire, at) & (np.uint32(0) - low)  # all bits of it or none: no branch
     return np.uint32(x << np.uint32(low << np.uint32(4)) | word), at + 2 * np.int64(low)
 
 
@@ -168,8 +169,9 @@ def _refilled(x: Any, wire: Any, at: Any) -> Any:
 def _decode_block(wire: Any, model: Any, entry: Any, slots: Any, symbol: Any, state: Any) -> Any:
     """Write the symbols; returns where reading ended, past the end of `wire` if it is too short."""
     at, i, full = 0, 0, symbol.size // LANES * LANES
-    while i < full and at + 2 * LANES <= wire.size:
+    while i < full and at + 2 * LANES <= wire.size:  # each lane may read a word: none is checked
         for lane in range(LANES):
+            # unsigned places: 22 instructions a value, where numba's signed ones took 33
             symbol[np.uint64(i + lane)], x = _give_back(state[lane], model, i + lane, entry, slots)
             state[lane], at = _refilled(x, wire, at)
         i += LANES
@@ -191,7 +193,7 @@ def _states(wire: Any, state: Any) -> Any:
     """Read the states; False if one is too low."""
     for lane in range(LANES):
         high = _word(wire, 4 * lane + 2)
-        if high == 0:
+        if high == 0:  # below 2^16: no encoder leaves that
             return False
         state[lane] = high << np.uint32(16) | _word(wire, 4 * lane)
     return True
@@ -209,7 +211,7 @@ def _unstore(wire: Any, stored: Any, symbol: Any) -> Any:
             value |= bit << np.uint32(p)
         symbol[i] = value
         largest = max(largest, value)
-    return largest < symbols
+    return largest < symbols  # looked at once, behind the loop
 
 
 @compiled
@@ -234,7 +236,7 @@ def _decode(wire: Any, model: Any, entry: Any, slots: Any, stored: Any, symbol: 
             return False
         if _decode_block(wire[first:end], models, entry, slots, part, state) != 2 * count:
             return False
-        if not (state == _begin(part, block)).all():
+        if not (state == _begin(part, block)).all():  # damage that decodes to symbols all the same
             return False
     return end == wire.size
 

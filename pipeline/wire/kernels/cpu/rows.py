@@ -28,7 +28,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     quantize_group,
 )
 
-BLOCK, PLANES, PLANE_LANES = 1024, 8, 128
+BLOCK, PLANES, PLANE_LANES = 1024, 8, 128  # the layout in `kernels/__init__.py`
 ROOM = BLOCK + LANES  # a masked step may look past the end of a block
 INFINITY = np.uint32(0x7F800000)
 
@@ -38,7 +38,7 @@ def _stored_step(step: Any, negative: Any, fp32: Any) -> Any:
     """A positive step as its format holds it: rounded up, 0 if too small, NaN if too large."""
     word = bits_of(step)
     if not fp32:
-        word = (word + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+        word = (word + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)  # up: extremes stay in range
     if word < np.uint32(0x00800000):
         return np.float32(0.0)
     if word >= INFINITY:
@@ -48,7 +48,7 @@ def _stored_step(step: Any, negative: Any, fp32: Any) -> Any:
 
 @njit(error_model="numpy")
 def _extreme_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) -> Any:
-    """Signed step of a group from the bit patterns of its extremes; see `reference._scale`."""
+    """Signed step of a group from the bit patterns of its extremes; see `reference/uniform.py`."""
     large, small = float_of(max(high, low)), float_of(min(high, low))
     if max(high, low) >= INFINITY:
         return np.float32(np.nan)
@@ -143,18 +143,18 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
         while at < last:
             if at >= end:
                 step, k, end = steps[k - begun], k + 1, end + group
-                inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
+                inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)  # 0 for NaN
             stop = min(end, last)
             x_at, m_at, f_at, count = x_place + at, m_place + at, f_place + at, stop - at
             if inverse == 0:
-                fill_codes(codes, at - first, stop - first, half)
+                fill_codes(codes, at - first, stop - first, half)  # q = 0: a NaN is in the scale
                 unchanged = (at - first, m_at, f_at, 0, count, half, step)
                 apply_group(codes, m_values, f_values, None, largest, unchanged)
             else:
                 changed = (x_at, m_at, f_at, at - first, count, half, step, inverse)
                 quantize_group(x_values, m_values, f_values, codes, random, largest, changed)
             at = stop
-        fill_codes(codes, last - first, lanes * PLANES, 0)
+        fill_codes(codes, last - first, lanes * PLANES, 0)  # padding: equal bytes everywhere
         start = payload_place + block * PLANE_LANES * bits
         if lanes == PLANE_LANES:
             pack_block(codes, payload, start, bits)
@@ -190,5 +190,5 @@ def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: 
             places = (at - first, m_place + at, f_place + at, o_place + at, stop - at, half, step)
             apply_group(codes, m_values, f_values, o_values, largest, places)
             at = stop
-            k += at == (k + 1) * group
+            k += at == (k + 1) * group  # a group may go on in the next block
     return largest.max()

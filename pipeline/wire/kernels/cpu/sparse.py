@@ -31,7 +31,7 @@ def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
     """Write a stretch of a keyed permutation; see `SparseKernels.deal`."""
     chosen = chosen_R.numpy()
     _deal(first, runs, np.array(keys, np.int64), chosen)
-    chosen.sort()
+    chosen.sort()  # memory is then read forwards
 
 
 def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:

@@ -31,7 +31,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     vector,
 )
 
-_LANES = 16
+_LANES = 16  # flags of two bytes of a mask; words of an AVX-512 register
 _SAMPLE, _STRIDE = 64, 64  # 64 neighbours are looked at, 63 times as many are skipped
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _WORDS = vector(I32, _LANES)
@@ -62,7 +62,7 @@ def _words(x_N: Tensor) -> Any:
 def _chunk(b: Builder, x: Value, bound: Value) -> tuple[Value, Value]:
     """16 words at an address, and which of them have at least the bound's magnitude."""
     words = b.load(b.inttoptr(x, ir.PointerType(_WORDS)), typ=_WORDS)
-    words.align = 4
+    words.align = 4  # of a float: rows start anywhere
     magnitude = b.and_(words, filled(0x7FFFFFFF, I32, _LANES))
     return words, b.icmp_unsigned(">=", magnitude, splat(b, bound, _LANES))
 
@@ -120,11 +120,12 @@ def _sampled_bound(x: Any, k: Any) -> Any:
             counts[(x[i] & _MAGNITUDE) >> np.uint32(20)] += 1
         seen += _SAMPLE
     wanted = k * (seen / x.size)
-    wanted += 4 * np.sqrt(wanted) + 4
+    wanted += 4 * np.sqrt(wanted) + 4  # four standard deviations: hardly ever too few
     above = 0
     for high in range(2047, -1, -1):
         if above + counts[high] >= wanted:
             part = 1.0 - (wanted - above) / counts[high]
+            # as if the bin's words lay evenly in it
             return np.uint32((high << 20) + int(part * ((1 << 20) - 1)))
         above += counts[high]
     return np.uint32(0)
@@ -162,7 +163,7 @@ def _kth_largest(words: Any, count: Any, k: Any) -> Any:
         left = 0
         for i in range(count):
             word = words[i]
-            words[left] = word
+            words[left] = word  # always, and counted if it stays: no branch
             left += ((word & _MAGNITUDE) >> np.uint32(shift)) & np.uint32(mask) == digit
         count = left
         value |= np.uint32(digit << shift)
@@ -215,10 +216,10 @@ def _select(x: Any, mask: Any, kept: Any, found: Any) -> Any:
     bound = _sampled_bound(x, k)
     count = _candidates(x, bound, found)
     if count < k:
-        count = _candidates(x, np.uint32(0), found)
+        count = _candidates(x, np.uint32(0), found)  # the sample misled: take all
     bound, ties, equal = _kth_largest(found, count, k)
     full = x.size // _LANES * _LANES
-    cut, before = (full, 0) if ties == equal else _last_tie(x, bound, ties)
+    cut, before = (full, 0) if ties == equal else _last_tie(x, bound, ties)  # mostly all ties count
     after = min(cut + _LANES, full)
     count = _mark_chunks(x, bound, mask, kept, (0, cut), 0)
     count, ties = _mark_each(x, bound, mask, kept, (cut, after), (count, ties - before))

@@ -34,7 +34,7 @@ from thinpipe.pipeline.wire.kernels.cpu.windows import (
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, cpu
 
-_MASK64 = 0xFFFFFFFFFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF  # keys are any Python integers
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
@@ -108,7 +108,7 @@ def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
         (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)),
         np.empty(LANES, np.uint32),
     )
-    room = (*codes, largest, np.empty(BLOCK, np.float32))
+    room = (*codes, largest, np.empty(BLOCK, np.float32))  # steps: with groups of 1, one a value
     for row in range(len(fresh[2])):
         largest = encode_row(
             (x[0], row * x[1]),

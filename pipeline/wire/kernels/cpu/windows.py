@@ -14,7 +14,7 @@ from thinpipe.pipeline.wire.kernels import with_contiguous_rows
 Window = tuple[Any, int]
 """A flat numpy array and the distance between rows in it."""
 NOTHING: Window = (None, 0)
-STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
+STORED_AS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}  # numpy has no bf16
 
 
 def readable(x_BN: Tensor) -> Window:
@@ -44,6 +44,7 @@ def window(t_BN: Tensor) -> Window:
     row = t_BN.stride(0)
     span = (rows - 1) * row + numel if rows and numel else 0
     stored = t_BN.view(STORED_AS.get(t_BN.dtype, t_BN.dtype))
+    # flat, whatever the strides are: numba compiles each kind of array anew
     return stored.as_strided((span,), (1,)).numpy(), row
 
 

@@ -124,7 +124,7 @@ def _rotate(x, TILES: tl.constexpr):
         x = _butterfly(x, TILES, _SIDE * _SIDE, _SIDE << level)
     for level in tl.static_range(_LEVELS):
         x = _butterfly(x, TILES, _SIDE * _SIDE, 1 << level)
-    return x * (1.0 / _SIDE)
+    return x * (1.0 / _SIDE)  # exact: a power of two
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _peak(x):
 def _mine(tiles, TILES: tl.constexpr):
     """Row, this program's tiles, which of them exist, places in a tile, and the same transposed."""
     row = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    k = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)  # offsets may pass 2^31
     inside = tl.arange(0, _SIDE * _SIDE)[None, :]
     return row, k, k < tiles, inside, inside % _SIDE * _SIDE + inside // _SIDE
 
@@ -197,7 +197,7 @@ def _gather_kernel(
     x = _values(x_ptr, memory_ptr, offset, numel, x_row, memory_row, row, HAS_MEMORY)
     value = tl.where(turned, _rotate(x, TILES), x)
     place = (row * tiles + j[:, None]) * (_SIDE * _SIDE) + tl.where(turned, across, inside)
-    tl.store(tiles_ptr + place, value, exists[:, None] & (inside >= 0))
+    tl.store(tiles_ptr + place, value, exists[:, None] & (inside >= 0))  # true, of the right shape
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def _scatter_kernel(
     k = tl.load(order_ptr + row * tiles + j, exists, other=0).to(tl.int64)
     turned = tl.load(turned_ptr + row * tiles + k, exists, other=0)[:, None] != 0
     source = (row * tiles + j[:, None]) * (_SIDE * _SIDE) + inside
-    x = tl.load(tiles_ptr + source, exists[:, None] & (inside >= 0), other=0.0)
+    x = tl.load(tiles_ptr + source, exists[:, None] & (inside >= 0), other=0.0)  # true, for a shape
     value = tl.where(turned, _rotate(x, TILES), x)
     offset = k[:, None] * (_SIDE * _SIDE) + tl.where(turned, across, inside)
     within = exists[:, None] & (offset < numel)

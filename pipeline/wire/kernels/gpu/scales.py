@@ -19,12 +19,12 @@ def difference(x_ptr, m_ptr, place, mask, DELTA: tl.constexpr):
 
 @triton.jit
 def _stored_step(step, bad, negative, FP32: tl.constexpr):
-    """Bits of a signed step as its format holds it; see `reference._scale`."""
+    """Bits of a signed step as its format holds it; see `_scale` in `reference/uniform.py`."""
     word = step.to(tl.int32, bitcast=True)
     if not FP32:
-        word = (word.to(tl.int64) + 0xFFFF >> 16 << 16).to(tl.int32)
+        word = (word.to(tl.int64) + 0xFFFF >> 16 << 16).to(tl.int32)  # NaN would leave int32
     bad = bad | (word >= _INFINITY)
-    signed = tl.where(negative, word | -2147483648, word)
+    signed = tl.where(negative, word | -2147483648, word)  # the sign bit, as int32 has it
     kept = tl.where(word < 0x00800000, 0, signed)
     return tl.where(bad, _NOT_A_NUMBER, kept)
 
@@ -66,7 +66,7 @@ def scale_kernel(
     """Store the steps of groups."""
     GROUPS: tl.constexpr = 1024 // CHUNK
     FP32: tl.constexpr = scale_ptr.dtype.element_ty == tl.float32
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)  # offsets may pass 2^31
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     high = tl.zeros((GROUPS,), tl.int32)
     low = tl.zeros((GROUPS,), tl.int32)
@@ -78,6 +78,7 @@ def scale_kernel(
         value = difference(x_ptr, m_ptr, place, mask, DELTA)
         word = value.to(tl.int32, bitcast=True)
         high = tl.maximum(high, tl.max(word, axis=1))
+        # without the sign bit: this max is of signed numbers
         low = tl.maximum(low, tl.max(tl.where(word < 0, word & _MAGNITUDE, 0), axis=1))
     step = _extreme_step(high, low, BITS, STOCHASTIC, FP32)
     if FP32:

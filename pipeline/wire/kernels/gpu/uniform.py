@@ -22,7 +22,7 @@ from thinpipe.pipeline.wire.kernels.gpu.scales import difference, scale_kernel
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, gpu
 
-_BLOCK = 1024
+_BLOCK = 1024  # the layout in `kernels/__init__.py`
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -65,6 +65,7 @@ def _encode(
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
     x_BN = with_contiguous_rows(x_BN)
+    # a kernel needs some pointer; without a memory it does not follow it
     m_BN, f_BN = (x_BN if tensor is None else _memory(tensor) for tensor in kept)
     finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
     flags = {"BITS": bits, "GROUP": group, "DELTA": kept[0] is not None}
@@ -159,7 +160,7 @@ def _block_offsets(block, numel, FULL: tl.constexpr):
 @triton.jit
 def _load_step(scale_ptr, offset, mask):
     step = tl.load(scale_ptr + offset, mask, other=0.0).to(tl.float32)
-    return tl.where(step == step, step, float("nan"))
+    return tl.where(step == step, step, float("nan"))  # the canonical NaN, as on CPUs
 
 
 @triton.jit
@@ -234,10 +235,10 @@ def store_value(pointer, value, mask):
 def _store_fresh(fresh_ptr, finite_ptr, row, place, value, mask):
     stored = store_value(fresh_ptr + place, value, mask)
     worst = tl.max(tl.max(tl.where(mask, stored, 0), axis=1), axis=0)
-    tl.store(finite_ptr + row, 0, mask=worst >= _INFINITY)
+    tl.store(finite_ptr + row, 0, mask=worst >= _INFINITY)  # by any program: nobody writes but 0
 
 
-@triton.jit(do_not_specialize=["first", "key", "step"])
+@triton.jit(do_not_specialize=["first", "key", "step"])  # else 1 and multiples of 16 compile anew
 def _encode_kernel(
     x_ptr,
     m_ptr,
@@ -268,9 +269,9 @@ def _encode_kernel(
     scale = _load_step(scale_ptr, row * scale_row + offset // GROUP, mask)
     usable = tl.abs(scale) > 0.0
     one = tl.full(scale.shape, 1.0, tl.float32)
-    inverse = tl.div_rn(one, tl.where(usable, scale, 1.0))
+    inverse = tl.div_rn(one, tl.where(usable, scale, 1.0))  # rounded once; `/` is an approximation
     scaled = tl.where(usable, difference(x_ptr, m_ptr, place, mask, DELTA) * inverse, 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -1.0 * HALF), HALF - 1.0)
+    scaled = tl.minimum(tl.maximum(scaled, -1.0 * HALF), HALF - 1.0)  # before rounding, as on CPUs
     if STOCHASTIC:
         random = _random(block, tl.load(row_ptr + row), key, step)
         level = (_round(scaled * 65536.0) + random) >> 16
@@ -280,7 +281,7 @@ def _encode_kernel(
         memory = tl.load(m_ptr + place[1], mask, other=0.0).to(tl.float32)
         value = memory + level.to(tl.float32) * scale
         _store_fresh(fresh_ptr, finite_ptr, row, row * fresh_row + offset, value, mask)
-    code = tl.where(mask, level + HALF, 0)
+    code = tl.where(mask, level + HALF, 0)  # padding: equal bytes everywhere
     base = payload_ptr + row * payload_row + block * (128 * BITS)
     if BITS == 8:
         _pack_field(code, base, lanes, bytes_mask, 8, 0)
@@ -292,7 +293,7 @@ def _encode_kernel(
         _pack_field(code, base, lanes, bytes_mask, 1, BITS & 6)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"])  # else 1 and multiples of 16 compile anew
 def _decode_kernel(
     payload_ptr,
     scale_ptr,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels.reference import sparse as sparse_reference
     from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
 
-_MASK32 = 0xFFFFFFFF
+_MASK32 = 0xFFFFFFFF  # words are int64: torch has few operations on uint32
 
 
 def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
@@ -42,8 +42,8 @@ def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
 
 def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
     """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
-    magnitude_n = x_n.view(torch.int32) & 0x7FFFFFFF
-    order_n = magnitude_n.sort(descending=True, stable=True).indices
+    magnitude_n = x_n.view(torch.int32) & 0x7FFFFFFF  # as integers NaN is above infinity
+    order_n = magnitude_n.sort(descending=True, stable=True).indices  # stable: of ties the first
     flag_n = torch.zeros(x_n.shape, dtype=torch.bool, device=x_n.device)
     flag_n[order_n[: kept_k.numel()]] = True
     kept_k.copy_(x_n[flag_n])

@@ -15,10 +15,10 @@ from thinpipe.pipeline.wire.kernels import Codes
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, reference
 
-_BLOCK, _PLANES, _LANES = 1024, 8, 128
-_WIDTHS = (8, 4, 2, 1)
-_MASK32 = 0xFFFFFFFF
-_SMALLEST_NORMAL = 2.0**-126
+_BLOCK, _PLANES, _LANES = 1024, 8, 128  # the layout in `kernels/__init__.py`
+_WIDTHS = (8, 4, 2, 1)  # of a code's fields
+_MASK32 = 0xFFFFFFFF  # words are int64: torch has few operations on uint32
+_SMALLEST_NORMAL = 2.0**-126  # of fp32; some devices flush what is smaller to zero
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
@@ -97,7 +97,7 @@ def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
     else:
         step = torch.maximum(_divide(large, half + 0.5), _divide(small, half - 0.5))
     step = torch.where(torch.isfinite(step), step, torch.nan)
-    step = torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+    step = torch.where(step < _SMALLEST_NORMAL, 0.0, step)  # 1 / step may overflow below
     return torch.where((high > low) & (step > 0), -step, step)
 
 
@@ -109,7 +109,7 @@ def _divide(value_BK: Tensor, divisor: float) -> Tensor:
 def _round_up_bf16(scale_BK: Tensor) -> Tensor:
     """Round magnitudes up to bf16, so that the group's extremes stay inside the range."""
     word = scale_BK.view(torch.int32).to(torch.int64)
-    up = ((word + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    up = ((word + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)  # NaN would leave int32
     return torch.where(torch.isfinite(scale_BK) & torch.isfinite(up), up, torch.nan)
 
 

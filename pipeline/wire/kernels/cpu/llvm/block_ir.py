@@ -25,10 +25,10 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     vector,
 )
 
-_PLANE = 128
-_WIDTHS = (8, 4, 2, 1)
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_PLANE = 128  # the layout in `kernels/__init__.py`
+_WIDTHS = (8, 4, 2, 1)  # of a code's fields
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of Philox4x32 (Salmon et al., SC'11)
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # its key schedule
 
 
 def _fields(bits: int) -> list[tuple[int, int, int]]:
@@ -61,7 +61,7 @@ def _byte_row(b: Builder, pointer: Value, row: int) -> Value:
 
 def _load_row(b: Builder, pointer: Value, row: int) -> Value:
     loaded = b.load(_byte_row(b, pointer, row), typ=vector(I8, _PLANE))
-    loaded.align = 1
+    loaded.align = 1  # messages have codes at any byte
     return loaded
 
 
@@ -147,7 +147,7 @@ def copy_planes(
             to_at = b.add(target_start, b.mul(loop.index, target_row))
             from_pointer = pointer_to(context, b, (source, args[0]), from_at)
             to_pointer = pointer_to(context, b, (target, args[2]), to_at)
-            cgutils.raw_memcpy(b, to_pointer, from_pointer, nbytes, 1)
+            cgutils.raw_memcpy(b, to_pointer, from_pointer, nbytes, 1)  # rows never overlap
         return context.get_dummy_value()
 
     return types.void(source, source_at, target, target_at, shape), codegen

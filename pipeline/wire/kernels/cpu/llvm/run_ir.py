@@ -26,7 +26,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     vector,
 )
 
-CHUNK = 16
+CHUNK = 16  # flags of two bytes of a mask; fp32 values of an AVX-512 register
 _F32 = ir.FloatType()
 _FLAGS = ir.VectorType(ir.IntType(1), CHUNK)
 
@@ -89,6 +89,7 @@ def update_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) ->
             change = b.fsub(x_op.values(index, mask), before)
             left = b.fsub(change, sent_op.values(index, mask))
             _write(b, b.fadd(before, mean_op.values(index, mask)), base_op, index, mask)
+            # read again: what is left stands on the base as it was rounded
             _write(b, b.fadd(base_op.values(index, mask), left), x_op, index, mask)
 
         steps(b, count, body)

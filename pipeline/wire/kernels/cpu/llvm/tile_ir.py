@@ -26,9 +26,9 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     vector,
 )
 
-_SIDE = 8
+_SIDE = 8  # as in `kernels/hadamard.py`
 _F32 = ir.FloatType()
-_SIGN = 0x80000000
+_SIGN = 0x80000000  # of an fp32: to flip it rounds nothing
 
 
 def _butterfly(b: Builder, tile: Value, distance: int) -> Value:
@@ -39,7 +39,7 @@ def _butterfly(b: Builder, tile: Value, distance: int) -> Value:
         for places in ([i & ~distance for i in lanes], [i | distance for i in lanes])
     )
     signs = ir.Constant(words, [_SIGN if i & distance else 0 for i in lanes])
-    signed = b.bitcast(b.xor(b.bitcast(upper, words), signs), tile.type)
+    signed = b.bitcast(b.xor(b.bitcast(upper, words), signs), tile.type)  # one add for all lanes
     return b.fadd(lower, signed)
 
 

@@ -17,11 +17,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 64
+LANES = 64  # a cache line of bytes; of fp32 four AVX-512 registers, or as many as a CPU needs
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
-_ROUNDING = 1.5 * 2**23
+_ROUNDING = 1.5 * 2**23  # 1.5: sums with values of either sign, up to 2^22, have no fraction left
 _AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
 _FORMATS = {types.float32: _F32, types.uint32: I32, types.uint16: I16, types.uint8: I8}
 
@@ -42,7 +42,7 @@ def filled(number: float, element: Value, lanes: int = LANES) -> Value:
 def splat(b: Builder, scalar: Value, lanes: int = LANES) -> Value:
     """A vector of one value."""
     undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
-    first = b.insert_element(undefined, scalar, I32(0))
+    first = b.insert_element(undefined, scalar, I32(0))  # with the shuffle LLVM sees a broadcast
     return b.shuffle_vector(first, undefined, filled(0, I32, lanes))
 
 
@@ -70,10 +70,10 @@ def _load(b: Builder, pointer: Value, element: Value, mask: Value = None) -> Val
     kind = vector(element, LANES)
     if mask is None:
         loaded = b.load(b.bitcast(pointer, ir.PointerType(kind)), typ=kind)
-        loaded.align = 1
+        loaded.align = 1  # else LLVM may take aligned moves, which trap
         return loaded
     zero = ir.Constant(kind, None)
-    name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
+    name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"  # behind the end may be no page
     return call(b, name, kind, [b.bitcast(pointer, ir.PointerType(kind)), I32(1), mask, zero])
 
 
@@ -107,7 +107,7 @@ def from_float(b: Builder, value: Value, element: Value) -> Value:
     odd = b.and_(b.lshr(word, filled(16, I32)), filled(1, I32))
     rounded = b.add(word, b.add(odd, filled(0x7FFF, I32)))
     halves = b.bitcast(rounded, vector(I16, 2 * LANES))
-    upper = ir.Constant(vector(I32, LANES), list(range(1, 2 * LANES, 2)))
+    upper = ir.Constant(vector(I32, LANES), list(range(1, 2 * LANES, 2)))  # of little endian words
     return b.shuffle_vector(halves, ir.Constant(halves.type, ir.Undefined), upper)
 
 
@@ -119,7 +119,7 @@ def quiet(b: Builder, value: Value) -> Value:
 
 def steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> None:
     """Run body(index, mask) for every 64 lanes; mask is None where all of them count."""
-    full = b.and_(count, count.type(-LANES))
+    full = b.and_(count, count.type(-LANES))  # rounded down: -64 lacks the low six bits
     with cgutils.for_range_slice(b, count.type(0), full, count.type(LANES)) as (index, _):
         body(index, None)
     with b.if_then(b.icmp_signed("<", full, count)):
@@ -294,11 +294,13 @@ def quantize_group(  # noqa: PLR0913  numba counts references to arrays in tuple
             value = x_op.values(index, mask)
             old = m_op.values(index, mask) if m_op else None
             scaled = b.fmul(b.fsub(value, old) if m_op else value, factor)
+            # before rounding: far outside, 32 bits would not hold it; ordered: NaN passes
             scaled = b.select(b.fcmp_ordered("<", scaled, bottom), bottom, scaled)
             scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
             if noise_op:
                 scaled = b.fmul(scaled, filled(65536.0, _F32))
                 fixed = call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
+                # the shift rounds down, so the random number's carry rounds up
                 word = b.ashr(b.add(fixed, b.zext(noise_op.load(index), kind)), filled(16, I32))
                 level = b.sitofp(word, vector(_F32, LANES))
             else:  # at this size a float has no digits behind the point, and its low byte is q
