@@ -44,8 +44,16 @@ class Plan:
         return paced(step, self._changes, self.steps)
 
     def share_anew(self, mesh: Mesh, done: int) -> None:
-        """After `done` steps, what is left goes to the DP ranks of another mesh."""
-        self._changes.append(Change(done, self._mesh.dp_size, self._share, self.steps))
+        """After `done` steps, what is left goes to the DP ranks of another mesh.
+
+        Only how many there are before and after a step counts: of those in between, who were lost
+        before they did one, some ranks never hear.
+        """
+        before = Change(done, self._mesh.dp_size, self._share, self.steps)
+        if self.changed_at == done:
+            before = self._changes.pop()
+        if (mesh.dp_size, self._share) != (before.replicas, before.batch):
+            self._changes.append(before)
         self._mesh = mesh
         self._set()
 

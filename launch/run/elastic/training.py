@@ -211,7 +211,9 @@ class ElasticTraining(Training):
         self.records.planned(self.steps, self._elastic.hosts)
 
     def _say(self, words: str) -> None:
-        self.display.note(f"{words}; from step {self._done + 1} {self._plan.words()}")
+        if self._plan.changed_at == self._done:
+            words += f"; from step {self._done + 1} {self._plan.words()}"
+        self.display.note(words)
 
     @property
     def agreed(self) -> tuple[int, int]:

@@ -4,9 +4,11 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic.training import ElasticTraining
+from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.proof import digest
+from thinpipe.pipeline.comm.errors import TransportError
 
 WORLD, STOPPED_S, LAST = 3, 20.0, 400
 LOCAL = ["diloco", "sparse_loco"]
@@ -35,7 +39,8 @@ class Schedule:
     """Ranks 3 and 4 come later, one after the other.
 
     `lost` says after which step a rank is, `lost_at_join` which one as a newcomer gets its state;
-    `stopped` gets SIGSTOP for 20 s after step `at`. `come` are those that are let in.
+    `stopped` gets SIGSTOP for 20 s after step `at`. `come` are those that are let in. A connection
+    of `unaware` breaks before it knows that rank 3 is in.
     """
 
     kind: str
@@ -44,6 +49,7 @@ class Schedule:
     lost: dict[int, int]
     lost_at_join: int | None = None
     stopped: int | None = None
+    unaware: int | None = None
     come: tuple[int, ...] = (3,)
 
     @classmethod
@@ -56,8 +62,10 @@ class Schedule:
         if kind == "stopped":
             return cls(kind, method, at, {}, stopped=draw.choice([0, one]), come=())
         victims = {"lost as another joins": other, "joins and is lost": 3, DONOR: 0}
-        come = (3, 4) if kind == "joins and is lost" else (3,)
-        return cls(kind, method, at, {one: at}, lost_at_join=victims.get(kind), come=come)
+        more: dict[str, Any] = {}
+        if kind == "joins and is lost":
+            more = {"come": (3, 4), "unaware": draw.choice([None, other])}
+        return cls(kind, method, at, {one: at}, lost_at_join=victims.get(kind), **more)
 
     @property
     def settings(self) -> list[str]:
@@ -97,6 +105,12 @@ class Part:
             self._store.set("may come 4", "")
             self.leave(training)
 
+    def adapt(self, adapt: Callable[..., None], passes: int, words: str, **more: Any) -> None:
+        """Instead of `adapt`, which tells the run that its members are others."""
+        if self.rank == self._plan.unaware and "as rank 3" in words:
+            raise TransportError("broken by this test")
+        adapt(passes, words, **more)
+
     def each(self, training: ElasticTraining, step: int) -> None:
         """After every step."""
         plan, rank, store = self._plan, self.rank, self._store
@@ -132,13 +146,17 @@ def take_part(rank: int, port: int, folder: str, seed: int) -> tuple[dict[int, i
     """As one of the ranks: what it found, and whose samples are whose in the end."""
     schedule, store = Schedule.of(seed), TCPStore("127.0.0.1", port, is_master=False)
     part, settings = Part(rank, store, schedule), schedule.settings
-    bring_up = ElasticTraining.bring_up
+    bring_up, adapt = ElasticTraining.bring_up, Elastic._adapt
 
     def brought_up(training: ElasticTraining, places: Any) -> None:
         part.lost_at_join(training)
         bring_up(training, places)
 
+    def adapted(elastic: Elastic, *arguments: Any, **more: Any) -> None:
+        part.adapt(partial(adapt, elastic), *arguments, **more)
+
     ElasticTraining.bring_up = brought_up  # type: ignore[method-assign]
+    Elastic._adapt = adapted  # type: ignore[method-assign]
     if rank >= WORLD:
         if rank not in schedule.come:
             return {}, None

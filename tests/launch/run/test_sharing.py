@@ -1,0 +1,53 @@
+"""Whose samples are whose when the number of replicas changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch.run.elastic.trained import write_run
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.corpus import check_data
+from thinpipe.launch.run.sharing import Plan
+from thinpipe.pipeline.mesh import Mesh
+
+
+def mesh(replicas: int, replica: int = 0) -> Mesh:
+    return Mesh(1, replicas, replica)
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> list[Plan]:
+    """Two, of three replicas."""
+    write_run(tmp_path)
+    config = load_config(tmp_path / "run.toml")
+    samples = check_data(config).train
+    return [Plan(config, samples, mesh(3), None) for _ in range(2)]
+
+
+def test_replicas_that_do_no_step_leave_no_trace(plans: list[Plan]) -> None:
+    """A newcomer is lost before its first step: not all ranks hear of it."""
+    for plan in plans:
+        plan.share_anew(mesh(2), 3)
+    plans[0].share_anew(mesh(3), 7)
+    plans[0].share_anew(mesh(2), 7)
+    assert plans[0].state == plans[1].state
+    assert plans[0].steps == plans[1].steps
+    for step in range(plans[0].steps):
+        assert torch.equal(plans[0].sampler.ids(step), plans[1].sampler.ids(step))
+
+
+def test_several_changes_before_one_step_are_one(plans: list[Plan]) -> None:
+    plans[0].share_anew(mesh(2), 3)
+    for plan in plans:
+        plan.share_anew(mesh(1), 3)
+    assert plans[0].state == plans[1].state
+    assert plans[0].changed_at == 3
+
+
+def test_a_replica_in_anothers_place_has_its_samples(plans: list[Plan]) -> None:
+    plans[0].share_anew(mesh(2, replica=1), 3)
+    plans[0].share_anew(mesh(3, replica=1), 3)
+    assert plans[0].state == plans[1].state
+    assert plans[0].changed_at is None
+    assert not torch.equal(plans[0].sampler.ids(5), plans[1].sampler.ids(5))
