@@ -1,7 +1,7 @@
 """What a run's evaluations measure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.batch import Batch
@@ -11,24 +11,6 @@ from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric,
 from thinpipe.pipeline.models.own.functions import load_function, name_of
 
 _LARGEST_LOSS = 700.0  # exp() of more is not a float
-
-
-class Evaluation:
-    """Measures that are added up over one evaluation, and their names."""
-
-    def __init__(self, metrics: Mapping[str, Metric], *, perplexity: bool) -> None:
-        self.measures = Measures(metrics)
-        self._perplexity = perplexity
-
-    def numbers(self, loss: float, count: float, packed: Sequence[bytes]) -> dict[str, float]:
-        """Everything by name, `loss` first; NaN if nothing counted."""
-        mean = mean_loss(loss, count)
-        found = {"loss": mean, **self.measures.values(packed)}
-        if not count:  # F1 of nothing would be 0
-            found = dict.fromkeys(found, math.nan)
-        if self._perplexity:
-            found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
-        return found
 
 
 class Wanted:
@@ -59,20 +41,28 @@ class Wanted:
                 raise ConfigError(f"eval.metrics: two metrics are called {name}; rename one")
             self._metrics[name] = metric
 
-    def begin(self) -> Evaluation:
-        return Evaluation(self._metrics, perplexity=self._perplexity)
-
     def evaluate(
         self, engine: PipelineEngine, batches: Iterable[Batch], step: int, *, compressed: bool
     ) -> dict[str, float]:
         """By name, the same on all ranks, which give equally many batches."""
-        this = self.begin()
+        measures = Measures(self._metrics)
         heads = [
-            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
+            engine.eval_step(batch, step, compressed=compressed, measures=measures)
             for batch in batches
         ]
         loss, count = (sum(column) for column in zip(*heads, strict=True))
-        return this.numbers(loss, count, engine.transport.gather(this.measures.packed()))
+        packed = engine.transport.gather(measures.packed())
+        return self._numbers(loss, count, measures.values(packed))
+
+    def _numbers(self, loss: float, count: float, found: dict[str, float]) -> dict[str, float]:
+        """Everything by name, `loss` first; NaN if nothing counted."""
+        mean = mean_loss(loss, count)
+        found = {"loss": mean, **found}
+        if not count:  # F1 of nothing would be 0
+            found = dict.fromkeys(found, math.nan)
+        if self._perplexity:
+            found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
+        return found
 
 
 def _metric(given: object) -> tuple[str, Metric]:
