@@ -28,16 +28,13 @@ class Plan:
         if resumed is not None and position(samples) is None:
             self._changes = self._changes_before(resumed)
         self._set()
-        self._first = self._changes[0].steps if self._changes else self.steps
+        self.first_steps = self._changes[0].steps if self._changes else self.steps
+        """How many were planned at first."""
 
     @property
     def changed_at(self) -> int | None:
         """The step before which the number of DP ranks changed last."""
         return self._changes[-1].step if self._changes else None
-
-    @property
-    def first_steps(self) -> int:
-        return self._first
 
     def pace(self, step: int) -> float:
         """As `paced`, of `first_steps`."""
