@@ -13,13 +13,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.run.elastic.copies import RamCopies
-from thinpipe.launch.run.elastic.places import (
-    Back,
-    Places,
-    WentBackError,
-    answering,
-    wait_for_call,
-)
+from thinpipe.launch.run.elastic.places import Back, Places, WentBackError, answering, wait_for_call
 from thinpipe.launch.run.elastic.state import SENT, hand_over
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.training import Training
@@ -137,12 +131,7 @@ class RedoingTraining(ElasticTraining):
             self.agreement.ask(Ask.SAVE)  # a disk is new, too
 
     def regrouped(
-        self,
-        change: int,
-        before: tuple[int, int],
-        passes: int,
-        words: str,
-        **_: Any,
+        self, change: int, before: tuple[int, int], passes: int, words: str, **_: Any
     ) -> None:
         self._change, self._lost = change, words
         self._regroup_parts(change, before)
@@ -198,19 +187,12 @@ class RedoingTraining(ElasticTraining):
         return {"built": collect(self.built, memories=False), "skips": self._skips.state}
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
-        engine = self.built.engine
-
-        def train() -> StepTotals:
+        def train() -> tuple[StepTotals, int, int]:
             if problem := self._copies.take(step, self._collect):
                 self.display.note(problem)
-            return engine.train_step(batch, step, self._ids(step + 1))
+            return Training._train(self, batch, step)
 
-        def forget() -> None:
-            self._sync.abandon()
-            engine.abandon_step()
-
-        totals = self._elastic.step(train, forget)
-        return totals, self._sampler.epoch(step), self._sampler.samples(step)
+        return self._elastic.step(train, self._forget_step)
 
     def _once(self, batch: Batch, step: int) -> StepRecord:
         self._in_step = True

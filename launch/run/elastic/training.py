@@ -351,10 +351,6 @@ class ElasticTraining(Training):
             assert own is not None, "a stream is refused"
             return engine.train_step(own, step, self._ids(step + 1))
 
-        def forget() -> None:
-            self._sync.abandon()
-            engine.abandon_step()
-
         scope: Scope = "replica" if alone else "world"
 
         def take(shared: list[list[float]]) -> StepTotals:
@@ -363,7 +359,7 @@ class ElasticTraining(Training):
 
         totals = self._unless_stopped(
             train,
-            forget=forget,
+            forget=self._forget_step,
             pack=lambda _: engine.last_shared.tolist(),
             take=take,
             alone=alone,
@@ -372,6 +368,11 @@ class ElasticTraining(Training):
             self._done = step + 1
             self._leave()
         return totals, sampler.epoch(step), sampler.samples(step)
+
+    def _forget_step(self) -> None:
+        """Undo what a step has begun."""
+        self._sync.abandon()
+        self.built.engine.abandon_step()
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
         return self._unless_stopped(do, forget=self.built.engine.abandon_step)
