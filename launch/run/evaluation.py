@@ -1,12 +1,17 @@
 """What a run's evaluations measure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Objective, mean_loss
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
 from thinpipe.pipeline.models.own.functions import load_function, name_of
 
@@ -63,6 +68,21 @@ class Wanted:
         if self._perplexity:
             found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
         return found
+
+
+def batches_of(samples: SampleSet, config: RunConfig, mesh: Mesh) -> Iterator[Batch]:
+    """This DP rank's share of the held-out samples; all DP ranks get equally many batches.
+
+    Those of shards are of one size, as shards run alike; a last sample may not count.
+    """
+    size = config.train.batch_size
+    for first in range(0, len(samples), size):
+        ids = torch.arange(first, min(first + size, len(samples)))
+        shares = ids.tensor_split(mesh.dp_size)
+        own = shares[mesh.dp_rank]
+        missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
+        batch = config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
+        yield batch.counting(len(own)) if missing else batch
 
 
 def _metric(given: object) -> tuple[str, Metric]:
