@@ -185,7 +185,6 @@ class Places(Sections):
 
     @property
     def goes_back_to(self) -> int:
-        """The step."""
         assert self._back is not None, "a place has been taken"
         return self._back.step
 

@@ -158,7 +158,7 @@ class Elastic(Sections):
         if self._me not in self._warm:
             return True
         self._run.end_saves()  # which use the groups
-        own = float(self._me == 0 and len(self._door.invited(self._visits)) > 0)
+        own = float(self._me == 0 and bool(self._door.invited(self._visits)))
         said = self._transport.share(torch.tensor([own], dtype=torch.float64), "world")
         return bool(said.max())
 
