@@ -45,7 +45,6 @@ class Connections:
 
     @property
     def tells(self) -> bool:
-        """Whether this rank has something to say to rank 0."""
         return bool(self.trace.host) and self._rank > 0
 
     def follow(self, ranks: Collection[int]) -> None:

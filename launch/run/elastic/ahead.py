@@ -261,7 +261,6 @@ class Taker:
         self.came += 1
 
     def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
-        """As the others made it."""
         optimizer, left = self._built.optimizer, iter(parts)
         for group, (plain, counts) in zip(optimizer.param_groups, settings, strict=True):
             group.update(plain)

@@ -67,7 +67,6 @@ class Door:
         return self._said(f"asked/{numbers[0]}")
 
     def answer(self, numbers: Sequence[int]) -> None:
-        """Say that these are there."""
         self._store.set(f"there/{numbers[0]}", "")
 
     def begin(self, number: int, numbers: Sequence[int]) -> None:

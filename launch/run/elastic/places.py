@@ -180,7 +180,6 @@ class Places(Sections):
 
     @property
     def root(self) -> Store:
-        """Where ranks tell each other things, for its parts."""
         return self._store
 
     @property
@@ -190,7 +189,6 @@ class Places(Sections):
 
     @property
     def places(self) -> list[str]:
-        """The machine at each place."""
         return [self._hosts.of(member) for member in self._members]
 
     def _come_in(self) -> None:

@@ -80,7 +80,6 @@ class RedoingTraining(ElasticTraining):
 
     @property
     def held(self) -> dict[str, Any]:
-        """Of which steps this rank has copies."""
         return self._copies.held
 
     def ask_for_machine(self, lost: str, ranks: int) -> None:

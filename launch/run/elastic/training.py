@@ -99,7 +99,6 @@ class ElasticTraining(Training):
         self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:
-        """As before; losses count no longer."""
         super().finish(done)
         self._elastic.close()
 
@@ -201,7 +200,6 @@ class ElasticTraining(Training):
         self._follow_plan()
 
     def _follow_plan(self) -> None:
-        """It has changed."""
         self.built.engine.announce(self._sampler.all_ids())
         rates = self.built.lr_schedule
         rates.last_epoch = rates.last_epoch
@@ -370,7 +368,6 @@ class ElasticTraining(Training):
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _forget_step(self) -> None:
-        """Undo what a step has begun."""
         self._sync.abandon()
         self.built.engine.abandon_step()
 
