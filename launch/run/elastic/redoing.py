@@ -152,19 +152,8 @@ class RedoingTraining(ElasticTraining):
         return Training.stop(self, whole)
 
     def _join(self, store: Store, newcomer: Newcomer | None) -> None:
-        config = self._config
-        self._elastic = Places(
-            store,
-            cast(GlooTransport, self._session.transport),
-            self,
-            host=config.network.own_name(),
-            least=1,
-            wait_s=config.pipeline.peer_timeout_s,
-            patience_s=config.network.patience_s,
-            newcomer=newcomer,
-            call=self._call,
-        )
-        every = config.checkpoint.ram_every
+        self._elastic = self._met(Places, store, least=1, newcomer=newcomer, call=self._call)
+        every = self._config.checkpoint.ram_every
         assert every is not None, "or this is another kind of training"
         self._copies = RamCopies(self._elastic.root, every, self._elastic.connect)
 

@@ -82,15 +82,18 @@ class ElasticTraining(Training):
         """Meet the others in the store of the run."""
         least = self._config.elastic.min_replicas
         assert least is not None, "or this is a plain Training"
-        self._elastic = Elastic(
+        self._elastic = self._met(Elastic, store, least=least, newcomer=newcomer)
+
+    def _met(self, kind: Callable[..., _T], store: Store, **settings: Any) -> _T:
+        """The `kind` of `Sections` that this rank does with the others."""
+        return kind(
             store,
             cast(GlooTransport, self._session.transport),
             self,
             host=self._config.network.own_name(),
-            least=least,
             wait_s=self._config.pipeline.peer_timeout_s,
             patience_s=self._config.network.patience_s,
-            newcomer=newcomer,
+            **settings,
         )
 
     def _come_in(self) -> None:
