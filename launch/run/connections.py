@@ -66,13 +66,11 @@ class Connections:
         return [self.own(), *(other.told() for _, other in sorted(self._others.items()))]
 
     def _repeat(self, act: Callable[[Store, Collection[int]], None], ranks: Any) -> None:
-        try:
+        with suppress(RuntimeError):  # the store or the relay is gone, and the run ends
             assert self._apart is not None
             store = PrefixStore("connections", self._apart())
             while not self._over.wait(PERIOD_S):
                 act(store, ranks)
-        except RuntimeError:  # the store or the relay is gone, and the run ends
-            return
 
     def _in_time(self) -> dict[str, Any] | None:
         with suppress(OverlayError):

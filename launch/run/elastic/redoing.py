@@ -1,7 +1,7 @@
 """Training of a pipeline that goes on when a machine is lost: steps since a copy are redone."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
@@ -199,11 +199,9 @@ class RedoingTraining(ElasticTraining):
         """The result of `do` after so many steps."""
         self._had = had
         while True:
-            try:
+            with suppress(WentBackError):
                 self._redo(had)
                 return do()
-            except WentBackError:
-                pass
 
     def _redo(self, had: int) -> None:
         saves = False
