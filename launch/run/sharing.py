@@ -60,11 +60,7 @@ class Plan:
     def facts(self, digests: Mapping[str, str]) -> dict[str, Any]:
         """What a checkpoint says of the run; `digests` are those of its samples."""
         shared = self._config.shared()
-        facts = {
-            "config": shared,
-            "data": digests,
-            "steps_per_epoch": self.sampler.steps_per_epoch,
-        }
+        facts = {"config": shared, "data": digests, "steps_per_epoch": self.sampler.steps_per_epoch}
         if self._changes:
             # the replicas there are now, and the batch that the run began with
             shared["pipeline"]["replicas"] = self._mesh.replicas
