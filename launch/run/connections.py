@@ -55,10 +55,7 @@ class Connections:
 
     def own(self) -> dict[str, Any] | None:
         """This machine's so far; None without a relay, as after its end."""
-        try:
-            mine = self._relay()
-        except RuntimeError:
-            return None
+        mine = self._in_time()
         return None if mine is None else {**mine, "trace": self.trace.samples}
 
     def all(self) -> list[dict[str, Any] | None]:
