@@ -150,15 +150,14 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
         ranks = "1 rank" if processes == 1 else f"{processes} ranks"
         typer.echo(f"starting {ranks} on this machine")
     if machines.alone:
-        restarts = machines.max_restarts
-        return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
-    placed = hosts_by_rank(config.pipeline.placement)
+        return run_local(main, sys.argv[1:], config.world_size, max_restarts=machines.max_restarts)
     join_s = config.pipeline.peer_timeout_s
     if machines.join is not None:
         joins: Joins = "now" if config.checkpoint.ram_every is None else "later"
         nodes = Nodes(1, machines.join, 0, join_s, joins=joins)
-        return run_node(main, sys.argv[1:], processes, nodes, config.network)
-    nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)
+    else:
+        placed = hosts_by_rank(config.pipeline.placement)
+        nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)
     return run_node(main, sys.argv[1:], processes, nodes, config.network)
 
 

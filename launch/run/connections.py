@@ -45,7 +45,6 @@ class Connections:
 
     @property
     def tells(self) -> bool:
-        """Whether this rank has something to say to rank 0."""
         return bool(self.trace.host) and self._rank > 0
 
     def follow(self, ranks: Collection[int]) -> None:
@@ -56,10 +55,7 @@ class Connections:
 
     def own(self) -> dict[str, Any] | None:
         """This machine's so far; None without a relay, as after its end."""
-        try:
-            mine = self._relay()
-        except RuntimeError:
-            return None
+        mine = self._in_time()
         return None if mine is None else {**mine, "trace": self.trace.samples}
 
     def all(self) -> list[dict[str, Any] | None]:
@@ -67,13 +63,11 @@ class Connections:
         return [self.own(), *(other.told() for _, other in sorted(self._others.items()))]
 
     def _repeat(self, act: Callable[[Store, Collection[int]], None], ranks: Any) -> None:
-        try:
+        with suppress(RuntimeError):  # the store or the relay is gone, and the run ends
             assert self._apart is not None
             store = PrefixStore("connections", self._apart())
             while not self._over.wait(PERIOD_S):
                 act(store, ranks)
-        except RuntimeError:  # the store or the relay is gone, and the run ends
-            return
 
     def _in_time(self) -> dict[str, Any] | None:
         with suppress(OverlayError):

@@ -1,34 +1,21 @@
 """What a run's evaluations measure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Objective, mean_loss
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import NAMES, PERPLEXITY, Mean, Measures, Metric, named_metrics
 from thinpipe.pipeline.models.own.functions import load_function, name_of
 
 _LARGEST_LOSS = 700.0  # exp() of more is not a float
-
-
-class Evaluation:
-    """Measures that are added up over one evaluation, and their names."""
-
-    def __init__(self, metrics: Mapping[str, Metric], *, perplexity: bool) -> None:
-        self.measures = Measures(metrics)
-        self._perplexity = perplexity
-
-    def numbers(self, loss: float, count: float, packed: Sequence[bytes]) -> dict[str, float]:
-        """Everything by name, `loss` first; NaN if nothing counted."""
-        mean = mean_loss(loss, count)
-        found = {"loss": mean, **self.measures.values(packed)}
-        if not count:  # F1 of nothing would be 0
-            found = dict.fromkeys(found, math.nan)
-        if self._perplexity:
-            found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
-        return found
 
 
 class Wanted:
@@ -59,20 +46,43 @@ class Wanted:
                 raise ConfigError(f"eval.metrics: two metrics are called {name}; rename one")
             self._metrics[name] = metric
 
-    def begin(self) -> Evaluation:
-        return Evaluation(self._metrics, perplexity=self._perplexity)
-
     def evaluate(
         self, engine: PipelineEngine, batches: Iterable[Batch], step: int, *, compressed: bool
     ) -> dict[str, float]:
         """By name, the same on all ranks, which give equally many batches."""
-        this = self.begin()
+        measures = Measures(self._metrics)
         heads = [
-            engine.eval_step(batch, step, compressed=compressed, measures=this.measures)
+            engine.eval_step(batch, step, compressed=compressed, measures=measures)
             for batch in batches
         ]
         loss, count = (sum(column) for column in zip(*heads, strict=True))
-        return this.numbers(loss, count, engine.transport.gather(this.measures.packed()))
+        packed = engine.transport.gather(measures.packed())
+        return self._numbers(loss, count, measures.values(packed))
+
+    def _numbers(self, loss: float, count: float, found: dict[str, float]) -> dict[str, float]:
+        """Everything by name, `loss` first; NaN if nothing counted."""
+        mean = mean_loss(loss, count)
+        found = {"loss": mean, **found}
+        if not count:  # F1 of nothing would be 0
+            found = dict.fromkeys(found, math.nan)
+        if self._perplexity:
+            found[PERPLEXITY] = math.exp(mean) if mean < _LARGEST_LOSS else mean * math.inf
+        return found
+
+
+def batches_of(samples: SampleSet, config: RunConfig, mesh: Mesh) -> Iterator[Batch]:
+    """This DP rank's share of the held-out samples; all DP ranks get equally many batches.
+
+    Those of shards are of one size, as shards run alike; a last sample may not count.
+    """
+    size = config.train.batch_size
+    for first in range(0, len(samples), size):
+        ids = torch.arange(first, min(first + size, len(samples)))
+        shares = ids.tensor_split(mesh.dp_size)
+        own = shares[mesh.dp_rank]
+        missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
+        batch = config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
+        yield batch.counting(len(own)) if missing else batch
 
 
 def _metric(given: object) -> tuple[str, Metric]:

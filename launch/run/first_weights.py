@@ -17,17 +17,18 @@ from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 _log = logging.getLogger(__name__)
 
 
-def begin_alike(built: Built, transport: Transport) -> int:
+def begin_alike(built: Built, transport: Transport) -> None:
     """Take the weights of replica 0 where others were drawn, and tied ones of the first stage.
 
-    All ranks call it before their first step. Returns the bytes that this rank sent.
+    All ranks call it before their first step.
     """
-    nbytes = 0 if transport.mesh.replicas == 1 else _take_from_replica_0(built, transport)
-    tied = built.engine.tied
-    return nbytes + (0 if tied is None else tied.begin_alike())
+    if transport.mesh.replicas > 1:
+        _take_from_replica_0(built, transport)
+    if built.engine.tied is not None:
+        built.engine.tied.begin_alike()
 
 
-def _take_from_replica_0(built: Built, transport: Transport) -> int:
+def _take_from_replica_0(built: Built, transport: Transport) -> None:
     mesh = transport.mesh
     held = {
         f"{name} of stage {stage.stage_index}": parameter
@@ -48,11 +49,9 @@ def _take_from_replica_0(built: Built, transport: Transport) -> int:
         receive_tensors(transport.link(first, WEIGHTS, name), wholes)
         for parameter, whole in zip(held.values(), wholes.values(), strict=True):
             parameter.data.copy_(whole)
-    nbytes = sum(whole.nbytes for whole in wholes.values())
     if mesh.rank == first == 0 and unlike:
         _log.warning(
             "note: replicas on different processors drew weights with different last bits; all "
             "take those of replica 0 (%.1f MB for each stage of one)",
-            nbytes / 1e6,
+            sum(whole.nbytes for whole in wholes.values()) / 1e6,
         )
-    return len(unlike) * nbytes if mesh.rank == first else 0

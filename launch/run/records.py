@@ -183,11 +183,7 @@ class Records:
         self._report_took_s = self._report_at_s - began_s
 
     def report(
-        self,
-        hosts: Sequence[dict[str, Any] | None],
-        timeline: Timeline | None,
-        *,
-        shows: bool,
+        self, hosts: Sequence[dict[str, Any] | None], timeline: Timeline | None, *, shows: bool
     ) -> None:
         if not self._records or not (self._writes or shows):
             return

@@ -47,7 +47,7 @@ def look_at(script: Path, arguments: Sequence[str]) -> LaunchSpec:
     process.start()
     sender.close()
     try:
-        found: Any = (
+        found: LaunchSpec | str = (
             f"it made no thinpipe.Run within {_LOOK_S:.0f} s; make the Run first, and leave what "
             "takes long (data, downloads) for after it"
         )
@@ -63,7 +63,7 @@ def look_at(script: Path, arguments: Sequence[str]) -> LaunchSpec:
     process.join()
     if isinstance(found, str):
         raise ConfigError(f"{script}: {found}")
-    return LaunchSpec(found["world_size"], found["join_s"], NetworkConfig(**found["network"]))
+    return found
 
 
 def run_as_rank(script: Path, arguments: Sequence[str]) -> NoReturn:
@@ -77,9 +77,7 @@ def _look(script: str, arguments: Sequence[str], sender: Connection) -> None:
         _execute(script, arguments)
     except RunRequested as wanted:
         config = wanted.config
-        network = config.network.model_dump()
-        join_s = config.pipeline.peer_timeout_s
-        sender.send({"world_size": config.world_size, "join_s": join_s, "network": network})
+        sender.send(LaunchSpec(config.world_size, config.pipeline.peer_timeout_s, config.network))
     except BaseException as error:
         sender.send("it failed before making a thinpipe.Run; see above")
         end_failed(error, None)

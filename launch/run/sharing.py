@@ -28,16 +28,13 @@ class Plan:
         if resumed is not None and position(samples) is None:
             self._changes = self._changes_before(resumed)
         self._set()
-        self._first = self._changes[0].steps if self._changes else self.steps
+        self.first_steps = self._changes[0].steps if self._changes else self.steps
+        """How many were planned at first."""
 
     @property
     def changed_at(self) -> int | None:
         """The step before which the number of DP ranks changed last."""
         return self._changes[-1].step if self._changes else None
-
-    @property
-    def first_steps(self) -> int:
-        return self._first
 
     def pace(self, step: int) -> float:
         """As `paced`, of `first_steps`."""
@@ -71,11 +68,7 @@ class Plan:
     def facts(self, digests: Mapping[str, str]) -> dict[str, Any]:
         """What a checkpoint says of the run; `digests` are those of its samples."""
         shared = self._config.shared()
-        facts = {
-            "config": shared,
-            "data": digests,
-            "steps_per_epoch": self.sampler.steps_per_epoch,
-        }
+        facts = {"config": shared, "data": digests, "steps_per_epoch": self.sampler.steps_per_epoch}
         if self._changes:
             # the replicas there are now, and the batch that the run began with
             shared["pipeline"]["replicas"] = self._mesh.replicas

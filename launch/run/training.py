@@ -4,9 +4,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memo
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
 from thinpipe.launch.run.connections import Connections
-from thinpipe.launch.run.evaluation import Wanted
+from thinpipe.launch.run.evaluation import Wanted, batches_of
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.sharing import Plan
@@ -127,7 +128,6 @@ class Training:
 
     @property
     def done(self) -> int:
-        """How many steps are done."""
         return self._done
 
     @property
@@ -317,11 +317,11 @@ class Training:
         return metrics
 
     def _evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
-        engine, wanted = self.built.engine, self._wanted
-        metrics = wanted.evaluate(engine, self._eval_batches(samples), step, compressed=False)
+        engine, evaluate = self.built.engine, self._wanted.evaluate
+        held_out = partial(batches_of, samples, self._config, self._session.mesh)
+        metrics = evaluate(engine, held_out(), step, compressed=False)
         if self._config.pipeline.cuts:
-            batches = self._eval_batches(samples)
-            compressed = wanted.evaluate(engine, batches, step, compressed=True)
+            compressed = evaluate(engine, held_out(), step, compressed=True)
             metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
         return metrics
 
@@ -386,17 +386,3 @@ class Training:
     def _ids(self, step: int) -> torch.Tensor:
         over = step >= self.steps
         return torch.empty(0, dtype=torch.int64) if over else self._sampler.ids(step)
-
-    def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
-        """This DP rank's share of the held-out samples; all DP ranks get equally many batches.
-
-        Those of shards are of one size, as shards run alike; a last sample may not count.
-        """
-        mesh, size = self._session.mesh, self._config.train.batch_size
-        for first in range(0, len(samples), size):
-            ids = torch.arange(first, min(first + size, len(samples)))
-            shares = ids.tensor_split(mesh.dp_size)
-            own = shares[mesh.dp_rank]
-            missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
-            batch = self._config.model.adapted(samples.batch(torch.cat([own, ids[:missing]])))
-            yield batch.counting(len(own)) if missing else batch

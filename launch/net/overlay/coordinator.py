@@ -3,6 +3,7 @@
 import ssl
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 from thinpipe.launch.net.overlay.joining import REPEAT_S
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
@@ -49,10 +50,7 @@ class Coordinator:
 
     def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         """A host joins: see whether it can be reached, then enter it."""
-
-        def enter(*, reachable: bool) -> None:
-            self._enter(connection, hello, source, reachable=reachable)
-
+        enter = partial(self._enter, connection, hello, source)
         if not hello.port:
             enter(reachable=False)
             return
@@ -64,10 +62,7 @@ class Coordinator:
             self._loop.close(found[0])
             enter(reachable=True)
 
-        def failed(_error: Exception) -> None:
-            enter(reachable=False)
-
-        self._loop.spawn(steps, _PROBE_S, done=reached, failed=failed)
+        self._loop.spawn(steps, _PROBE_S, done=reached, failed=lambda _: enter(reachable=False))
 
     def tick(self) -> None:
         """Tell hosts that wait who else has joined; they leave when they know all."""

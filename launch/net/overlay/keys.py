@@ -29,10 +29,6 @@ _ELSEWHERE = (
 )
 
 
-class KeyFileError(ValueError):
-    """A key file that cannot be used; the message has the remedy."""
-
-
 @dataclass(frozen=True)
 class KeyInfo:
     """`name` is the machine's; None for a key that all machines share."""
@@ -75,7 +71,7 @@ def read(path: Path) -> KeyInfo:
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
     except ValueError:
-        raise KeyFileError(f"{path}: not a key of ThinPipe's; make one with `{NEW_KEY}`") from None
+        raise ValueError(f"{path}: not a key of ThinPipe's; make one with `{NEW_KEY}`") from None
     name = found[0].subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
     own = None if name == RUN_NAME else str(name)
     return KeyInfo(own, found[0].not_valid_before_utc, found[0].not_valid_after_utc)
@@ -101,7 +97,7 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.load_cert_chain(path)
             context.load_verify_locations(cadata=authority)
         except (ssl.SSLError, ValueError) as error:
-            raise KeyFileError(
+            raise ValueError(
                 f"{path}: not a key of ThinPipe's ({error}); make one with `{NEW_KEY}`"
             ) from None
         if protocol == ssl.PROTOCOL_TLS_SERVER:
@@ -131,14 +127,14 @@ def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
 def _check_file(path: Path) -> None:
     if not path.is_file():
         missing = "a folder" if path.is_dir() else "no such file"
-        raise KeyFileError(
+        raise ValueError(
             f"network.key_file = {str(path)!r}: {missing}, seen from {Path.cwd()}; copy it from "
             f"the machine where it was made, or make one with `{NEW_KEY}` and copy it to every "
             "machine of the run"
         )
     if os.name == "posix" and path.stat().st_mode & _OTHERS:
         remedy = f"chmod 600 {path}" if _has_modes(path.parent) else _ELSEWHERE
-        raise KeyFileError(
+        raise ValueError(
             f"network.key_file = {str(path)!r}: other users of this machine can read it; {remedy}"
         )
 
@@ -190,11 +186,9 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
         # private from the start: a chmod comes too late
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise KeyFileError(
-            f"{path}: exists; a key is never overwritten, use another name"
-        ) from None
+        raise ValueError(f"{path}: exists; a key is never overwritten, use another name") from None
     except OSError as error:
-        raise KeyFileError(explain(error)) from None
+        raise ValueError(explain(error)) from None
     own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS  # vfat ignores the mode
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -205,4 +199,4 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
             file.write(key + certificate + authority.encode())
     except OSError as error:  # leave no partial key
         path.unlink()
-        raise KeyFileError(f"{path}: not written: {error.strerror}") from None
+        raise ValueError(f"{path}: not written: {error.strerror}") from None

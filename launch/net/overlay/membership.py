@@ -106,7 +106,6 @@ class Membership:
         return ""
 
     def is_spare(self, hello: Hello) -> bool:
-        """Whether it comes later, and is none of the run's hosts."""
         comes_later = not hello.hosts and self.peer_list.is_complete
         return comes_later and hello.name not in self._hosts
 

@@ -129,7 +129,6 @@ class _News:
     refused: str = ""
 
     def take(self, event: Mapping[str, Any], needed: int) -> Iterator[str]:
-        """What an event says that is new."""
         kind, message = event["event"], event.get("message", "")
         if kind == "spare" and not self.refused:
             yield "no machine of the run is lost; waiting for one whose place is free"
@@ -148,7 +147,6 @@ class _News:
                 yield f"{', '.join(come)} joined, {len(self.joined)}{of} machines"
 
     def why(self, expected: Sequence[str]) -> str:
-        """Why they have not all joined."""
         missing = [name for name in expected if name not in self.joined]
         return (
             (self.reason or f"only {', '.join(self.joined)} did")

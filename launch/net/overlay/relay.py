@@ -283,12 +283,8 @@ class Relay:
         def use(connection: ssl.SSLSocket) -> None:
             if not known or link.connected or link.session.identity != hello.session:
                 self._loop.close(connection)
-                return
-            try:
+            else:
                 link.use(connection, hello.received)
-            except FrameError as error:
-                self._loop.close(connection)
-                link.give_up(f"sent {error}")
 
         self._answer(connection, Welcome(known=known, received=link.session.received), use)
 

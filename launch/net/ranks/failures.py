@@ -106,7 +106,6 @@ class Losses:
         self.report(doubted(generation), "")
 
     def has(self, rank: int) -> bool:
-        """Whether a rank was reported."""
         return int(self._store.add(f"reported/{rank}", 0)) > 0
 
     def wait(self, number: int) -> tuple[int, str]:

@@ -40,18 +40,14 @@ def register(address: str | None, *, joining: bool) -> dict[str, int]:
     Without an address it listens where torch's own does, which GLOO_SOCKET_IFNAME decides, at a
     port for every group.
     """
-    if address is None:
-        dist.Backend.register_backend(
-            BACKEND, functools.partial(_create, None), extended_api=True, devices=["cpu"]
-        )
-        return {}
-    devices, ports = _DEVICES, dict[str, int]()
-    for traffic in (*get_args(Traffic), *[JOINING] * joining):
-        before = _listening(address)
-        devices[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
-        (ports[traffic],) = _listening(address) - before
+    ports = dict[str, int]()
+    if address is not None:
+        for traffic in (*get_args(Traffic), *[JOINING] * joining):
+            before = _listening(address)
+            _DEVICES[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
+            (ports[traffic],) = _listening(address) - before
     PORTS.update(ports)
-    create = functools.partial(_create, devices)
+    create = functools.partial(_create, _DEVICES if ports else None)
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
     return ports
 

@@ -50,7 +50,7 @@ class Lobby:
         """`problem` is what keeps this rank from starting, as the others will be told."""
         self._world, self._say, self._problem = world, say, problem
         self._limit_s = time.monotonic() + wait_s
-        self._next_s = time.monotonic() + (_SAY_LATE_S if _agents_met() else _SAY_S)
+        self._next_s = time.monotonic() + (_SAY_LATE_S if agents_met() else _SAY_S)
         self._said: list[int] = []
 
     def look(self, missing: Collection[int]) -> None:
@@ -85,7 +85,8 @@ class Lobby:
         )
 
 
-def _agents_met() -> bool:
+def agents_met() -> bool:
+    """Whether the ranks were started by torch's agents, which keep the run's store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
@@ -99,7 +100,7 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         ValueError: MASTER_ADDR or MASTER_PORT is not set.
     """
     host, port = store_address()
-    if rank != 0 or _agents_met():
+    if rank != 0 or agents_met():
         try:
             return connect_store((host, port), wait_s=wait_s)
         except RuntimeError:

@@ -9,7 +9,7 @@ import os
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.failures import Failures
-from thinpipe.launch.net.ranks.handshake import store_address
+from thinpipe.launch.net.ranks.handshake import agents_met, store_address
 from thinpipe.launch.net.ranks.store import connect_store
 
 STOPPED = "the run was asked to stop"
@@ -57,7 +57,7 @@ def restart_words(failure: str) -> str | None:
 
 def refuse_restarts(why: str = "a restart would end the same way") -> None:
     """Called by a rank that ends, and why the agents are to end the run."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if agents_met():
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
             connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, why)
 

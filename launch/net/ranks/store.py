@@ -20,13 +20,7 @@ def hold_store(server: socket.socket, *, wait_s: float) -> TCPStore:
     host, port = server.getsockname()[:2]
     timeout = timedelta(seconds=max(1.0, wait_s))
     return TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
+        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=server.detach()
     )
 
 

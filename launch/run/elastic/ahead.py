@@ -70,11 +70,10 @@ class Giver:
             if self._hook is not None:
                 self._hook.remove()
             return None
-        if not self._begun:
-            with self._gives_up():
+        with self._gives_up():
+            if not self._begun:
                 self._begin()
-        elif has_met and not self._built.sync.replicas_equal:
-            with self._gives_up():
+            elif has_met and not self._built.sync.replicas_equal:
                 self._queue_weights()
         return self
 
@@ -263,7 +262,6 @@ class Taker:
         self.came += 1
 
     def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
-        """As the others made it."""
         optimizer, left = self._built.optimizer, iter(parts)
         for group, (plain, counts) in zip(optimizer.param_groups, settings, strict=True):
             group.update(plain)

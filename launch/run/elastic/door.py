@@ -62,15 +62,11 @@ class Door:
             time.sleep(_POLL_S)
         return bool(there)
 
-    def asked(self, numbers: Sequence[int]) -> list[int] | None:
-        """At which point the run is, if it asks whether these are there."""
-        if not self._store.check([f"asked/{numbers[0]}"]):
-            return None
-        at: list[int] = json.loads(self._store.get(f"asked/{numbers[0]}"))
-        return at
+    def asked(self, numbers: Sequence[int]) -> list[int]:
+        """At which point the run is, if it asks whether these are there; else nothing."""
+        return self._said(f"asked/{numbers[0]}")
 
     def answer(self, numbers: Sequence[int]) -> None:
-        """Say that these are there."""
         self._store.set(f"there/{numbers[0]}", "")
 
     def begin(self, number: int, numbers: Sequence[int]) -> None:
@@ -84,8 +80,7 @@ class Door:
             RuntimeError: the store is gone.
         """
         await_key(self._store, f"begun/{number}")
-        numbers: list[int] = json.loads(self._store.get(f"begun/{number}"))
-        return numbers
+        return self._said(f"begun/{number}")
 
     def has_sent(self, number: int, place: int) -> None:
         """The rank at this place of replica 0 has sent nearly all, or cannot."""
@@ -106,12 +101,9 @@ class Door:
         """They are to be let in as visit number so many, from 0."""
         self._store.set(f"invited/{visit}", json.dumps(numbers))
 
-    def has_invited(self, visit: int) -> bool:
-        return bool(self._store.check([f"invited/{visit}"]))
-
     def invited(self, visit: int) -> list[int]:
-        numbers: list[int] = json.loads(self._store.get(f"invited/{visit}"))
-        return numbers
+        """Who is; nobody, as long as nobody is."""
+        return self._said(f"invited/{visit}")
 
     def let_in(self, numbers: Sequence[int], how: dict[str, Any]) -> None:
         """All members are ready for them; `how` says what they go on with."""
@@ -136,3 +128,7 @@ class Door:
             time.sleep(_POLL_S)
         how: dict[str, Any] = json.loads(self._store.get(key))
         return how
+
+    def _said(self, key: str) -> list[int]:
+        said: list[int] = json.loads(self._store.get(key)) if self._store.check([key]) else []
+        return said

@@ -150,7 +150,6 @@ class Generations:
 
     @property
     def _replicas(self) -> list[list[int]]:
-        """The members, by replica."""
         size, members = self._transport.mesh.pipeline_ranks, self._members
         return [members[at : at + size] for at in range(0, len(members), size)]
 

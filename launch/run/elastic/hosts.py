@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -122,22 +123,17 @@ class Hosts:
         threading.Thread(target=self._look, args=arguments, daemon=True).start()
 
     def _look(self, losses: Losses, beats: Beats, watch: HostWatch) -> None:
-        try:
+        with suppress(RuntimeError):  # the store is gone, which ends the process
             while losses.is_open and not losses.has(self._member):
                 names = self._names
                 for member in beats.silent([*names]):
                     who = f"rank {member} on {names[member]}"
                     silence = f"no sign of life for {beats.patience_s:g} s (network.patience_s)"
                     losses.report(member, f"{who}: {silence}")
-                with self._lock:
-                    try:
-                        gone = watch.gone()
-                    except OverlayError:  # the relay is late, or gone: then so is the store
-                        gone = []
-                    self.report(gone, losses)
+                # the relay may be late, or gone: then so is the store
+                with self._lock, suppress(OverlayError):
+                    self.report(watch.gone(), losses)
                 time.sleep(_LOOK_S)
-        except RuntimeError:  # the store is gone, which ends the process
-            return
 
     def report(self, gone: list[str], losses: Losses) -> None:
         """Say of members on machines that are gone that they are lost, if that is for this one."""

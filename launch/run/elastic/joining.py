@@ -67,11 +67,7 @@ def join_anew(store: JoiningStore, rank: int, world: int, wait_s: float) -> None
     distributed_c10d._world.group_count = 0  # a try that failed counts, and names the next group
     try:
         dist.init_process_group(
-            BACKEND,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=wait_s),
+            BACKEND, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=wait_s)
         )
     except RuntimeError as error:
         raise TransportError(f"rank {rank}: {str(error).splitlines()[0]}") from error

@@ -8,6 +8,7 @@ too long for one of a generation, and nobody knows yet whether that one is lost.
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 
 from torch.distributed.distributed_c10d import Store
 
@@ -74,8 +75,7 @@ class News:
     def _follow(
         self, losses: Losses, on_loss: Callable[[], None], on_other: Callable[[int], None]
     ) -> None:
-        number = 1
-        while True:
+        for number in count(1):
             try:
                 rank, message = losses.wait(number)
             except RuntimeError:  # the store is gone, which ends the process
@@ -95,4 +95,3 @@ class News:
                 on_loss()
             elif rank >= 0:
                 on_other(rank)
-            number += 1

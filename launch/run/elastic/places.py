@@ -180,18 +180,15 @@ class Places(Sections):
 
     @property
     def root(self) -> Store:
-        """Where ranks tell each other things, for its parts."""
         return self._store
 
     @property
     def goes_back_to(self) -> int:
-        """The step."""
         assert self._back is not None, "a place has been taken"
         return self._back.step
 
     @property
     def places(self) -> list[str]:
-        """The machine at each place."""
         return [self._hosts.of(member) for member in self._members]
 
     def _come_in(self) -> None:

@@ -1,7 +1,7 @@
 """Training of a pipeline that goes on when a machine is lost: steps since a copy are redone."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
@@ -13,13 +13,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.run.elastic.copies import RamCopies
-from thinpipe.launch.run.elastic.places import (
-    Back,
-    Places,
-    WentBackError,
-    answering,
-    wait_for_call,
-)
+from thinpipe.launch.run.elastic.places import Back, Places, WentBackError, answering, wait_for_call
 from thinpipe.launch.run.elastic.state import SENT, hand_over
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.training import Training
@@ -86,7 +80,6 @@ class RedoingTraining(ElasticTraining):
 
     @property
     def held(self) -> dict[str, Any]:
-        """Of which steps this rank has copies."""
         return self._copies.held
 
     def ask_for_machine(self, lost: str, ranks: int) -> None:
@@ -137,12 +130,7 @@ class RedoingTraining(ElasticTraining):
             self.agreement.ask(Ask.SAVE)  # a disk is new, too
 
     def regrouped(
-        self,
-        change: int,
-        before: tuple[int, int],
-        passes: int,
-        words: str,
-        **_: Any,
+        self, change: int, before: tuple[int, int], passes: int, words: str, **_: Any
     ) -> None:
         self._change, self._lost = change, words
         self._regroup_parts(change, before)
@@ -164,19 +152,8 @@ class RedoingTraining(ElasticTraining):
         return Training.stop(self, whole)
 
     def _join(self, store: Store, newcomer: Newcomer | None) -> None:
-        config = self._config
-        self._elastic = Places(
-            store,
-            cast(GlooTransport, self._session.transport),
-            self,
-            host=config.network.own_name(),
-            least=1,
-            wait_s=config.pipeline.peer_timeout_s,
-            patience_s=config.network.patience_s,
-            newcomer=newcomer,
-            call=self._call,
-        )
-        every = config.checkpoint.ram_every
+        self._elastic = self._met(Places, store, least=1, newcomer=newcomer, call=self._call)
+        every = self._config.checkpoint.ram_every
         assert every is not None, "or this is another kind of training"
         self._copies = RamCopies(self._elastic.root, every, self._elastic.connect)
 
@@ -198,19 +175,12 @@ class RedoingTraining(ElasticTraining):
         return {"built": collect(self.built, memories=False), "skips": self._skips.state}
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
-        engine = self.built.engine
-
-        def train() -> StepTotals:
+        def train() -> tuple[StepTotals, int, int]:
             if problem := self._copies.take(step, self._collect):
                 self.display.note(problem)
-            return engine.train_step(batch, step, self._ids(step + 1))
+            return Training._train(self, batch, step)
 
-        def forget() -> None:
-            self._sync.abandon()
-            engine.abandon_step()
-
-        totals = self._elastic.step(train, forget)
-        return totals, self._sampler.epoch(step), self._sampler.samples(step)
+        return self._elastic.step(train, self._forget_step)
 
     def _once(self, batch: Batch, step: int) -> StepRecord:
         self._in_step = True
@@ -229,11 +199,9 @@ class RedoingTraining(ElasticTraining):
         """The result of `do` after so many steps."""
         self._had = had
         while True:
-            try:
+            with suppress(WentBackError):
                 self._redo(had)
                 return do()
-            except WentBackError:
-                pass
 
     def _redo(self, had: int) -> None:
         saves = False

@@ -82,15 +82,18 @@ class ElasticTraining(Training):
         """Meet the others in the store of the run."""
         least = self._config.elastic.min_replicas
         assert least is not None, "or this is a plain Training"
-        self._elastic = Elastic(
+        self._elastic = self._met(Elastic, store, least=least, newcomer=newcomer)
+
+    def _met(self, kind: Callable[..., _T], store: Store, **settings: Any) -> _T:
+        """The `kind` of `Sections` that this rank does with the others."""
+        return kind(
             store,
             cast(GlooTransport, self._session.transport),
             self,
             host=self._config.network.own_name(),
-            least=least,
             wait_s=self._config.pipeline.peer_timeout_s,
             patience_s=self._config.network.patience_s,
-            newcomer=newcomer,
+            **settings,
         )
 
     def _come_in(self) -> None:
@@ -99,7 +102,6 @@ class ElasticTraining(Training):
         self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:
-        """As before; losses count no longer."""
         super().finish(done)
         self._elastic.close()
 
@@ -201,7 +203,6 @@ class ElasticTraining(Training):
         self._follow_plan()
 
     def _follow_plan(self) -> None:
-        """It has changed."""
         self.built.engine.announce(self._sampler.all_ids())
         rates = self.built.lr_schedule
         rates.last_epoch = rates.last_epoch  # the setter computes rates, by the new plan
@@ -353,10 +354,6 @@ class ElasticTraining(Training):
             assert own is not None, "a stream is refused"
             return engine.train_step(own, step, self._ids(step + 1))
 
-        def forget() -> None:
-            self._sync.abandon()
-            engine.abandon_step()
-
         scope: Scope = "replica" if alone else "world"
 
         def take(shared: list[list[float]]) -> StepTotals:
@@ -365,7 +362,7 @@ class ElasticTraining(Training):
 
         totals = self._unless_stopped(
             train,
-            forget=forget,
+            forget=self._forget_step,
             pack=lambda _: engine.last_shared.tolist(),
             take=take,
             alone=alone,
@@ -374,6 +371,10 @@ class ElasticTraining(Training):
             self._done = step + 1
             self._leave()
         return totals, sampler.epoch(step), sampler.samples(step)
+
+    def _forget_step(self) -> None:
+        self._sync.abandon()
+        self.built.engine.abandon_step()
 
     def _all_do(self, do: Callable[[], _T]) -> _T:
         return self._unless_stopped(do, forget=self.built.engine.abandon_step)

@@ -110,7 +110,7 @@ class Elastic(Sections):
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            if asks and (at := self._door.asked(own)) is not None:
+            if asks and (at := self._door.asked(own)):
                 self._run.check_own(at)
                 self._door.answer(own)
                 asks = False
@@ -158,7 +158,7 @@ class Elastic(Sections):
         if self._me not in self._warm:
             return True
         self._run.end_saves()  # which use the groups
-        own = float(self._me == 0 and self._door.has_invited(self._visits))
+        own = float(self._me == 0 and bool(self._door.invited(self._visits)))
         said = self._transport.share(torch.tensor([own], dtype=torch.float64), "world")
         return bool(said.max())
 

@@ -6,6 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.waiting import until
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.run import connections
 from thinpipe.launch.run.connections import Connections
 from thinpipe.launch.view.report import edge_trace
@@ -22,7 +23,7 @@ class Relay:
 
     def __call__(self) -> dict[str, Any]:
         if self.is_gone:
-            raise RuntimeError("gone")
+            raise OverlayError("gone")
         self.sent += 1000
         peers = {"a", "b", "c"} - {self.name}
         return {"name": self.name, "links": {p: {**LINK, "sent_nbytes": self.sent} for p in peers}}

@@ -17,6 +17,7 @@ from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
+from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.self_check import check_step
 
@@ -163,9 +164,10 @@ def test_losses_are_those_of_transformers(
     assert objective.count(half.targets) == 10 * model["classes"]
     expected = objective.loss_sum(logits[:10], batch.targets[:10])
     torch.testing.assert_close(objective.loss_sum(logits, half.targets), expected)
-    evaluation = Wanted(None, objective).begin()
-    evaluation.measures.add(logits, half.targets)
-    numbers = evaluation.numbers(1.0, 1.0, [evaluation.measures.packed()])
+    wanted = Wanted(None, objective)
+    measures = Measures(wanted._metrics)
+    measures.add(logits, half.targets)
+    numbers = wanted._numbers(1.0, 1.0, measures.values([measures.packed()]))
     assert numbers.keys() == {"loss", *metrics}
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from thinpipe.launch.net.overlay.links.frames import FrameError
 from thinpipe.launch.net.overlay.links.handshake import (
     LIMIT_S,
     Hello,
@@ -110,11 +109,7 @@ class Dialer:
             return
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
         self._short_s = time.monotonic() + _SHORT_S
-        try:
-            link.use(connection, welcome.received)
-        except FrameError as error:
-            self._loop.close(connection)
-            link.give_up(f"sent {error}")
+        link.use(connection, welcome.received)
 
     def _on_failure(self, address: tuple[str, int], error: Exception) -> None:
         self._dialing = False

@@ -161,7 +161,12 @@ class Link:
 
     def use(self, connection: ssl.SSLSocket, received: int) -> None:
         """Go on over a new connection; the peer has `received` frames of this session."""
-        self._again = self.session.resume(received)
+        try:
+            self._again = self.session.resume(received)
+        except FrameError as error:
+            self._loop.close(connection)
+            self.give_up(f"sent {error}")
+            return
         self.stats.resumed += not self.session.is_fresh
         self._expect(None)  # half a frame of the old connection comes again
         now_s = time.monotonic()

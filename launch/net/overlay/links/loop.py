@@ -30,7 +30,9 @@ class Loop:
         self._calls: list[tuple[float, Callable[[], None]]] = []
         self._running = True
 
-    def watch(self, sock: socket.socket, events: int, call: Callable[[int], None]) -> None:
+    def watch(
+        self, sock: socket.socket, events: int, call: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Call with the events that occur from now on; none: stop watching."""
         known = sock.fileno() in self._selector.get_map()
         if not events:
@@ -45,7 +47,7 @@ class Loop:
 
     def close(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:
-            self.watch(sock, 0, _ignore)
+            self.watch(sock, 0)
         with contextlib.suppress(OSError):
             socket.socket.close(sock)
 
@@ -153,7 +155,7 @@ class Task:
 
     def _rest(self) -> None:
         if self._waits is not None and self._waits.fileno() >= 0:
-            self._loop.watch(self._waits, 0, _ignore)
+            self._loop.watch(self._waits, 0)
         self._waits = None
 
 
@@ -166,7 +168,3 @@ def rest_if_full(error: OSError) -> None:
     """No descriptor is left for a connection, which stays: do not try again at once."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         time.sleep(_FULL_S)
-
-
-def _ignore(_events: int) -> None:
-    pass
