@@ -56,6 +56,7 @@ def register() -> None:
 
 
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
+    # no lambda: torch takes a name a second time for the same function only
     made: RendezvousHandler = parameters.get("make")()
     return made
 
