@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from thinpipe.launch.data.columns import Field
 
+
 class RowError(ValueError):
     """Why a row gives no document, in words that rows alike share."""
 
