@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -214,28 +215,21 @@ class Checkpoints:
         """Restore what was chosen; return the steps done."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
-        manifest, problem = chosen.manifest, None
+        manifest = chosen.manifest
         self._serial, self._last_step = chosen.last_serial, manifest.step
-        try:
+        with self._failing_together():
             check_facts(chosen.folder, manifest.meta, self._facts, self._data)
             self._load(chosen.folder, manifest)
-        except CheckpointError as error:
-            problem = str(error)
-        self._raise_everywhere(problem)
         return manifest.step
 
     def check_own(self) -> None:
         """Check that what this machine saved before is of this run; a collective."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
-        problem = None
-        if (newest := files.newest(self._root)) is not None:
-            folder = self._root / step_name(newest)
-            try:
+        with self._failing_together():
+            if (newest := files.newest(self._root)) is not None:
+                folder = self._root / step_name(newest)
                 check_facts(folder, files.read_manifest(folder).meta, self._facts, self._data)
-            except CheckpointError as error:
-                problem = str(error)
-        self._raise_everywhere(problem)
 
     def check_earlier(self, step: int, serial: int) -> None:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
@@ -334,8 +328,14 @@ class Checkpoints:
         else:
             restore(self._built, folder, before, now, self._session.mesh)
 
-    def _raise_everywhere(self, problem: str | None) -> None:
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
         """Raise one rank's problem on all of them, so that none waits for it."""
+        problem = None
+        try:
+            yield
+        except CheckpointError as error:
+            problem = str(error)
         problems = [text for text in self._gather(problem) if text]
         if problems:
             raise CheckpointError(problems[0])
