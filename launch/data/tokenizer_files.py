@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.packages import explain, first_line
 
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
@@ -110,8 +110,8 @@ def _converted(folder: Path) -> Any:
     try:
         made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # many kinds, for missing packages too
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{file}: transformers cannot convert it: {first}; {remedy}") from error
+        problem = first_line(error)
+        raise ValueError(f"{file}: transformers cannot convert it: {problem}; {remedy}") from error
     backend = getattr(made, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{file}: {type(made).__name__} splits text in Python; {remedy}")
