@@ -131,10 +131,7 @@ def without_dummy_space(backend: Any) -> Any:
         after[part] = _plain(after[part])
     if after == before:
         return backend
-    found = tokenizers.Tokenizer.from_str(json.dumps(after, ensure_ascii=False))
-    found.no_truncation()
-    found.no_padding()
-    return found
+    return tokenizers.Tokenizer.from_str(json.dumps(after, ensure_ascii=False))
 
 
 def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
