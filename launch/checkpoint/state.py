@@ -140,13 +140,12 @@ class Checkpoints:
         transaction = self._transaction(step, self._gather_in_background)
         state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        if not self._memories_on_disk:
+            state = snapshot(state, self._copied)
+            self._copied = without_rows(state)
+        self._under_way = self._thread.submit(self._run, transaction, step, state, last)
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(self._run, transaction, step, state, last)
             self.wait()
-        else:
-            copied = snapshot(state, self._copied)
-            self._copied = without_rows(copied)
-            self._under_way = self._thread.submit(self._run, transaction, step, copied, last)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
@@ -292,11 +291,9 @@ class Checkpoints:
         return False
 
     def _saved(self) -> str:
-        return (
-            "nothing is saved yet"
-            if self._last_step is None
-            else f"step {self._last_step} is saved"
-        )
+        if self._last_step is None:
+            return "nothing is saved yet"
+        return f"step {self._last_step} is saved"
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(self._session.transport, value)

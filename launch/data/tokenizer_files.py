@@ -43,11 +43,9 @@ def read_backend(folder: Path) -> Any:
     """
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
-        found = (
-            "a file, not a folder"
-            if folder.is_file()
-            else f"no such folder, seen from {Path.cwd()}"
-        )
+        found = f"no such folder, seen from {Path.cwd()}"
+        if folder.is_file():
+            found = "a file, not a folder"
         raise ValueError(f'{where}: {found}; name one with tokenizer.json, or use "bytes"')
     try:
         import tokenizers
