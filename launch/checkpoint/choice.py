@@ -132,9 +132,7 @@ class CheckpointChoice:
         return (*found, *lost[:1])
 
     def _complete(
-        self,
-        candidate: Candidate,
-        needed: Callable[[Manifest, Collection[str]], Sequence[str]],
+        self, candidate: Candidate, needed: Callable[[Manifest, Collection[str]], Sequence[str]]
     ) -> Manifest | str:
         """Have this step whole on all hosts and published; its manifest, or what is wrong."""
         root, mine = self._place.root, None

@@ -113,10 +113,7 @@ def device_nbytes(
 
 
 def added_nbytes(
-    config: RunConfig,
-    sequences: int,
-    blocks: Sequence[BlockRun],
-    exchange: ExchangeCost | None,
+    config: RunConfig, sequences: int, blocks: Sequence[BlockRun], exchange: ExchangeCost | None
 ) -> tuple[list[list[int]], list[int]]:
     """Bytes that each block adds to each stage, and those that a stage takes without any."""
     heaviest = max(block.weights for block, _ in blocks)

@@ -34,13 +34,7 @@ _UNUSED_S = 30 * 86400.0
 T = TypeVar("T")
 
 
-def obtain(
-    key: str,
-    read: Callable[[Path], T],
-    make: Callable[[Path], None],
-    *,
-    what: str,
-) -> T:
+def obtain(key: str, read: Callable[[Path], T], make: Callable[[Path], None], *, what: str) -> T:
     """What `read` finds in the cache under a key (hex), made by `make` if it is not there.
 
     `make` writes into a folder, which may hold what an interrupted one wrote; the folder gets its
