@@ -87,7 +87,7 @@ def check_room(folder: Path, nbytes: int, what: str) -> None:
     Raises:
         OSError: it has not.
     """
-    have = shutil.disk_usage(disk.existing(folder)).free
+    have = disk.free_nbytes(folder)
     held = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
     if nbytes - held > have:
         raise OSError(
