@@ -21,8 +21,7 @@ from thinpipe.launch.checkpoint.manifest import (
     size_error,
     step_name,
 )
-from thinpipe.launch.checkpoint.transaction import Gather, Place
-from thinpipe.launch.host import disk
+from thinpipe.launch.checkpoint.transaction import Gather, Place, attempt
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -133,9 +132,7 @@ class CheckpointChoice:
         return (*found, *lost[:1])
 
     def _complete(
-        self,
-        candidate: Candidate,
-        needed: Callable[[Manifest, Collection[str]], Sequence[str]],
+        self, candidate: Candidate, needed: Callable[[Manifest, Collection[str]], Sequence[str]]
     ) -> Manifest | str:
         """Have this step whole on all hosts and published; its manifest, or what is wrong."""
         root, mine = self._place.root, None
@@ -209,7 +206,7 @@ class CheckpointChoice:
         if problem is not None:
             return problem
         if self._place.is_first:
-            problem = _complete_folder(root, folder, manifest, held=held)
+            problem = attempt(lambda: _complete(root, folder, manifest, held=held), folder)
         return self._first_of(problem)
 
     def _first_of(self, problem: str | None) -> str | None:
@@ -223,17 +220,11 @@ def _unnamed(root: Path, step: int) -> Path:
     return partial if partial.is_dir() and not named.exists() else named
 
 
-def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> str | None:
-    try:
-        if not held:
-            files.write_manifest(folder, manifest)
-        if folder != root / step_name(manifest.step):
-            files.publish(root, manifest)
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{error.filename or folder}: {disk.why(error, folder)}"
-    return None
+def _complete(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> None:
+    if not held:
+        files.write_manifest(folder, manifest)
+    if folder != root / step_name(manifest.step):
+        files.publish(root, manifest)
 
 
 def _first_words(broken: Sequence[Mapping[str, str]], concerns: Callable[[int], bool]) -> list[str]:

@@ -5,14 +5,13 @@ exchange, in which others wait: the target finds by the file's digest that it is
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
 from thinpipe.launch.checkpoint.manifest import Part, file_digest
 from thinpipe.launch.host import disk
@@ -83,38 +82,32 @@ def _send(peers: Peers, folder: Path, transfer: Transfer, number: int) -> None:
 def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str | None:
     path = transfer.part.path(folder)
     scratch = path.with_name(f".{path.name}.copy")
-    problem: str | None = None
-    with contextlib.ExitStack() as stack:
+    problems: list[str] = []
+    # outside too: closing writes what a file still holds
+    with _noting(problems, path), contextlib.ExitStack() as stack:
         file: BinaryIO | None = None
-        try:
+        with _noting(problems, path):
             file = stack.enter_context(scratch.open("wb"))
-        except OSError as error:
-            problem = f"not written: {disk.why(error, path)}"
         for chunk, length in _chunks(transfer.part.nbytes):
             found = peers.exchange({}, (transfer.source,), length)[transfer.source]
             _header(transfer, number, chunk).check(found)
-            problem = problem or _append(file, path, found[EXCHANGE_HEADER_NBYTES:])
-    if problem is None:
-        problem = _put_in_place(scratch, path, transfer.part)
+            if file is not None and not problems:
+                with _noting(problems, path):
+                    file.write(found[EXCHANGE_HEADER_NBYTES:].numpy().data)
+    if not problems:
+        with _noting(problems, path):
+            if file_digest(scratch, flush=True) == transfer.part.sha256:
+                disk.replace(scratch, path)
+            else:
+                problems.append("the copy on the other machine is damaged")
     with contextlib.suppress(OSError):
         scratch.unlink(missing_ok=True)
-    return problem
+    return problems[0] if problems else None
 
 
-def _append(file: BinaryIO | None, path: Path, data: Tensor) -> str | None:
+@contextlib.contextmanager
+def _noting(problems: list[str], path: Path) -> Iterator[None]:
     try:
-        if file is not None:
-            file.write(data.numpy().data)
+        yield
     except OSError as error:
-        return f"not written: {disk.why(error, path)}"
-    return None
-
-
-def _put_in_place(scratch: Path, path: Path, part: Part) -> str | None:
-    try:
-        if file_digest(scratch, flush=True) != part.sha256:
-            return "the copy on the other machine is damaged"
-        disk.replace(scratch, path)
-    except OSError as error:
-        return f"not written: {disk.why(error, path)}"
-    return None
+        problems.append(f"not written: {disk.why(error, path)}")

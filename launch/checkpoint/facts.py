@@ -31,11 +31,9 @@ def check_facts(
     if samples and not any(change.name.startswith("data.") for change in changed):
         differing.append(_other_samples(folder, data, [name for name, *_ in samples]))
     if differing:
-        own = (
-            " (in a program, tp.Pipeline(from_run=...))"
-            if "factory" in now["config"]["model"]
-            else ""
-        )
+        own = ""
+        if "factory" in now["config"]["model"]:
+            own = " (in a program, tp.Pipeline(from_run=...))"
         it = "it" if len(differing) == 1 else "them"
         raise CheckpointError(
             f"{folder} was made with {'; with '.join(differing)}; change {it} back"

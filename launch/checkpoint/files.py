@@ -186,8 +186,8 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
     """All hosts have published `step`: name it in `latest`, and remove what is older.
 
     The newest `keep` complete steps stay, those saved after it, and `best`, which a file of that
-    name then names. Leftovers of unfinished saves
-    go where they are older; a newer one may be in progress. Damaged steps are kept for inspection.
+    name then names. Leftovers of unfinished saves go where they are older; a newer one may be in
+    progress. Damaged steps are kept for inspection.
 
     Raises:
         ValueError: `keep` is below 1.

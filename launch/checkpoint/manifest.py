@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(self._body()).encode()).hexdigest()
 
     def _body(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"format": _FORMAT, **own, "parts": [asdict(part) for part in self.parts]}
+        return {"format": _FORMAT, **asdict(self)}
 
     def render(self) -> str:
         return json.dumps({**self._body(), "sha256": self.digest}, indent=1) + "\n"

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +140,12 @@ class Checkpoints:
         transaction = self._transaction(step, self._gather_in_background)
         state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        if not self._memories_on_disk:
+            state = snapshot(state, self._copied)
+            self._copied = without_rows(state)
+        self._under_way = self._thread.submit(self._run, transaction, step, state, last)
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(self._run, transaction, step, state, last)
             self.wait()
-        else:
-            copied = snapshot(state, self._copied)
-            self._copied = without_rows(copied)
-            self._under_way = self._thread.submit(self._run, transaction, step, copied, last)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
@@ -214,28 +214,21 @@ class Checkpoints:
         """Restore what was chosen; return the steps done."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
-        manifest, problem = chosen.manifest, None
+        manifest = chosen.manifest
         self._serial, self._last_step = chosen.last_serial, manifest.step
-        try:
+        with self._failing_together():
             check_facts(chosen.folder, manifest.meta, self._facts, self._data)
             self._load(chosen.folder, manifest)
-        except CheckpointError as error:
-            problem = str(error)
-        self._raise_everywhere(problem)
         return manifest.step
 
     def check_own(self) -> None:
         """Check that what this machine saved before is of this run; a collective."""
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
-        problem = None
-        if (newest := files.newest(self._root)) is not None:
-            folder = self._root / step_name(newest)
-            try:
+        with self._failing_together():
+            if (newest := files.newest(self._root)) is not None:
+                folder = self._root / step_name(newest)
                 check_facts(folder, files.read_manifest(folder).meta, self._facts, self._data)
-            except CheckpointError as error:
-                problem = str(error)
-        self._raise_everywhere(problem)
 
     def check_earlier(self, step: int, serial: int) -> None:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
@@ -298,11 +291,9 @@ class Checkpoints:
         return False
 
     def _saved(self) -> str:
-        return (
-            "nothing is saved yet"
-            if self._last_step is None
-            else f"step {self._last_step} is saved"
-        )
+        if self._last_step is None:
+            return "nothing is saved yet"
+        return f"step {self._last_step} is saved"
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(self._session.transport, value)
@@ -334,8 +325,14 @@ class Checkpoints:
         else:
             restore(self._built, folder, before, now, self._session.mesh)
 
-    def _raise_everywhere(self, problem: str | None) -> None:
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
         """Raise one rank's problem on all of them, so that none waits for it."""
+        problem = None
+        try:
+            yield
+        except CheckpointError as error:
+            problem = str(error)
         problems = [text for text in self._gather(problem) if text]
         if problems:
             raise CheckpointError(problems[0])

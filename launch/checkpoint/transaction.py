@@ -60,6 +60,18 @@ class Save:
     best: int | None = None
 
 
+def attempt(act: Callable[[], object], folder: Path) -> str | None:
+    """Do what writes into a folder; why it was not possible, if it was not."""
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        place = error.filename or folder
+        return f"{place}: {disk.why(error, Path(place))}"
+    return None
+
+
 class Transaction:
     """One save, of this rank's state."""
 
@@ -98,7 +110,7 @@ class Transaction:
         prepared = bool(parts) and self._copy(parts) and self._prepare(parts)
         if not prepared:
             if first:
-                self._attempt(lambda: files.discard(root, step))
+                attempt(lambda: files.discard(root, step), root)
             self._gather("discarded")
         return "; ".join(self._problems) or None
 
@@ -111,8 +123,8 @@ class Transaction:
             return False
         published = self._all(lambda: files.publish(root, manifest) if first else None)
         if published and first:
-            problem = self._attempt(
-                lambda: files.settle(root, save.step, keep=save.keep, best=save.best)
+            problem = attempt(
+                lambda: files.settle(root, save.step, keep=save.keep, best=save.best), root
             )
             if problem is not None:
                 _log.warning("checkpoints: older steps stay: %s", problem)
@@ -127,19 +139,9 @@ class Transaction:
         return self._agree("; ".join(found) or None)
 
     def _all(self, act: Callable[[], object]) -> bool:
-        return self._agree(self._attempt(act))
+        return self._agree(attempt(act, self._place.root))
 
     def _agree(self, problem: str | None) -> bool:
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(self._gather(problem)) if text]
         self._problems += texts
         return not texts
-
-    def _attempt(self, act: Callable[[], object]) -> str | None:
-        try:
-            act()
-        except CheckpointError as error:
-            return str(error)
-        except OSError as error:
-            place = error.filename or self._place.root
-            return f"{place}: {disk.why(error, Path(place))}"
-        return None

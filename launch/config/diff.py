@@ -34,7 +34,9 @@ class Change(NamedTuple):
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
     saved, now = (_with_weights(without_removed(renewed(config))) for config in (saved, now))
-    may_change = _may_change(saved)
+    may_change = _MAY_CHANGE
+    if saved["train"]["decay"] == "none":
+        may_change += (_EPOCHS, _STEPS)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
         may_change += ("shards.ranks_per_site",)  # it divides them
         if saved["model"].get("lora"):  # shards hold frozen weights in fp32
@@ -75,10 +77,6 @@ def epochs_hint(changes: Sequence[Change]) -> str:
     return (
         ' (train.epochs may change only with train.decay = "none", since the decay depends on it)'
     )
-
-
-def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*_MAY_CHANGE, _EPOCHS, _STEPS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:

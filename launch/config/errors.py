@@ -298,11 +298,9 @@ def known_keys(key: str, known: Iterable[str]) -> str:
     if not by_lower:
         return "there are no settings here; remove it"
     near = difflib.get_close_matches(key.lower(), by_lower, n=1)
-    return (
-        f'did you mean "{by_lower[near[0]]}"?'
-        if near
-        else f"known here: {', '.join(_by_likeness(key, known))}"
-    )
+    if near:
+        return f'did you mean "{by_lower[near[0]]}"?'
+    return f"known here: {', '.join(_by_likeness(key, known))}"
 
 
 def _by_likeness(word: str, known: Iterable[str]) -> list[str]:

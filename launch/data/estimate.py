@@ -33,7 +33,7 @@ def estimate(
     datasets = any(path.startswith(HUB) or is_saved(user_path(path)) for path in named)
     if config.factory is not None or config.stream_block is not None or datasets or not named:
         return None
-    sources = [source_of(config, path, "data.path") for path in named]
+    sources = [source_of(config, path, setting) for setting, path in config.paths.items()]
     if sum(source.nbytes for source in sources) < _LARGE_NBYTES:
         return None
     return _estimated(config, sources, seed=seed, labelling=labelling)

@@ -87,12 +87,7 @@ def _tokenizer(config: DataConfig, vocab: int | None) -> Tokenizer:
 
 
 def _load_stream(
-    config: DataConfig,
-    *,
-    seed: int,
-    vocab: int | None,
-    labelling: Labelling,
-    drawn: int,
+    config: DataConfig, *, seed: int, vocab: int | None, labelling: Labelling, drawn: int
 ) -> tuple[SampleSet, SampleSet]:
     from thinpipe.launch.data.streams import blocks, stream  # for those who ask for it
 

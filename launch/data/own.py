@@ -35,8 +35,7 @@ Collate = Callable[[list[Any]], Any]
 class Dataset(Protocol):
     """As torch.utils.data.Dataset: items 0 to N - 1, which must not change."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any:
         """Return (input, target), or a dict with labels."""

@@ -1,14 +1,10 @@
 """Rows of files and data sets: named or numbered fields, and where they are."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from thinpipe.launch.data.columns import Field
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Surrogates of UTF-16; JSON can hold an unpaired one, UTF-8 cannot."""
 
 
 class RowError(ValueError):
@@ -40,7 +36,7 @@ class Row:
             raise RowError(
                 f"field {field!r} is null" if field in self.fields else f"no field {field!r}"
             )
-        if isinstance(found, str) and _SURROGATE.search(found):
+        if isinstance(found, str) and not is_utf8(found):
             raise RowError(f"field {field!r} holds an unpaired surrogate")
         return found
 
@@ -70,6 +66,15 @@ class Rows(Protocol):
 
     def count(self) -> int:
         """How many there are, which may take as long as reading them."""
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it has no unpaired surrogate, which JSON can hold, or an escaped byte is read as."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def without_nulls(value: Any) -> Any:

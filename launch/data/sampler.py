@@ -182,11 +182,10 @@ class EpochSampler:
     """Chooses the samples of every optimizer step, for one replica.
 
     Each epoch visits every sample once, in an order drawn from the seed and the epoch, or without
-    `shuffle` in that of their ids. Sample i
-    always belongs to replica i % replicas, so cached activations stay valid.
-    All replicas take equally many samples in each step; hence when the samples do not divide
-    evenly, the last n % replicas of them are never used. `batch_size` counts the
-    sequences of one step over all replicas; an epoch's last step may have fewer.
+    `shuffle` in that of their ids. Sample i always belongs to replica i % replicas, so cached
+    activations stay valid. All replicas take equally many samples in each step; hence when the
+    samples do not divide evenly, the last n % replicas of them are never used. `batch_size` counts
+    the sequences of one step over all replicas; an epoch's last step may have fewer.
 
     What was left of an epoch when the number of replicas changed is visited too, each sample once,
     those that would have been dropped among them. Then replicas may take one more than others.

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.packages import explain, first_line
 
 KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
@@ -43,11 +43,9 @@ def read_backend(folder: Path) -> Any:
     """
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
-        found = (
-            "a file, not a folder"
-            if folder.is_file()
-            else f"no such folder, seen from {Path.cwd()}"
-        )
+        found = f"no such folder, seen from {Path.cwd()}"
+        if folder.is_file():
+            found = "a file, not a folder"
         raise ValueError(f'{where}: {found}; name one with tokenizer.json, or use "bytes"')
     try:
         import tokenizers
@@ -110,8 +108,8 @@ def _converted(folder: Path) -> Any:
     try:
         made = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # many kinds, for missing packages too
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{file}: transformers cannot convert it: {first}; {remedy}") from error
+        problem = first_line(error)
+        raise ValueError(f"{file}: transformers cannot convert it: {problem}; {remedy}") from error
     backend = getattr(made, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{file}: {type(made).__name__} splits text in Python; {remedy}")
@@ -131,10 +129,7 @@ def without_dummy_space(backend: Any) -> Any:
         after[part] = _plain(after[part])
     if after == before:
         return backend
-    found = tokenizers.Tokenizer.from_str(json.dumps(after, ensure_ascii=False))
-    found.no_truncation()
-    found.no_padding()
-    return found
+    return tokenizers.Tokenizer.from_str(json.dumps(after, ensure_ascii=False))
 
 
 def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:

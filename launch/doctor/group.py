@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
 from thinpipe.launch.host.interfaces import format_endpoint
+from thinpipe.launch.host.packages import first_line
 from thinpipe.launch.net.ranks.network import HostNetwork
 
 
@@ -92,7 +93,7 @@ def _name_lost_host(doing: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise DoctorError(
-            f"lost another host while {doing} ({str(error).splitlines()[0]}); see its output, "
+            f"lost another host while {doing} ({first_line(error)}); see its output, "
             "and start doctor again on all hosts"
         ) from None
 
@@ -105,7 +106,7 @@ def _open(network: HostNetwork, wait_s: float) -> TCPStore:
         return network.open_store(wait_s)
     except RuntimeError as error:
         where = format_endpoint(*network.store)
-        raise DoctorError(f"{where}: {str(error).splitlines()[0]}") from None
+        raise DoctorError(f"{where}: {first_line(error)}") from None
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:

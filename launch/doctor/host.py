@@ -19,7 +19,6 @@ from thinpipe.launch.host.resources import free_memory, usable_cores
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.host import gpu_nbytes, host_needs
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
-from thinpipe.launch.memory.rows import free
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share, check_room
 
@@ -56,7 +55,7 @@ def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
     else:
         needs = [host_needs(config, sequences, share, models) for share in shares]
         least = min(needs, key=lambda found: found.total)
-        room = [ok(name, least.compared(free(config).ram))]
+        room = [ok(name, least.compared(free_memory()))]
         room += [warning(name, note.removeprefix("note: "), "") for note in notices]
     return [*room, *_gpu(config, sequences, name, shares, models), _devices(name)]
 

@@ -128,10 +128,8 @@ def _connect(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwor
     offset_s = _clock_offset_s(connection)
     connection.sendall(_DOUBLE.pack(trip_s))
     mtu = connection.getsockopt(*_MTU_OF[connection.family])
-    return (
-        replace(link, round_trip_s=trip_s, clock_offset_s=offset_s, path_mtu=mtu),
-        connection,
-    )
+    link = replace(link, round_trip_s=trip_s, clock_offset_s=offset_s, path_mtu=mtu)
+    return link, connection
 
 
 def _accept(group: HostGroup, link: LinkInfo, server: socket.socket) -> _Open:

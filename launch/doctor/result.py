@@ -1,6 +1,7 @@
 """Result of a check: its level, where, and the remedy."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Level = Literal["ok", "warning", "problem"]
@@ -16,16 +17,9 @@ class CheckResult:
     remedy: str = ""
 
 
-def ok(where: str, text: str) -> CheckResult:
-    """A check that passed."""
-    return CheckResult("ok", where, text)
-
-
-def warning(where: str, text: str, remedy: str) -> CheckResult:
-    """The run will start, but may be slow or fail later."""
-    return CheckResult("warning", where, text, remedy)
-
-
-def problem(where: str, text: str, remedy: str) -> CheckResult:
-    """The run cannot start."""
-    return CheckResult("problem", where, text, remedy)
+ok = partial(CheckResult, "ok")
+"""A check that passed."""
+warning = partial(CheckResult, "warning")
+"""The run will start, but may be slow or fail later."""
+problem = partial(CheckResult, "problem")
+"""The run cannot start."""

@@ -20,7 +20,7 @@ def choose_device(name: DeviceName) -> torch.device:
     Raises:
         ValueError: CUDA is requested but not available, or triton is missing.
     """
-    if name == "cpu" or (name == "auto" and not gpu_count()):
+    if device_type(name) == "cpu":
         return torch.device("cpu")
     if not gpu_count():
         raise ValueError(

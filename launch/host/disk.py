@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,11 @@ def file_size_limit() -> int | None:
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
+
+
+def free_nbytes(place: Path) -> int:
+    """Bytes that are free on the disk of a path, which need not exist yet."""
+    return shutil.disk_usage(existing(place)).free
 
 
 def has_inodes(place: Path) -> bool:

@@ -18,10 +18,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)  # the first is preferred where a 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface with one or more addresses; `mtu` in bytes.
-
-    `address` is one of them: by default the first, IPv4 before IPv6.
-    """
+    """An interface; `address` is one of its `addresses`, by default the first, IPv4 before IPv6."""
 
     name: str
     address: str

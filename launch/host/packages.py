@@ -61,6 +61,11 @@ def explain(error: Exception) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's message; without one, the name of its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def install(requirement: str, *options: str) -> str:
     """The command that installs into the environment of this process."""
     return f"`{shlex.join([sys.executable, '-m', 'pip', 'install', *options, requirement])}`"

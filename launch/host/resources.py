@@ -37,11 +37,9 @@ def rank_threads(processes: int) -> int:
     number, else `threads_per_rank`.
     """
     setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
-    return (
-        int(setting)
-        if re.fullmatch(r" *0*[1-9]\d* *", setting)
-        else threads_per_rank(usable_cores(), processes)
-    )
+    if re.fullmatch(r" *0*[1-9]\d* *", setting):
+        return int(setting)
+    return threads_per_rank(usable_cores(), processes)
 
 
 def threads_per_rank(cores: int, processes: int) -> int:

@@ -84,9 +84,8 @@ def _stop(monitor: ProcessMonitor, stop: KeyboardInterrupt | StoppedError) -> in
     """Stop the commands; after Ctrl-C, which they received as well, with a grace period."""
     interrupted = isinstance(stop, KeyboardInterrupt)
     monitor.end(after_s=_INTERRUPT_GRACE_S if interrupted else 0.0)
-    with suppress(
-        KeyboardInterrupt, StoppedError
-    ):  # a second signal: closing the network kills them
+    # after a second signal, closing the network kills them
+    with suppress(KeyboardInterrupt, StoppedError):
         monitor.wait()
     return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.signum)
 

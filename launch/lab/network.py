@@ -70,9 +70,8 @@ class ShapedNetwork:
     def close(self) -> None:
         if self._socket.fileno() < 0:
             return
-        self._socket.shutdown(
-            socket.SHUT_RDWR
-        )  # closing is not enough: forked processes hold it too
+        # closing is not enough: forked processes hold it too
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         try:
             self._supervisor.wait(_CLOSE_S)

@@ -87,9 +87,8 @@ def _run_inside(
     spec: NetworkSpec, owner: socket.socket, *, server: socket.socket, run: int, with_user: bool
 ) -> NoReturn:
     """Process 1 of the sandbox: create the network, report, serve changes until the owner exits."""
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # orphans become our children; the kernel reaps them
+    # orphans become our children; the kernel reaps them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         hosts = _build(spec)
         servers = [server, *_listen_on(hosts, run)]

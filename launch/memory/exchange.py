@@ -1,6 +1,5 @@
 """Cost of an exchange between replicas, counted on real messages of a method."""
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import ceil
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
@@ -85,10 +85,4 @@ def _step(
 
 def held_nbytes(held: Any) -> int:
     """Bytes of all tensors in nested containers."""
-    if isinstance(held, Tensor):
-        return held.nbytes
-    if isinstance(held, Mapping):
-        held = held.values()
-    elif not isinstance(held, list | tuple):
-        return 0
-    return sum(map(held_nbytes, held))
+    return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, Tensor))

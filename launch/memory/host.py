@@ -1,7 +1,6 @@
 """Whether a host has the memory for its ranks: model, activations, their cache, checkpoints."""
 
 import functools
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count, host_notices
+from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
@@ -20,7 +20,6 @@ from thinpipe.launch.memory.rows import (
     HostBytes,
     busiest,
     check_memory,
-    free,
     memory_folder,
     name_ranks,
     needs,
@@ -113,10 +112,7 @@ def device_nbytes(
 
 
 def added_nbytes(
-    config: RunConfig,
-    sequences: int,
-    blocks: Sequence[BlockRun],
-    exchange: ExchangeCost | None,
+    config: RunConfig, sequences: int, blocks: Sequence[BlockRun], exchange: ExchangeCost | None
 ) -> tuple[list[list[int]], list[int]]:
     """Bytes that each block adds to each stage, and those that a stage takes without any."""
     heaviest = max(block.weights for block, _ in blocks)
@@ -203,7 +199,7 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
     check_memory(config, sequences, ranks)
-    found, here = host_needs(config, sequences, ranks), free(config).ram
+    found, here = host_needs(config, sequences, ranks), free_memory()
     if found.total > here:
         raise ConfigError(
             f"the {len(ranks)} ranks on this host do not fit: {found.compared(here)}; use more "
@@ -257,12 +253,12 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
     models = rank_memory(config)
     found = host_needs(config, sequences, ranks, models)
     which = name_ranks(config, ranks)
-    held = found.compared(free(config).ram)
+    held = found.compared(free_memory())
     console.print(f"model, activations and activation cache of {which} together: {held}")
     folder = disk.existing(config.run.path)
     console.print(
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
-        f"{format_bytes(shutil.disk_usage(folder).free)} free"
+        f"{format_bytes(disk.free_nbytes(folder))} free"
     )
     space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
     own = host_notices(config.pipeline.device, config.pipeline.precision)

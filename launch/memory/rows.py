@@ -5,7 +5,6 @@ capacity of the two ends of a cut counts. In RAM, the rows that a step writes co
 """
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import device_type, gpu_count
-from thinpipe.launch.host.disk import existing
+from thinpipe.launch.host.disk import free_nbytes
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
 from thinpipe.pipeline.models.paths import user_path
@@ -56,14 +55,6 @@ class HostBytes:
     """
 
     rows: int
-    ram: int
-    disk: int
-
-
-@dataclass(frozen=True)
-class Free:
-    """Bytes that a host has free for them."""
-
     ram: int
     disk: int
 
@@ -120,12 +111,6 @@ def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> H
     return HostBytes(rows=held, ram=2 * held + batch, disk=0)
 
 
-def free(config: RunConfig) -> Free:
-    """Free bytes of this host."""
-    folder = existing(memory_folder(config))
-    return Free(ram=free_memory(), disk=shutil.disk_usage(folder).free)
-
-
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
     """Check that this host has enough memory and disk for these ranks.
 
@@ -137,17 +122,18 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
         why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
         raise ConfigError(f"pipeline.offload = true is for stages on a GPU, but {why}; remove it")
     positions = [config.mesh(rank).position for rank in ranks]
-    found, here = needs(config, plan_memory(config, sequences), positions), free(config)
-    if found.disk > here.disk:
+    found = needs(config, plan_memory(config, sequences), positions)
+    room, ram = free_nbytes(memory_folder(config)), free_memory()
+    if found.disk > room:
         raise ConfigError(
             f"the activation cache takes {format_bytes(found.disk)} on disk, but "
-            f"{memory_folder(config)} has {format_bytes(here.disk)} free; set memory.folder to a "
+            f"{memory_folder(config)} has {format_bytes(room)} free; set memory.folder to a "
             "larger disk, memory.budget to less, or the boundaries' memory to 8 or 4"
         )
-    if found.ram > here.ram:
+    if found.ram > ram:
         raise ConfigError(
             f"the activation cache takes {format_bytes(found.ram)} of RAM on this host, a copy for "
-            f"checkpoints included, but {format_bytes(here.ram)} are free; use memory.tier = "
+            f"checkpoints included, but {format_bytes(ram)} are free; use memory.tier = "
             '"disk", set memory.budget to less, or the boundaries\' memory to 8 or 4'
         )
 
@@ -156,8 +142,7 @@ def memory_notices(ends: Iterable[End]) -> list[str]:
     """Notices about budgets that do not hold all samples."""
     return [
         f"note: cut {end.cut} {end.direction} caches {end.held:,} of {end.samples:,} samples, "
-        "as memory.budget "
-        "allows; the others are sent as in a first epoch every time"
+        "as memory.budget allows; the others are sent as in a first epoch every time"
         for end in ends
         if end.side == "sender" and end.held < end.samples
     ]
@@ -204,15 +189,16 @@ def name_ranks(config: RunConfig, ranks: Sequence[int]) -> str:
 
 def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterator[str]:
     positions = [config.mesh(rank).position for rank in ranks]
-    found, here = needs(config, ends, positions), free(config)
+    found = needs(config, ends, positions)
     if config.memory.tier == "disk":
-        yield f"disk {format_bytes(found.disk)} of {format_bytes(here.disk)} free;"
+        room = free_nbytes(memory_folder(config))
+        yield f"disk {format_bytes(found.disk)} of {format_bytes(room)} free;"
         parts = "rows being read and written"
     else:
         rows, written = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
         parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "
         parts += "rows written during a step"
-    yield f"RAM {format_bytes(found.ram)} of {format_bytes(here.ram)} free ({parts})"
+    yield f"RAM {format_bytes(found.ram)} of {format_bytes(free_memory())} free ({parts})"
 
 
 def memory_folder(config: RunConfig) -> Path:

@@ -1,6 +1,5 @@
 """Whether the run folder's disk has room for a checkpoint, before anything is trained."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def check_space(run_folder: Path, parts: Sequence[int], memories: int = 0) -> No
         ConfigError: it does not fit, or a part is larger than a file may be.
     """
     folder, nbytes = disk.existing(run_folder), sum(parts)
-    free, limit = shutil.disk_usage(folder).free, disk.file_size_limit()
+    free, limit = disk.free_nbytes(folder), disk.file_size_limit()
     if nbytes + memories > free:
         cache = f" next to {format_bytes(memories)} of activation cache" if memories else ""
         raise ConfigError(
@@ -43,7 +42,7 @@ def space_notice(run_folder: Path, keep: int, parts: Sequence[int]) -> str | Non
     """A notice if one checkpoint fits, but not as many as are kept."""
     folder, root = disk.existing(run_folder), run_folder / "checkpoints"
     lacking = keep + 1 - len(files.steps(root))
-    need, free = lacking * sum(parts), shutil.disk_usage(folder).free
+    need, free = lacking * sum(parts), disk.free_nbytes(folder)
     if need <= free:
         return None
     return (

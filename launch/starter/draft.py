@@ -1,6 +1,5 @@
 """Settings that `thinpipe init` finds by itself: the kind of model, of data, and where to cut."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from thinpipe.launch.data.reading.source import first_rows
 from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.data.tokenizer_files import has_chat_template, has_tokenizer
+from thinpipe.launch.host.packages import require
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.models.paths import user_path
 
@@ -108,8 +108,7 @@ def _look_at_model(found: Draft, model: str | None) -> None:
             f"--model = {model}: neither a folder with config.json nor module:function; correct "
             "it, or run `hf download NAME --local-dir FOLDER` first and name that folder"
         )
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    require("transformers")
     if any(folder.glob("*.safetensors")):
         found.model = {"pretrained": model}
         found.train |= {"lr": 5e-5}
@@ -249,6 +248,5 @@ def _is_chat(value: Any) -> bool:
 
 
 def _checked(template: dict[str, Any]) -> dict[str, Any]:
-    if importlib.util.find_spec("transformers") is None:  # which renders templates
-        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    require("transformers")  # which renders templates
     return template

@@ -6,6 +6,7 @@ Axes: T tokens, V vocabulary.
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.model import Step, load
 from thinpipe.pipeline.batch import IGNORED_TARGET
@@ -98,8 +99,6 @@ class Conversation:
 
 def read_config(run_folder: Path) -> RunConfig:
     """Settings of a run, after checking that it is a language model's."""
-    from thinpipe.launch.config.run import load_run
-
     config = load_run(run_folder)
     problem = _no_text(config)
     if problem is not None:
@@ -177,11 +176,10 @@ class _Writer:
     ) -> None:
         self._tokenizer, self._ends = tokenizer, ends
         self._holes = torch.tensor(tokenizer.holes, dtype=torch.int64)
-        self._context = config.model.longest_text(config.data.sequence_length)
-        cached = config.model.caches_keys
-        self._predict: Callable[[list[int]], Tensor] = (
-            _Cached(model, self._context) if cached else self._uncached(model)
-        )
+        context = config.model.longest_text(config.data.sequence_length)
+        self._predict: Callable[[list[int]], Tensor] = partial(_predict, model, context)
+        if config.model.caches_keys:
+            self._predict = _Cached(model, context)
 
     @torch.no_grad()
     def write(self, ids: list[int], sampling: Sampling) -> Iterator[str]:
@@ -204,12 +202,10 @@ class _Writer:
                 yield text[len(shown) :]
                 shown = text
 
-    def _uncached(self, model: nn.Module) -> Callable[[list[int]], Tensor]:
-        def predict(ids: list[int]) -> Tensor:
-            logits_V: Tensor = model(torch.tensor([ids[-self._context :]]))[0, -1]
-            return logits_V
 
-        return predict
+def _predict(model: nn.Module, context: int, ids: list[int]) -> Tensor:
+    logits_V: Tensor = model(torch.tensor([ids[-context:]]))[0, -1]
+    return logits_V
 
 
 class _Cached:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thinpipe.launch.data.columns import Field
-from thinpipe.launch.data.rows import Row, RowError, without_nulls
+from thinpipe.launch.data.rows import Row, RowError, is_utf8, without_nulls
 
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
@@ -105,10 +105,8 @@ def _text(content: Any, *, blank: bool) -> str:
         return ""
     if not isinstance(content, str):
         raise RowError(f"a message is {type(content).__name__}, not text")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise RowError("a message holds an unpaired surrogate") from error
+    if not is_utf8(content):
+        raise RowError("a message holds an unpaired surrogate")
     if not blank and not content.strip():
         raise RowError("a message of the assistant is blank")
     return content

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinpipe.launch.data.chat.messages import ASSISTANT, Message
 from thinpipe.launch.data.tokenizer import FolderTokenizer, Tokenizer
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.packages import explain, first_line
 from thinpipe.pipeline.models.paths import user_path
 
 OWN, PLAIN = "tokenizer", "plain"
@@ -58,7 +58,7 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # whatever the template's own code does
-            raise TemplateError(_first_line(error)) from error
+            raise TemplateError(first_line(error)) from error
 
     def marked(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -81,7 +81,7 @@ class ChatTemplate:
                 **special,
             )
         except Exception as error:
-            raise TemplateError(_first_line(error)) from error
+            raise TemplateError(first_line(error)) from error
         return str(texts[0]), list(places[0])
 
     def answer_end(self, tokenizer: Tokenizer) -> int | None:
@@ -144,7 +144,7 @@ def _renderer(name: str, tokenizer: Tokenizer) -> Any:
     except Exception as error:  # of many kinds
         raise ValueError(
             f'data.chat_template = "{name}": transformers cannot read {folder}: '
-            f"{_first_line(error)}; save the tokenizer again"
+            f"{first_line(error)}; save the tokenizer again"
         ) from error
 
 
@@ -154,7 +154,7 @@ def _read(name: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f'data.chat_template = "{name}": cannot be read ({_first_line(error)}); name a file of '
+            f'data.chat_template = "{name}": cannot be read ({first_line(error)}); name a file of '
             f'Jinja, "{OWN}" or "{PLAIN}"'
         ) from None
 
@@ -164,7 +164,3 @@ def template_text(name: str | None) -> str:
     if name in (None, OWN):
         return OWN
     return _PLAIN_SOURCE if name == PLAIN else _read(str(name))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

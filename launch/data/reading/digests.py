@@ -1,6 +1,7 @@
 """Digests of files' content, remembered for large files that did not change."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,6 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
 
-_PART_NBYTES = 4 << 20  # in RAM at a time, however large the file
 _REMEMBERED_NBYTES = 64 << 20
 """Smaller files are read faster than what is remembered of them is looked up and trusted."""
 _LONGEST_WAIT_S = 300.0  # for another process that reads the same file: 300 GB at 1 GB/s
@@ -63,8 +63,5 @@ def _wait_for(memory: IO[bytes]) -> None:
 
 def _digest(file: Path) -> str:
     """Several times as fast as SHA-256."""
-    found = xxh3_128()
     with file.open("rb") as opened:
-        while part := opened.read(_PART_NBYTES):
-            found.update(part)
-    return found.hexdigest()
+        return hashlib.file_digest(opened, xxh3_128).hexdigest()

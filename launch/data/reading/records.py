@@ -16,7 +16,7 @@ from typing import IO, Any
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.reading.kinds import Form, cells_of
 from thinpipe.launch.data.reading.opening import blocks, opened, seekable
-from thinpipe.launch.data.rows import Row, without_nulls
+from thinpipe.launch.data.rows import Row, is_utf8, without_nulls
 
 _CELL_NBYTES = 8 << 20
 """The longest cell of CSV: a quotation mark that nothing closes is noticed there."""
@@ -184,17 +184,8 @@ def _table(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
                 yield number, f"the table has {shape}"
                 continue
             fields = dict(zip(names, cells, strict=True))
-            read = all(_is_utf8(fields[name]) for name in names if not wanted or name in wanted)
+            read = all(is_utf8(fields[name]) for name in names if not wanted or name in wanted)
             yield number, fields if read else "not UTF-8"
-
-
-def _is_utf8(cell: str) -> bool:
-    """Whether no byte of it was escaped."""
-    try:
-        cell.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _typed(form: Form, wanted: Collection[Field]) -> Iterator[Record]:

@@ -11,6 +11,7 @@ from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.rows import Row, without_nulls
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.cache import cache_folder
+from thinpipe.launch.host.packages import first_line
 
 HUB = "hf:"
 _FORM = "hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT]"
@@ -69,9 +70,9 @@ def load_saved(folder: Path, what: str) -> Any:
     try:
         return load_from_disk(str(folder))
     except Exception as error:  # of many kinds
-        first = str(error).strip().partition("\n")[0]
+        problem = first_line(error)
         raise ValueError(
-            f"{what}: cannot be read as a folder of save_to_disk ({first}); save it again"
+            f"{what}: cannot be read as a folder of save_to_disk ({problem}); save it again"
         ) from error
 
 
@@ -106,10 +107,9 @@ def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
             cache_dir=None if usable else str(cache_folder() / "datasets"),
         )
     except Exception as error:  # of many kinds, for a missing name, network or configuration
-        first = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{what}: cannot be loaded: {first}; correct the name, or check the network (with "
-            "HF_HUB_OFFLINE=1 only what was downloaded before is used)"
+            f"{what}: cannot be loaded: {first_line(error)}; correct the name, or check the "
+            "network (with HF_HUB_OFFLINE=1 only what was downloaded before is used)"
         ) from error
 
 

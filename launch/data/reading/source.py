@@ -92,20 +92,11 @@ def check_fields(rows: Iterable[Row], fields: Sequence[Field], what: str) -> Non
         )
 
 
-def open_source(
-    path: str | None,
-    setting: str,
-    *,
-    kind: Kind | None,
-    fields: Sequence[Field],
-    optional: Sequence[Field] = (),
-) -> Source:
-    """What a `data.path` or the like names; without a path, Python's standard library.
-
-    Fields that are `optional` are read where rows have them.
-    """
-    what = f"{setting} = {path!r}"
-    wanted = [*fields, *optional] if fields else []
+def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
+    """What a `data.path` or the like names; without a path, Python's standard library."""
+    what, fields = f"{setting} = {path!r}", config.fields
+    kind = None if config.format == "auto" else config.format
+    wanted = [*fields, *config.optional_fields] if fields else []
     dataset = _dataset(path, setting)
     if dataset is not None:
         return _of_dataset(dataset, wanted, what, str(path))
@@ -117,24 +108,16 @@ def open_source(
     return Source(what, key, nbytes, tuple(forms), rows)
 
 
-def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
-    """The same, read as settings say."""
-    kind = None if config.format == "auto" else config.format
-    return open_source(
-        path, setting, kind=kind, fields=config.fields, optional=config.optional_fields
-    )
-
-
-def first_rows(path: str, setting: str, count: int = 100) -> list[Row] | None:
+def first_rows(path: str, setting: str) -> list[Row] | None:
     """The first rows of what a path names, with all their fields; None if it is text."""
     what = f"{setting} = {path!r}"
     dataset = _dataset(path, setting)
     if dataset is not None:
         training, _ = saved.chosen_splits(dataset, what)
-        return [*islice(saved.SavedRows(training, (), path), count)]
+        return [*islice(saved.SavedRows(training, (), path), _LOOKED_AT)]
     forms = _forms(path, setting, None, header=True)
     _check_alike(forms, what)
-    return None if forms[0].kind == "text" else [*islice(FileRows(forms), count)]
+    return None if forms[0].kind == "text" else [*islice(FileRows(forms), _LOOKED_AT)]
 
 
 def _forms(path: str | None, setting: str, kind: Kind | None, *, header: bool) -> list[Form]:

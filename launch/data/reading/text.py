@@ -122,7 +122,6 @@ class Extent:
         return self.total / (2 * HELD_OUT) <= self.tenth <= 2 * self.total / HELD_OUT
 
     def nbytes(self, part: Part) -> int:
-        """Bytes of a part."""
         held_out = self.tenth if self.by_document else self.total // HELD_OUT
         return {"all": self.total, "held out": held_out, "training": self.total - held_out}[part]
 
@@ -152,11 +151,6 @@ class Chooser:
         return (cut, size) if self._part == "held out" else (0, cut)
 
 
-def first_character(text: bytes) -> int:
-    """Where the first whole character of UTF-8 begins."""
-    return next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
-
-
 class Decoder:
     """UTF-8 in parts; a character that is cut at either end of the text is left out."""
 
@@ -172,6 +166,8 @@ class Decoder:
             UnicodeDecodeError: it is not UTF-8.
         """
         if not self._begun and part:
-            self._begun, self.skipped = True, first_character(part)
+            self._begun = True
+            # where the first whole character begins
+            self.skipped = next((i for i, byte in enumerate(part[:4]) if byte & 0xC0 != 0x80), 0)
             part = part[self.skipped :]
         return self._decoder.decode(part)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -203,13 +203,9 @@ class _Maker:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    held: list[T] = []
-    for item in items:
-        if held:
-            yield held.pop(), False
-        held.append(item)
-    if held:
-        yield held.pop(), True
+    for item, following in pairwise(chain(items, (None,))):
+        assert item is not None, "that is what follows the last one"
+        yield item, following is None
 
 
 def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:

@@ -34,13 +34,7 @@ _UNUSED_S = 30 * 86400.0
 T = TypeVar("T")
 
 
-def obtain(
-    key: str,
-    read: Callable[[Path], T],
-    make: Callable[[Path], None],
-    *,
-    what: str,
-) -> T:
+def obtain(key: str, read: Callable[[Path], T], make: Callable[[Path], None], *, what: str) -> T:
     """What `read` finds in the cache under a key (hex), made by `make` if it is not there.
 
     `make` writes into a folder, which may hold what an interrupted one wrote; the folder gets its
@@ -93,7 +87,7 @@ def check_room(folder: Path, nbytes: int, what: str) -> None:
     Raises:
         OSError: it has not.
     """
-    have = shutil.disk_usage(disk.existing(folder)).free
+    have = disk.free_nbytes(folder)
     held = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
     if nbytes - held > have:
         raise OSError(

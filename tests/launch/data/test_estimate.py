@@ -59,6 +59,15 @@ def test_an_estimate_is_near_the_count(tmp_path: Path, make: Any) -> None:
     assert len(found[1]) == len(held_out) == 4
 
 
+def test_each_source_of_a_mixture_is_quoted_as_it_is_set(tmp_path: Path) -> None:
+    path = _text(tmp_path)["path"]
+    config = DataConfig.model_validate({"sources": [{"path": path, "weight": 1}] * 2})
+    found = estimate(config, seed=0, labelling=Labelling())
+    assert found is not None
+    quoted = [note.partition(" = ")[0] for note in found[0].notes]
+    assert quoted == ["note: data.sources.0.path", "note: data.sources.1.path"]
+
+
 @pytest.mark.parametrize("make", [_csv, _parquet])
 def test_a_field_that_is_not_there_is_named(tmp_path: Path, make: Any) -> None:
     config = DataConfig.model_validate({**make(tmp_path), "text_field": "txet"})

@@ -209,3 +209,17 @@ def test_a_model_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
     (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
     with pytest.raises(ValueError, match=r"qwen.tiktoken: .*; save it with .* save_pretrained"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_conversion_that_fails_without_a_word_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"cannot convert it: AssertionError; save it with"):
+        load_tokenizer(str(tmp_path))

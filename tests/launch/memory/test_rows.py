@@ -1,6 +1,5 @@
 """Memory needs are computed before a run starts; one that exceeds what is free is rejected."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory import rows as planned
 from thinpipe.launch.memory.rows import (
-    Free,
     check_memory,
     memory_notices,
     needs,
@@ -116,24 +114,17 @@ def test_cuts_without_memories_need_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "free", "message"),
+    ("tier", "disk", "ram", "message"),
     [
-        (
-            "disk",
-            {"disk": 10**9, "ram": 10**12},
-            r"the activation cache takes 7.70 GB on disk, but .* 1",
-        ),
-        ("ram", {"disk": 0, "ram": 10**9}, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
+        ("disk", 10**9, 10**12, r"the activation cache takes 7.70 GB on disk, but .* 1"),
+        ("ram", 0, 10**9, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
     ],
 )
 def test_memories_that_do_not_fit_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
+    monkeypatch: pytest.MonkeyPatch, tier: str, disk: int, ram: int, message: str
 ) -> None:
-    def on_a_small_host(run: RunConfig) -> Free:
-        return replace(planned_free(run), **free)
-
-    planned_free = planned.free
-    monkeypatch.setattr(planned, "free", on_a_small_host)
+    monkeypatch.setattr(planned, "free_nbytes", lambda _folder: disk)
+    monkeypatch.setattr(planned, "free_memory", lambda: ram)
     with pytest.raises(ConfigError, match=message):
         check_memory(xl(4, tier=tier), 2344, range(3))
 

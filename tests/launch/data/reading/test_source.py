@@ -13,8 +13,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.reading import records
-from thinpipe.launch.data.reading.source import Source, first_rows, open_source
+from thinpipe.launch.data.reading.source import Source, first_rows, source_of
 from thinpipe.launch.data.rows import RowError
 
 ROWS = [{"text": "one, two", "label": "0"}, {"text": 'say "three"\nfour', "label": "1"}]
@@ -30,8 +31,9 @@ def _file(name: str, content: bytes | str) -> Maker:
     return make
 
 
-def _open(path: Path, fields: list[Any]) -> Source:
-    return open_source(str(path), "data.path", kind=None, fields=fields)
+def _open(path: Path, fields: list[Any], **settings: Any) -> Source:
+    named = zip(("text_field", "label_field", "pair_field"), fields, strict=False)
+    return source_of(DataConfig(**dict(named), **settings), str(path), "data.path")
 
 
 def _lines(rows: list[Any]) -> str:
@@ -336,7 +338,7 @@ def test_a_table_is_never_running_text(
     path = _file(name, content)(tmp_path)
     with pytest.raises(ValueError, match=rf"{kind} has fields.*name them in data.text_field"):
         _open(path, [])
-    assert open_source(str(path), "data.path", kind="text", fields=[]).is_text
+    assert _open(path, [], format="text").is_text
 
 
 def test_files_of_several_kinds_are_named(tmp_path: Path) -> None:
