@@ -79,14 +79,13 @@ class Uniform:
         self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
     ) -> Tensor:
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        old_BN, fresh_BN = cached
-        finite_B = self._kernels(x_BN).delta_encode(x_BN, old_BN, codes, fresh_BN, noise=noise)
+        finite_B = self._kernels(x_BN).delta_encode(x_BN, cached, codes, noise=noise)
         _write_scales(codes, wire_BW)
         return finite_B
 
     def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
         codes = self._received(wire_BW, out_BN)
-        return self._kernels(out_BN).delta_decode(codes, *cached, out_BN)
+        return self._kernels(out_BN).delta_decode(codes, cached, out_BN)
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:
