@@ -29,12 +29,7 @@ class GlooTransport:
     """Everything that leaves this rank, over groups made from the default one."""
 
     def __init__(
-        self,
-        pipeline_ranks: int,
-        replicas: int,
-        *,
-        timeout_s: float,
-        shards: int = 1,
+        self, pipeline_ranks: int, replicas: int, *, timeout_s: float, shards: int = 1
     ) -> None:
         """Make the groups; every rank of the world calls it."""
         self._timeout_s = timeout_s
