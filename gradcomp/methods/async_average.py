@@ -45,5 +45,4 @@ class Mean(Stateless):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
-    """Make the method."""
     return LocalSteps(parameters, peers, config, Mean(peers), mix=None)

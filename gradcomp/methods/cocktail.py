@@ -250,11 +250,7 @@ def _parts(local_N: Tensor, size: int) -> list[slice]:
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
-    """Make the method.
-
-    Raises:
-        ValueError: parameters are in fp16, in which small moves would be lost.
-    """
+    """Raises ValueError if parameters are in fp16, in which small moves would be lost."""
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ValueError(
             'gradcomp.method = "cocktail": the model has parameters in fp16; use fp32 or bf16'

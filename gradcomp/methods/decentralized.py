@@ -72,7 +72,6 @@ def neighbours(rank: int, size: int, exchange: int, peers: str) -> list[int]:
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:
-    """Make the method."""
     averaging = Neighbours(peers, config)
     return Decentral(
         parameters, peers, averaging, nbytes=config.bucket_nbytes, interval=config.interval

@@ -116,5 +116,4 @@ class PowerSGD(FeedbackReducer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     return GradientSync(parameters, peers, PowerSGD(peers, config), config.bucket_nbytes)

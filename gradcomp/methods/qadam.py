@@ -179,7 +179,6 @@ class QAdam(torch.optim.Optimizer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> QAdamSync:
-    """Make the method."""
     return QAdamSync(parameters, peers, Momentum(peers, config), config.bucket_nbytes)
 
 
