@@ -25,10 +25,7 @@ class Segmented:
     codecs: list[Codec]
     noise: Noise | None = None
     coded: bool = False
-
-    @property
-    def codec_id(self) -> int:
-        return 26
+    codec_id = 26
 
     @property
     def bits(self) -> int:
