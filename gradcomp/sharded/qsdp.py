@@ -68,12 +68,7 @@ class Shifted(_Bucketed):
     codec_id = 24
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         if noise is None:
             raise ValueError("random shifts need noise: pass the key of the run and place")
@@ -112,12 +107,7 @@ class Learned(_Bucketed):
         return (4 << self.bits) + super().capacity(numel)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         low_K, span_K, unit_KG = self._normalized(x_BN)
         code_KG = torch.bucketize(unit_KG, self._middles()).to(torch.uint8)

@@ -40,12 +40,7 @@ class Segmented:
         )
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         if self.coded:
             plain_BW = torch.empty_like(wire_BW)

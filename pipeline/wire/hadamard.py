@@ -90,12 +90,7 @@ class Hadamard:
         return 3 * _map_nbytes(tiles) + tiles * (_SCALE_NBYTES + self.bits * TILE // 8)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         self._encode(x_BN, None, wire_BW)
         if seen_BN is not None:
@@ -107,7 +102,7 @@ class Hadamard:
         self._kernels(out_BN).scatter(tiles_BKG, flags.plan(), out_BN)
 
     def encode_change(
-        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
         plan, tiles_BKG, parts = self._encode(x_BN, cached.old_BN, wire_BW)
         self._dequantize(parts, x_BN.device)

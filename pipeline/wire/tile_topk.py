@@ -54,12 +54,7 @@ class TileTopK:
         return head + 3 * count // 2 + -(-count * self.bits // 8)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         """Write one row after the other.
 
