@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import AliasChoices, Field, model_validator
@@ -48,24 +48,6 @@ REPLICAS_EQUAL = False
 _SEED = 0  # of subsets: the same on all replicas
 
 
-_LADDER: Sequence[tuple[dict[str, float], float]] = [
-    ({"subset": subset, "topk": topk, "bits": bits}, cost)
-    for subset, topk, bits, cost in (
-        (0.05, 0.1, 4, 0.044),
-        (0.05, 0.2, 4, 0.069),
-        (0.1, 0.2, 4, 0.138),
-        (0.2, 0.2, 4, 0.276),
-        (0.3, 0.3, 4, 0.60),
-        (0.5, 0.4, 4, 1.3),
-        (1.0, 0.5, 4, 2.9),
-        (1.0, 1.0, 4, 3.9),
-        (1.0, 1.0, 8, 8.1),
-    )
-]
-"""Options that a planner chooses from, and about how many bits a parameter then costs each way
-(normal changes)."""
-
-
 class Config(ExchangeOptions, populate_by_name=True):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
@@ -79,8 +61,6 @@ class Config(ExchangeOptions, populate_by_name=True):
 
     delayed: bool = True
     warmup_steps: int = Field(0, ge=0)
-
-    ladder: ClassVar[Sequence[tuple[dict[str, float], float]]] = _LADDER
 
     @property
     def codec(self) -> SparseCodec:
