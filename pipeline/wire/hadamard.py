@@ -32,11 +32,11 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import TILE, Codes, load, load_kernels
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
 from thinpipe.pipeline.wire.kernels.hadamard import Plan, TileKernels
 
 _SCALE_NBYTES = 2
@@ -126,14 +126,14 @@ class Hadamard:
         for part_1M, codes in parts:
             clipped_1M = _clipped(part_1M) if codes.bits <= 2 else part_1M
             kernels.quantize(clipped_1M, codes, noise=None)
-        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([_packed(flag) for flag in flags], 1)
+        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([pack(flag) for flag in flags], 1)
         wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
         return plan, tiles_BKG, parts
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Flags, Tensor]:
         rows, tiles = out_BN.shape[0], _tiles(out_BN.shape[1])
         maps_B3V = wire_BW[:, : 3 * _map_nbytes(tiles)].reshape(rows, 3, _map_nbytes(tiles))
-        flags = _Flags(*(_unpacked(maps_B3V[:, i], tiles) for i in range(3)))
+        flags = _Flags(*(unpack(maps_B3V[:, i], tiles) for i in range(3)))
         scale_BK = out_BN.new_empty((rows, tiles), dtype=torch.bfloat16)
         scale_BK.view(torch.uint8).copy_(wire_BW[:, self._scales(tiles)])
         tiles_BKG = out_BN.new_empty((rows, tiles, TILE), dtype=torch.float32)
@@ -225,16 +225,3 @@ def _clipped(x_1M: Tensor) -> Tensor:
 
 def _map_nbytes(tiles: int) -> int:
     return -(-tiles // 8)
-
-
-def _packed(flag_BK: Tensor) -> Tensor:
-    rows, tiles = flag_BK.shape
-    flag_BV8 = F.pad(flag_BK, (0, -tiles % 8)).view(rows, _map_nbytes(tiles), 8)
-    return (flag_BV8 << torch.arange(8, dtype=torch.uint8, device=flag_BK.device)).sum(
-        2, dtype=torch.uint8
-    )
-
-
-def _unpacked(map_BV: Tensor, tiles: int) -> Tensor:
-    shift = torch.arange(8, dtype=torch.uint8, device=map_BV.device)
-    return ((map_BV.unsqueeze(2) >> shift) & 1).flatten(1)[:, :tiles].contiguous()

@@ -6,8 +6,9 @@ Axes: N values of a vector, n chosen, R runs, G values per run, M mask bytes, k 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
 
 _MASK32 = 0xFFFFFFFF
 
@@ -38,17 +39,16 @@ def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = 
     flag_n = torch.zeros(x_n.shape, dtype=torch.bool, device=x_n.device)
     flag_n[order_n[: kept_k.numel()]] = True
     kept_k.copy_(x_n[flag_n])
-    bits_M8 = F.pad(flag_n.to(torch.uint8), (0, -x_n.numel() % 8)).view(-1, 8)
-    mask_M.copy_((bits_M8 << _bit(x_n)).sum(1))
+    mask_M.copy_(pack(flag_n.to(torch.uint8)))
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
     out_n.zero_()
-    out_n[_flags(mask_M, out_n)] = kept_k
+    out_n[unpack(mask_M, out_n.numel()).bool()] = kept_k
 
 
 def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
-    out_n[_flags(mask_M, out_n)] += kept_k
+    out_n[unpack(mask_M, out_n.numel()).bool()] += kept_k
 
 
 def apply_exchanged(
@@ -65,14 +65,6 @@ def apply_exchanged(
 def _places(start_R: Tensor, run: int, x_N: Tensor) -> Tensor:
     place_n = (start_R.unsqueeze(1) + torch.arange(run)).flatten()
     return place_n[place_n < x_N.numel()].to(x_N.device)
-
-
-def _flags(mask_M: Tensor, out_n: Tensor) -> Tensor:
-    return ((mask_M.unsqueeze(1) >> _bit(mask_M)) & 1).flatten()[: out_n.numel()].bool()
-
-
-def _bit(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 def _network(value_R: Tensor, low_bits: int, high_bits: int, keys: Sequence[int]) -> Tensor:
