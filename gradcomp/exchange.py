@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.exchange_header import (
     EXCHANGE_HEADER_NBYTES,
@@ -27,6 +28,8 @@ from thinpipe.pipeline.wire.exchange_header import (
     ExchangeHeader,
 )
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
+
+EXACT = Cast("fp32")
 
 
 @dataclass(frozen=True)

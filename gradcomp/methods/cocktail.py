@@ -34,13 +34,12 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
 from thinpipe.gradcomp.buckets import device_of, make_buckets
-from thinpipe.gradcomp.exchange import ExchangeKey, Reduced, reduce_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, Reduced, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket, gathered, replaced
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 
@@ -91,7 +90,7 @@ class Cocktail(BaseSync):
             torch.zeros_like(bucket.local_N[parts[peers.rank]], dtype=torch.float32)
             for bucket, parts in zip(self._buckets, self._parts, strict=True)
         ]
-        warmup = AllReduce(peers, Cast("fp32"))
+        warmup = AllReduce(peers, EXACT)
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
