@@ -19,13 +19,10 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync, Kept
 from thinpipe.gradcomp.buckets import device_of, make_buckets
-from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, sum_sharded
 from thinpipe.gradcomp.global_copy import FlatBucket, replaced
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
-
-_EXACT = Cast("fp32")
 
 
 class Averaging(Kept, Protocol):
@@ -120,4 +117,4 @@ class Decentral(BaseSync):
 
 
 def _mean(peers: Peers, _bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-    return sum_sharded(peers, key, mine_N, codec=_EXACT).div_(peers.size)
+    return sum_sharded(peers, key, mine_N, codec=EXACT).div_(peers.size)

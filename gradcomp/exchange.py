@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.exchange_header import (
     EXCHANGE_HEADER_NBYTES,
@@ -27,6 +28,8 @@ from thinpipe.pipeline.wire.exchange_header import (
     ExchangeHeader,
 )
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
+
+EXACT = Cast("fp32")
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,7 @@ def gather_sum(
 
 
 def gather_bytes(
-    peers: Peers,
-    key: ExchangeKey,
-    mine_N: Tensor,
-    seen_N: Tensor | None = None,
-    *,
-    codec: Codec,
+    peers: Peers, key: ExchangeKey, mine_N: Tensor, seen_N: Tensor | None = None, *, codec: Codec
 ) -> list[Tensor]:
     """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's."""
     frames, me = Frames(key, codec), peers.rank
@@ -164,7 +162,7 @@ class Frames:
         if x_n.numel():
             with written_on(x_n.device, message[EXCHANGE_HEADER_NBYTES:]) as near:
                 length = self.codec.encode(
-                    x_n[None], near[None], None if seen_n is None else seen_n[None]
+                    x_n[None], near[None], None if seen_n is None else seen_n[None], noise=None
                 )
         message = message[: EXCHANGE_HEADER_NBYTES + length]
         self._header(phase, sender).write(message)

@@ -36,12 +36,7 @@ class Steps:
     largest: float
 
     def choose(
-        self,
-        known: bool,
-        change_ND: Tensor,
-        change_NK: Tensor,
-        value_ND: Tensor,
-        value_NK: Tensor,
+        self, known: bool, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor, value_NK: Tensor
     ) -> int:
         """Index of the step for these tokens.
 

@@ -23,7 +23,7 @@ V bytes of a bit map.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,9 @@ from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.boundary import Stateless
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.kernels import load
+from thinpipe.pipeline.wire.kernels.hadamard import Plan, TileKernels
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
-
-if TYPE_CHECKING:
-    from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
 
 TILE = 64
 OUTLIER = 2.0
@@ -125,7 +123,7 @@ class TahQuant:
         )
         y_BKG = level_BKG * scale_BK1 + least_BK1
         plain_BN = torch.empty(rows, count * TILE, device=out_BN.device)
-        _kernels(out_BN).scatter(y_BKG, tiles.order(), tiles.turned_BK, plain_BN)
+        _kernels(out_BN).scatter(y_BKG, Plan(tiles.order(), tiles.turned_BK), plain_BN)
         x_BKG = _swapped(plain_BN.view(rows, count, TILE), tiles)
         x_BTD = x_BKG.reshape(rows, -1, self._padded)[:, :, : self.width]
         out_BN.copy_(x_BTD.reshape(rows, -1))
@@ -213,8 +211,8 @@ def send_with(built: Built, codecs: Mapping[Direction, Codec]) -> None:
                 end.codec.boundaries = {"train": other, "eval": plain, "eval_compressed": other}
 
 
-def _kernels(x: Tensor) -> "TileKernels":
-    return cast("TileKernels", load("hadamard", "auto", x.device))
+def _kernels(x: Tensor) -> TileKernels:
+    return cast(TileKernels, load("hadamard", "auto", x.device))
 
 
 def _turned(x_BKG: Tensor, tiles: _Tiles) -> Tensor:
@@ -223,7 +221,7 @@ def _turned(x_BKG: Tensor, tiles: _Tiles) -> Tensor:
     place_BK = torch.arange(count, dtype=torch.int32, device=x_BKG.device).repeat(rows, 1)
     y_BKG = torch.empty_like(x_BKG)
     swapped_BN = _swapped(x_BKG, tiles).flatten(1)
-    _kernels(x_BKG).gather(swapped_BN, None, place_BK, tiles.turned_BK, y_BKG)
+    _kernels(x_BKG).gather(swapped_BN, None, Plan(place_BK, tiles.turned_BK), y_BKG)
     return y_BKG
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Records, command_line, parse_options
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 from thinpipe.pipeline.wire.kernels.cpu import topk as topk_cpu
 from thinpipe.pipeline.wire.pinned import host_bytes
@@ -116,7 +116,7 @@ def cases(buffers: Buffers, kernels: KernelSet) -> Iterator[Case]:
 
     def delta_decode(b: int) -> None:
         _, memory, codes, fresh, out = buffers.row(b)
-        kernels.delta_decode(codes, memory, fresh, out)
+        kernels.delta_decode(codes, Cached(memory, fresh), out)
 
     yield Case("dequantize", "nearest", wide + code, dequantize)
     yield Case("delta_decode", "nearest", wide + 4 + code, delta_decode)
@@ -127,7 +127,7 @@ def _encode(buffers: Buffers, kernels: KernelSet, noise: Noise | None, name: str
     if name == "quantize":
         kernels.quantize(x, codes, noise=noise)
     else:
-        kernels.delta_encode(x, memory, codes, fresh, noise=noise)
+        kernels.delta_encode(x, Cached(memory, fresh), codes, noise=noise)
 
 
 def _and_copied(buffers: Buffers, encode: Callable[[str, int], None]) -> Work:

@@ -21,6 +21,5 @@ class Config(ExchangeOptions):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     reducer = AllReduce(peers, Cast(config.format))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -17,14 +17,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import Stateless
-from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, sum_sharded
 from thinpipe.gradcomp.local_steps import LocalSteps, TurnsConfig
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = False
 GOES_ON = True
-_EXACT = Cast("fp32")
 
 
 class Config(TurnsConfig):
@@ -41,9 +39,8 @@ class Mean(Stateless):
         self._peers = peers
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        return sum_sharded(self._peers, key, distance_N, codec=_EXACT).div_(self._peers.size)
+        return sum_sharded(self._peers, key, distance_N, codec=EXACT).div_(self._peers.size)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
-    """Make the method."""
     return LocalSteps(parameters, peers, config, Mean(peers), mix=None)

@@ -25,6 +25,5 @@ class Config(ExchangeOptions):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     reducer = AllReduce(peers, Uniform(_BITS, config.group))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import AliasChoices, Field, model_validator
@@ -34,36 +34,17 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import BaseSync
 from thinpipe.gradcomp.buckets import device_of, make_buckets
-from thinpipe.gradcomp.exchange import ExchangeKey, Reduced, reduce_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, Reduced, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket, gathered, replaced
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 
 REPLICAS_EQUAL = False
 _SEED = 0  # of subsets: the same on all replicas
-
-
-_LADDER: Sequence[tuple[dict[str, float], float]] = [
-    ({"subset": subset, "topk": topk, "bits": bits}, cost)
-    for subset, topk, bits, cost in (
-        (0.05, 0.1, 4, 0.044),
-        (0.05, 0.2, 4, 0.069),
-        (0.1, 0.2, 4, 0.138),
-        (0.2, 0.2, 4, 0.276),
-        (0.3, 0.3, 4, 0.60),
-        (0.5, 0.4, 4, 1.3),
-        (1.0, 0.5, 4, 2.9),
-        (1.0, 1.0, 4, 3.9),
-        (1.0, 1.0, 8, 8.1),
-    )
-]
-"""Options that a planner chooses from, and about how many bits a parameter then costs each way
-(normal changes)."""
 
 
 class Config(ExchangeOptions, populate_by_name=True):
@@ -79,8 +60,6 @@ class Config(ExchangeOptions, populate_by_name=True):
 
     delayed: bool = True
     warmup_steps: int = Field(0, ge=0)
-
-    ladder: ClassVar[Sequence[tuple[dict[str, float], float]]] = _LADDER
 
     @property
     def codec(self) -> SparseCodec:
@@ -111,7 +90,7 @@ class Cocktail(BaseSync):
             torch.zeros_like(bucket.local_N[parts[peers.rank]], dtype=torch.float32)
             for bucket, parts in zip(self._buckets, self._parts, strict=True)
         ]
-        warmup = AllReduce(peers, Cast("fp32"))
+        warmup = AllReduce(peers, EXACT)
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
@@ -250,11 +229,7 @@ def _parts(local_N: Tensor, size: int) -> list[slice]:
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
-    """Make the method.
-
-    Raises:
-        ValueError: parameters are in fp16, in which small moves would be lost.
-    """
+    """Raises ValueError if parameters are in fp16, in which small moves would be lost."""
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ValueError(
             'gradcomp.method = "cocktail": the model has parameters in fp16; use fp32 or bf16'

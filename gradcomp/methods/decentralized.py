@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import Stateless
 from thinpipe.gradcomp.decentral import Decentral
-from thinpipe.gradcomp.exchange import ExchangeKey, swap
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
 from thinpipe.gradcomp.options import ExchangeOptions, ReplicaCountError
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = False
-_EXACT = Cast("fp32")
 
 
 class Config(ExchangeOptions):
@@ -53,7 +51,7 @@ class Neighbours(Stateless):
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)
-        found = swap(self._peers, key, mine_N, others, codec=_EXACT)
+        found = swap(self._peers, key, mine_N, others, codec=EXACT)
         found[self._peers.rank] = mine_N
         total_N = torch.zeros_like(mine_N)
         for peer in sorted(found):
@@ -72,7 +70,6 @@ def neighbours(rank: int, size: int, exchange: int, peers: str) -> list[int]:
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:
-    """Make the method."""
     averaging = Neighbours(peers, config)
     return Decentral(
         parameters, peers, averaging, nbytes=config.bucket_nbytes, interval=config.interval

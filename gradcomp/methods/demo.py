@@ -182,7 +182,6 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> DeMo:
-    """Make the method."""
     return DeMo(parameters, peers, config)
 
 

@@ -72,5 +72,4 @@ class DiLoCo(Staged):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
-    """Make the method."""
     return LocalSteps(parameters, peers, config, DiLoCo(peers, config), mix=config.mix)

@@ -45,7 +45,6 @@ class Config(ExchangeOptions):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     kind = DelayedGradientSync if config.delayed else GradientSync
     return kind(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)
 

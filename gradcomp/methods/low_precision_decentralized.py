@@ -73,6 +73,5 @@ class Changes(Staged):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:
-    """Make the method."""
     averaging = Changes(peers, config)
     return Decentral(parameters, peers, averaging, nbytes=config.bucket_nbytes, interval=1)

@@ -30,5 +30,4 @@ class NoExchange(BaseSync, Stateless):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> NoExchange:
-    """Make the method."""
     return NoExchange()

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import FeedbackReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 
 _Named = tuple[str, list[Tensor]]
 """A parameter's name and its views of the target, the result and this replica's part of it."""
@@ -45,7 +44,7 @@ class PowerSGD(FeedbackReducer):
     """A reducer that keeps a residual per bucket and Q, alike on all, per matrix."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
-        super().__init__(peers, Cast("fp32"))
+        super().__init__(peers, EXACT)
         self._config, self._Q = config, Staged()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
@@ -116,5 +115,4 @@ class PowerSGD(FeedbackReducer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     return GradientSync(parameters, peers, PowerSGD(peers, config), config.bucket_nbytes)

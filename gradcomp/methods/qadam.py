@@ -26,17 +26,15 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import Staged
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
-_EXACT = Cast("fp32")
 _EPS = 1e-8  # as torch's Adam
 _LEAST = 0.1
 """Of the mean variance of a tensor, what a frozen one is at least. At 0 training diverged: tokens
@@ -75,7 +73,7 @@ class Momentum(ServedReducer):
         old_N = self._momenta.get(name, flat_N.device)
         old_N = torch.zeros_like(flat_N) if old_N is None else old_N
         if self.warming_up:
-            sum_N = sum_sharded(self._peers, key, flat_N, codec=_EXACT)
+            sum_N = sum_sharded(self._peers, key, flat_N, codec=EXACT)
             self._momenta.set(name, beta1 * old_N + (1 - beta1) * sum_N)
             return sum_N
         mine_N = (1 - beta1) * flat_N + (beta1 / self._peers.size) * old_N
@@ -179,7 +177,6 @@ class QAdam(torch.optim.Optimizer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> QAdamSync:
-    """Make the method."""
     return QAdamSync(parameters, peers, Momentum(peers, config), config.bucket_nbytes)
 
 

@@ -70,5 +70,4 @@ class SparseLoCo(Staged):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
-    """Make the method."""
     return LocalSteps(parameters, peers, config, SparseLoCo(peers, config), mix=config.mix)

@@ -43,6 +43,5 @@ class TopK(FeedbackReducer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    """Make the method."""
     reducer = TopK(peers, SparseCodec(config.fraction, config.bits))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -18,19 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.differences import Remembered
 from thinpipe.gradcomp.sharded.qsdp import Learned, is_kept, value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
 from thinpipe.gradcomp.sharded.sites import Exchange, Sites
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.thread import Worker
 
-_EXACT = Cast("fp32")
 _AHEAD = 2  # so many messages may be encoded and not sent yet
 
 
@@ -158,7 +156,7 @@ class GatherWeights(_Collective):
 
     def __init__(self, unit: Unit, exchanges: Exchanges) -> None:
         super().__init__(unit, exchanges, weights=True)
-        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != _EXACT]
+        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != EXACT]
         memory = Remembered(self.codec.sizes, quantized, exchanges.peers.size)
         self.memory = memory if exchanges.config.weights == "differences" else None
         self._learned_at = -1
@@ -181,7 +179,7 @@ class GatherWeights(_Collective):
             return exchanges.gather(unit, self._exact, parts)
         if memory is not None and memory.rows:  # after a restart
             rows = memory.row_parts(exchanges.peers.rank)
-            exact, keep = Segmented([len(rows[0])], [_EXACT]), partial(memory.keep_parts, rows)
+            exact, keep = Segmented([len(rows[0])], [EXACT]), partial(memory.keep_parts, rows)
             self._last = exchanges.gather(unit, exact, rows, after=keep)
         before: list[Callable[[], None]] = []
         if memory is not None:
@@ -199,7 +197,7 @@ class GatherWeights(_Collective):
 
     @property
     def _exact(self) -> Segmented:
-        return Segmented(self.codec.sizes, [_EXACT] * len(self.codec.sizes))
+        return Segmented(self.codec.sizes, [EXACT] * len(self.codec.sizes))
 
     def _learn(self, mine: Tensor) -> None:
         for codec, part_N in zip(
@@ -299,7 +297,7 @@ def segments(unit: Unit, config: ShardsConfig, shards: int, *, weights: bool) ->
     rounding = config.weight_rounding if weights else config.gradient_rounding
     bits = config.bits_of("weight" if weights else "gradient")
     codecs: list[Codec] = [
-        _EXACT if is_kept(shape, config) else value_codec(bits, rounding, config.bucket)
+        EXACT if is_kept(shape, config) else value_codec(bits, rounding, config.bucket)
         for parameter, shape in zip(unit.local, unit.shapes, strict=True)
         if parameter.requires_grad or weights
     ]

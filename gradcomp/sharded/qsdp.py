@@ -19,6 +19,7 @@ A receiver needs lo + r and d (fp32) alone, so shifts are not sent.
 Axes: B rows (always 1), N values of a row, W bytes of it, K buckets, G values of a bucket.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,27 +37,38 @@ _SCALE_NBYTES = 8  # two fp32 numbers
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """Buckets from their least to their largest value in 2^bits equal steps, shifted at random."""
+class _Bucketed:
+    """Two numbers (fp32) per bucket, a start and a factor, and codes."""
 
     bits: int
     bucket: int
 
-    @property
-    def codec_id(self) -> int:
-        return 24
-
     def capacity(self, numel: int) -> int:
-        """Exact bytes of a row: a start and a step (fp32) per bucket, and codes."""
         return _SCALE_NBYTES * -(-numel // self.bucket) + self.bits * -(-numel // 8)
 
+    def _write(self, wire_BW: Tensor, scales: tuple[Tensor, Tensor], code_BN: Tensor) -> None:
+        split = _SCALE_NBYTES * len(scales[0])
+        wire_BW[0, :split] = torch.cat(scales).view(torch.uint8)
+        wire_BW[:, split:] = pack(code_BN, self.bits)
+
+    def _read(self, wire_BW: Tensor, out_BN: Tensor, values: Callable[[Tensor], Tensor]) -> None:
+        """Write the `values` of codes times their bucket's factor, plus its start."""
+        numel = out_BN.shape[1]
+        buckets = -(-numel // self.bucket)
+        split = _SCALE_NBYTES * buckets
+        start_K, factor_K = wire_BW[0, :split].clone().view(torch.float32).view(2, buckets)
+        code_KG = _buckets(unpack(wire_BW[:, split:], self.bits, numel), self.bucket)
+        value_KG = values(code_KG).mul_(factor_K[:, None]).add_(start_K[:, None])
+        out_BN.copy_(value_KG.view(1, -1)[:, :numel])
+
+
+class Shifted(_Bucketed):
+    """Buckets from their least to their largest value in 2^bits equal steps, shifted at random."""
+
+    codec_id = 24
+
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         if noise is None:
             raise ValueError("random shifts need noise: pass the key of the run and place")
@@ -68,56 +80,41 @@ class Shifted:
         inverse_K = torch.where(step_K > 0, 1.0 / step_K, 0.0)
         code_KG = (x_KG - low_K[:, None]).mul_(inverse_K[:, None]).round_()
         code_KG = code_KG.clamp_(0, 2**self.bits - 1).to(torch.uint8)
-        _write(wire_BW, torch.stack([low_K, step_K]), code_KG.view(1, -1)[:, : x_BN.shape[1]], self)
+        self._write(wire_BW, (low_K, step_K), code_KG.view(1, -1)[:, : x_BN.shape[1]])
         if seen_BN is not None:
             self.decode(wire_BW, seen_BN)
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        scales_2K, code_BN = _read(wire_BW, out_BN.shape[1], self, rows=2)
-        value_KG = _buckets(code_BN, self.bucket).float()
-        value_KG = value_KG.mul_(scales_2K[1, :, None]).add_(scales_2K[0, :, None])
-        out_BN.copy_(value_KG.view(1, -1)[:, : out_BN.shape[1]])
+        self._read(wire_BW, out_BN, Tensor.float)
 
 
 @dataclass(frozen=True)
-class Learned:
+class Learned(_Bucketed):
     """The nearest of 2^bits levels between a bucket's extremes; the levels travel along.
 
     `level_L` (fp32, ascending, in [0, 1]) is what `learn` changes.
     """
 
-    bits: int
-    bucket: int
     level_L: Tensor
+    codec_id = 25
 
     @classmethod
     def uniform(cls, bits: int, bucket: int) -> "Learned":
         return cls(bits, bucket, torch.linspace(0, 1, 2**bits))
 
-    @property
-    def codec_id(self) -> int:
-        return 25
-
     def capacity(self, numel: int) -> int:
-        """Exact bytes of a row: the levels, two numbers (fp32) per bucket, and codes."""
-        scales = _SCALE_NBYTES * -(-numel // self.bucket)
-        return (4 << self.bits) + scales + self.bits * -(-numel // 8)
+        return (4 << self.bits) + super().capacity(numel)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         low_K, span_K, unit_KG = self._normalized(x_BN)
         code_KG = torch.bucketize(unit_KG, self._middles()).to(torch.uint8)
         levels = 4 << self.bits
         wire_BW[0, :levels] = self.level_L.view(torch.uint8)
         code_BN = code_KG.view(1, -1)[:, : x_BN.shape[1]]
-        _write(wire_BW[:, levels:], torch.stack([low_K, span_K]), code_BN, self)
+        self._write(wire_BW[:, levels:], (low_K, span_K), code_BN)
         if seen_BN is not None:
             self.decode(wire_BW, seen_BN)
         return wire_BW.shape[1]
@@ -125,10 +122,7 @@ class Learned:
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         levels = 4 << self.bits
         level_L = wire_BW[0, :levels].clone().view(torch.float32)
-        scales_2K, code_BN = _read(wire_BW[:, levels:], out_BN.shape[1], self, rows=2)
-        value_KG = level_L[_buckets(code_BN, self.bucket).long()]
-        value_KG = value_KG.mul_(scales_2K[1, :, None]).add_(scales_2K[0, :, None])
-        out_BN.copy_(value_KG.view(1, -1)[:, : out_BN.shape[1]])
+        self._read(wire_BW[:, levels:], out_BN, lambda code_KG: level_L[code_KG.long()])
 
     def learn(self, x_BN: Tensor) -> None:
         """Move every level to the mean of the values nearest to it."""
@@ -186,18 +180,3 @@ def _range(x_KG: Tensor) -> tuple[Tensor, Tensor]:
     span_K = high_K - low_K
     span_K = torch.where(span_K.isfinite(), span_K, torch.nan)
     return low_K, span_K
-
-
-def _write(wire_BW: Tensor, scales: Tensor, code_BN: Tensor, codec: Shifted | Learned) -> None:
-    split = 4 * scales.numel()
-    wire_BW[0, :split] = scales.flatten().view(torch.uint8)
-    wire_BW[:, split:] = pack(code_BN, codec.bits)
-
-
-def _read(
-    wire_BW: Tensor, numel: int, codec: Shifted | Learned, *, rows: int
-) -> tuple[Tensor, Tensor]:
-    groups = -(-numel // codec.bucket)
-    split = 4 * rows * groups
-    scales = wire_BW[0, :split].clone().view(torch.float32).view(rows, groups)
-    return scales, unpack(wire_BW[:, split:], codec.bits, numel)

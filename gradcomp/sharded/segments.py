@@ -25,10 +25,7 @@ class Segmented:
     codecs: list[Codec]
     noise: Noise | None = None
     coded: bool = False
-
-    @property
-    def codec_id(self) -> int:
-        return 26
+    codec_id = 26
 
     @property
     def bits(self) -> int:
@@ -43,12 +40,7 @@ class Segmented:
         )
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         if self.coded:
             plain_BW = torch.empty_like(wire_BW)

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.exchange import ExchangeKey, Frames
+from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, Frames
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.exchange_header import (
     EXCHANGE_HEADER_NBYTES,
@@ -32,8 +31,6 @@ from thinpipe.pipeline.wire.exchange_header import (
     payload_nbytes,
 )
 from thinpipe.pipeline.wire.header import DesyncError
-
-_EXACT = Cast("fp32")
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class Sites:
 
     def _site_sums(self, key: ExchangeKey, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """This site's sums for this rank and its counterparts, by site."""
-        frames, me = Frames(key, _EXACT), self.rank
+        frames, me = Frames(key, EXACT), self.rank
         columns = {
             peer: torch.cat(list(parts[peer % self._ranks :: self._ranks])) for peer in self._site
         }
@@ -147,7 +144,7 @@ class Sites:
             for peer, column in columns.items()
             if peer != me
         }
-        capacity = _EXACT.capacity(columns[me].numel())
+        capacity = EXACT.capacity(columns[me].numel())
         incoming = self._peers.exchange(outgoing, list(outgoing), capacity)
         total = frames.total(incoming, columns[me], TO_SERVER, me)
         return total.chunk(len(self._counterparts))

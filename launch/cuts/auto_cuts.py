@@ -34,12 +34,7 @@ unequal, and cut 8 layers into 1, 5 and 2 instead of 3, 3 and 2."""
 
 
 def decide_cuts(
-    config: RunConfig,
-    session: Session,
-    sequences: int,
-    *,
-    saved: Sequence[int] | None,
-    log: bool,
+    config: RunConfig, session: Session, sequences: int, *, saved: Sequence[int] | None, log: bool
 ) -> RunConfig:
     """The config with its cuts; a collective with the same result on all ranks.
 

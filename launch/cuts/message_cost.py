@@ -118,12 +118,7 @@ def _made_up(spec: Spec, shape_BTD: torch.Size, direction: int, random: torch.Ge
 
 
 def _settle(
-    codecs: Sequence[MessageCodec],
-    spec: Spec,
-    width: int,
-    random: torch.Generator,
-    *,
-    known: bool,
+    codecs: Sequence[MessageCodec], spec: Spec, width: int, random: torch.Generator, *, known: bool
 ) -> None:
     shape_ND = torch.Size((_TOKENS * width, width))
     value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction, random) for _ in range(2))

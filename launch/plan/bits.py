@@ -12,7 +12,7 @@ directions, which send less for the same loss and compute more
 most fidelity are taken.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +75,8 @@ class Candidate(NamedTuple):
 
 Candidates = Mapping[WireKey, Sequence[Candidate]]
 """By cut and direction, the least fidelity first."""
+Levels = Mapping[WireKey, int]
+"""How far up its ladder of candidates each cut and direction is."""
 
 
 @dataclass(frozen=True)
@@ -173,26 +175,15 @@ def allocate_bits(
     `ranks` holds the rank of each stage, by default one for each.
     """
     payload, ranks = network.payload(), ranks or range(len(cuts) + 1)
-    level_of = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
+    start: Levels = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
-    def fits(trial: Mapping[WireKey, int]) -> bool:
+    def fits(trial: Levels) -> bool:
         nbytes = {key: candidates[key][level].message.nbytes for key, level in trial.items()}
         return _busiest_s(cuts, ranks, nbytes, payload) <= slot_s
 
-    def reached(key: WireKey) -> tuple[float, Direction, int]:
-        cut, direction = key
-        return candidates[key][level_of[key]].spec.fidelity(direction), direction, cut
-
-    overlaps, path = fits(level_of), [level_of]
-    open_keys = set(level_of) if overlaps else set()
-    while open_keys:
-        key = min(open_keys, key=reached)
-        raised = {**level_of, key: level_of[key] + 1}
-        if raised[key] < len(candidates[key]) and fits(raised):
-            level_of = raised
-            path.append(level_of)
-        else:
-            open_keys.discard(key)
+    overlaps, path = fits(start), [start]
+    if overlaps:
+        path = raise_levels(start, candidates, fits, order=lambda key: (key[1], key[0]))
     return [
         Recommendation(
             {key: candidates[key][level].spec for key, level in chosen.items()},
@@ -202,6 +193,32 @@ def allocate_bits(
         )
         for chosen in path
     ]
+
+
+def raise_levels(
+    start: Levels,
+    candidates: Candidates,
+    fits: Callable[[Levels], bool],
+    *,
+    order: Callable[[WireKey], tuple[str | int, ...]],
+) -> list[Levels]:
+    """Raise the one of least fidelity by a level, as long as one can be raised; the whole path.
+
+    Of equal ones, the first in this order.
+    """
+    path, left = [start], set(start)
+
+    def reached(key: WireKey) -> tuple[float, tuple[str | int, ...]]:
+        return candidates[key][path[-1][key]].spec.fidelity(key[1]), order(key)
+
+    while left:
+        key = min(left, key=reached)
+        raised = {**path[-1], key: path[-1][key] + 1}
+        if raised[key] < len(candidates[key]) and fits(raised):
+            path.append(raised)
+        else:
+            left.discard(key)
+    return path
 
 
 def _busiest_s(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
-from thinpipe.pipeline.comm.transport import FIRST_CUT, TIED, WEIGHTS, Scope
+from thinpipe.pipeline.comm.transport import CPU, FIRST_CUT, TIED, WEIGHTS, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, payload_nbytes
@@ -29,12 +29,7 @@ class GlooTransport:
     """Everything that leaves this rank, over groups made from the default one."""
 
     def __init__(
-        self,
-        pipeline_ranks: int,
-        replicas: int,
-        *,
-        timeout_s: float,
-        shards: int = 1,
+        self, pipeline_ranks: int, replicas: int, *, timeout_s: float, shards: int = 1
     ) -> None:
         """Make the groups; every rank of the world calls it."""
         self._timeout_s = timeout_s
@@ -80,14 +75,7 @@ class GlooTransport:
         """Of the next control message to and from each rank."""
         self._agreed: dict[Scope, float] = {}  # a digest of all vectors shared so far
 
-    def link(
-        self,
-        peer: int,
-        channel: int,
-        name: str,
-        *,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
-    ) -> GlooLink:
+    def link(self, peer: int, channel: int, name: str, *, device: torch.device = CPU) -> GlooLink:
         """Cuts use groups of their own, one per direction."""
         to = peer if channel < FIRST_CUT else self.mesh.pipeline.index(peer)
         link = GlooLink(self._group_of(channel), to, channel, name, device)

@@ -18,6 +18,7 @@ its stages; all at its position; those of them that hold the same weights; or al
 CLOCK, TIED, WEIGHTS, FIRST_CUT = 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
 cuts the ranks of this pipeline."""
+CPU = torch.device("cpu")
 
 
 class Peers(Protocol):
@@ -55,14 +56,7 @@ class Transport(Protocol):
     shard_group: dist.ProcessGroup
     """The ranks that hold this rank's stages together, as FSDP2 wants to know them."""
 
-    def link(
-        self,
-        peer: int,
-        channel: int,
-        name: str,
-        *,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
-    ) -> Link:
+    def link(self, peer: int, channel: int, name: str, *, device: torch.device = CPU) -> Link:
         """One direction to or from a rank; `channel` tells links between the same two ranks apart.
 
         `name` is how error messages call the edge, `device` where messages are decoded.

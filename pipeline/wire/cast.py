@@ -40,12 +40,7 @@ class Cast:
         return numel * self.dtype.itemsize
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         cast_BN = x_BN.to(self.dtype).contiguous()
         wire_BW.copy_(cast_BN.view(torch.uint8))

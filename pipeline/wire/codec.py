@@ -43,12 +43,7 @@ class Codec(Protocol):
         """Most bytes that a row of `numel` values can take; exact for codecs of fixed size."""
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         """Write the rows' bytes to `wire_BW` (uint8); only stochastic codecs need `noise`."""
 
@@ -71,7 +66,7 @@ class ChangeCodec(Codec, Protocol):
     """
 
     def encode_change(
-        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
         """Write the bytes of x - old, and the fresh rows."""
 

@@ -28,18 +28,16 @@ Axes: B rows, N values per row, W bytes per row, K tiles, G values per tile, V b
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import TILE, Codes, load, load_kernels
-
-if TYPE_CHECKING:
-    from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
+from thinpipe.pipeline.wire.kernels.hadamard import Plan, TileKernels
 
 _SCALE_NBYTES = 2  # bf16
 _CLIP = 2.25
@@ -47,19 +45,21 @@ _CLIP = 2.25
 without it (benchmarks/results/aqsgd_beyond_cpu_202611.md)."""
 
 
-class _Plan(NamedTuple):
-    """What is done to the tiles of each row: uint8 flags, and their order in the message."""
+class _Flags(NamedTuple):
+    """What is done to the tiles of each row (uint8), which follows their order in the message."""
 
     turned_BK: Tensor
     raised_BK: Tensor
     lowered_BK: Tensor
 
-    def order(self) -> Tensor:
-        """Tiles with more bits first, those with fewer last; int32."""
+    def plan(self) -> Plan:
+        """Tiles with more bits first, those with fewer last."""
         kind_BK = 1 + self.lowered_BK.to(torch.int8) - self.raised_BK.to(torch.int8)
         if kind_BK.device.type == "cpu":  # numpy sorts bytes by counting, in a tenth of the time
-            return torch.from_numpy(np.argsort(kind_BK.numpy(), axis=1, kind="stable")).int()
-        return kind_BK.argsort(dim=1, stable=True).to(torch.int32)
+            order_BK = torch.from_numpy(np.argsort(kind_BK.numpy(), axis=1, kind="stable"))
+        else:
+            order_BK = kind_BK.argsort(dim=1, stable=True)
+        return Plan(order_BK.int(), self.turned_BK)
 
 
 class _Part(NamedTuple):
@@ -90,12 +90,7 @@ class Hadamard:
         return 3 * _map_nbytes(tiles) + tiles * (_SCALE_NBYTES + self.bits * TILE // 8)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         self._encode(x_BN, None, wire_BW)
         if seen_BN is not None:
@@ -103,59 +98,57 @@ class Hadamard:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        plan, tiles_BKG = self._received(wire_BW, out_BN)
-        self._kernels(out_BN).scatter(tiles_BKG, plan.order(), plan.turned_BK, out_BN)
+        flags, tiles_BKG = self._received(wire_BW, out_BN)
+        self._kernels(out_BN).scatter(tiles_BKG, flags.plan(), out_BN)
 
     def encode_change(
-        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
-        plan, order_BK, tiles_BKG, parts = self._encode(x_BN, cached.old_BN, wire_BW)
+        plan, tiles_BKG, parts = self._encode(x_BN, cached.old_BN, wire_BW)
         self._dequantize(parts, x_BN.device)
-        kernels = self._kernels(x_BN)
-        return kernels.scatter_change(tiles_BKG, order_BK, plan.turned_BK, *cached, None)
+        return self._kernels(x_BN).scatter_change(tiles_BKG, plan, cached, None)
 
     def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
-        plan, tiles_BKG = self._received(wire_BW, out_BN)
-        kernels = self._kernels(out_BN)
-        return kernels.scatter_change(tiles_BKG, plan.order(), plan.turned_BK, *cached, out_BN)
+        flags, tiles_BKG = self._received(wire_BW, out_BN)
+        return self._kernels(out_BN).scatter_change(tiles_BKG, flags.plan(), cached, out_BN)
 
     def _encode(
         self, x_BN: Tensor, memory_BN: Tensor | None, wire_BW: Tensor
-    ) -> tuple[_Plan, Tensor, Tensor, list[_Part]]:
-        """Fill `wire_BW`; returns plan, order, room for the tiles, and its parts."""
-        plan = self._plan(x_BN, memory_BN)
-        order_BK = plan.order()
-        tiles_BKG = x_BN.new_empty((*order_BK.shape, TILE), dtype=torch.float32)
-        self._kernels(x_BN).gather(x_BN, memory_BN, order_BK, plan.turned_BK, tiles_BKG)
-        tiles, kernels = order_BK.shape[1], load_kernels("auto", x_BN.device)
+    ) -> tuple[Plan, Tensor, list[_Part]]:
+        """Fill `wire_BW`; returns plan, room for the tiles, and its parts."""
+        flags = self._flags(x_BN, memory_BN)
+        plan = flags.plan()
+        tiles_BKG = x_BN.new_empty((*plan.order_BK.shape, TILE), dtype=torch.float32)
+        self._kernels(x_BN).gather(x_BN, memory_BN, plan, tiles_BKG)
+        tiles, kernels = plan.order_BK.shape[1], load_kernels("auto", x_BN.device)
         scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
-        parts = list(self._parts(plan, tiles_BKG, scale_BK, wire_BW))
+        parts = list(self._parts(flags, tiles_BKG, scale_BK, wire_BW))
         for part_1M, codes in parts:
             clipped_1M = _clipped(part_1M) if codes.bits <= 2 else part_1M
             kernels.quantize(clipped_1M, codes, noise=None)
-        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([_packed(flag) for flag in plan], 1)
+        wire_BW[:, : 3 * _map_nbytes(tiles)] = torch.cat([pack(flag) for flag in flags], 1)
         wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
-        return plan, order_BK, tiles_BKG, parts
+        return plan, tiles_BKG, parts
 
-    def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Plan, Tensor]:
+    def _received(self, wire_BW: Tensor, out_BN: Tensor) -> tuple[_Flags, Tensor]:
         rows, tiles = out_BN.shape[0], _tiles(out_BN.shape[1])
         maps_B3V = wire_BW[:, : 3 * _map_nbytes(tiles)].reshape(rows, 3, _map_nbytes(tiles))
-        plan = _Plan(*(_unpacked(maps_B3V[:, i], tiles) for i in range(3)))
+        flags = _Flags(*(unpack(maps_B3V[:, i], tiles) for i in range(3)))
         scale_BK = out_BN.new_empty((rows, tiles), dtype=torch.bfloat16)
         scale_BK.view(torch.uint8).copy_(wire_BW[:, self._scales(tiles)])
         tiles_BKG = out_BN.new_empty((rows, tiles, TILE), dtype=torch.float32)
-        self._dequantize(self._parts(plan, tiles_BKG, scale_BK, wire_BW), out_BN.device)
-        return plan, tiles_BKG
+        self._dequantize(self._parts(flags, tiles_BKG, scale_BK, wire_BW), out_BN.device)
+        return flags, tiles_BKG
 
     def _dequantize(self, parts: Iterable[_Part], device: torch.device) -> None:
         kernels = load_kernels("auto", device)
         for part_1M, codes in parts:
             kernels.dequantize(codes, part_1M)
 
-    def _kernels(self, x_BN: Tensor) -> "TileKernels":
-        return cast("TileKernels", load("hadamard", device=x_BN.device))
+    def _kernels(self, x_BN: Tensor) -> TileKernels:
+        return cast(TileKernels, load("hadamard", device=x_BN.device))
 
-    def _plan(self, x_BN: Tensor, memory_BN: Tensor | None) -> _Plan:
+    def _flags(self, x_BN: Tensor, memory_BN: Tensor | None) -> _Flags:
         rows, tiles = x_BN.shape[0], _tiles(x_BN.shape[1])
         peak_BK = x_BN.new_empty((rows, tiles), dtype=torch.float32)
         turned_BK = x_BN.new_empty((rows, tiles), dtype=torch.uint8)
@@ -164,14 +157,14 @@ class Hadamard:
         low_BH, high_BH = ranked_BK[:, : tiles // 2], ranked_BK.flip(1)[:, : tiles // 2]
         traded_B1 = (high_BH > (3 if self.bits == 2 else 2) * low_BH).sum(1, keepdim=True)
         raised_BK = _smallest(-peak_BK, -ranked_BK.flip(1), traded_B1)
-        return _Plan(turned_BK, raised_BK, _smallest(peak_BK, ranked_BK, traded_B1))
+        return _Flags(turned_BK, raised_BK, _smallest(peak_BK, ranked_BK, traded_B1))
 
     def _parts(
-        self, plan: _Plan, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
+        self, flags: _Flags, tiles_BKG: Tensor, scale_BK: Tensor, wire_BW: Tensor
     ) -> Iterator[_Part]:
         """The tiles of each row by their bits; a GPU is waited for, as counts are its own."""
         tiles = scale_BK.shape[1]
-        for row, traded in enumerate(plan.raised_BK.sum(1).tolist()):
+        for row, traded in enumerate(flags.raised_BK.sum(1).tolist()):
             at, k = self._scales(tiles).stop, 0
             counts = (traded, tiles - 2 * traded, traded)
             for bits, count in zip((self.bits + 1, self.bits, self.bits - 1), counts, strict=True):
@@ -232,16 +225,3 @@ def _clipped(x_1M: Tensor) -> Tensor:
 
 def _map_nbytes(tiles: int) -> int:
     return -(-tiles // 8)
-
-
-def _packed(flag_BK: Tensor) -> Tensor:
-    rows, tiles = flag_BK.shape
-    flag_BV8 = F.pad(flag_BK, (0, -tiles % 8)).view(rows, _map_nbytes(tiles), 8)
-    return (flag_BV8 << torch.arange(8, dtype=torch.uint8, device=flag_BK.device)).sum(
-        2, dtype=torch.uint8
-    )
-
-
-def _unpacked(map_BV: Tensor, tiles: int) -> Tensor:
-    shift = torch.arange(8, dtype=torch.uint8, device=map_BV.device)
-    return ((map_BV.unsqueeze(2) >> shift) & 1).flatten(1)[:, :tiles].contiguous()

@@ -73,12 +73,7 @@ class SparseCodec:
         return _HEAD + sum(self._sizes(numel))
 
     def encode(
-        self,
-        x_n: Tensor,
-        wire: Tensor,
-        seen_n: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_n: Tensor, wire: Tensor, seen_n: Tensor | None = None, *, noise: Noise | None = None
     ) -> int:
         """Write the message of one row, or vector, to the start of `wire` and return its length.
 
@@ -101,7 +96,7 @@ class SparseCodec:
         x_n, seen_n = x_n.detach().float(), None if seen_n is None else seen_n.view(-1)
         mask_M, kept_1k = self._selected(x_n, sizes.mask, _scratch(seen_n, x_n))
         values = mask_M.new_empty(1, sizes.scales + sizes.codes)
-        self._values.encode(kept_1k, values, None if seen_n is None else kept_1k)
+        self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
         if seen_n is not None:
             self._place(mask_M, kept_1k[0], seen_n)
         scales, codes = torch.split(values[0].cpu(), list(sizes[1:]))

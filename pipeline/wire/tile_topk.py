@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
 from thinpipe.pipeline.wire.pinned import brought_to
 
 TILE = 4096  # indices have 12 bits
@@ -54,12 +55,7 @@ class TileTopK:
         return head + 3 * count // 2 + -(-count * self.bits // 8)
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         """Write one row after the other.
 
@@ -95,7 +91,7 @@ class TileTopK:
         index_TK = size_TT.topk(self.kept, sorted=False).indices.sort().values
         value_C = padded.view(tiles, TILE).gather(1, index_TK).flatten()
         code_C, head = self._quantize(value_C)
-        parts = (head, _pack_12(index_TK.flatten()), _pack(code_C, self.bits))
+        parts = (head, _pack_12(index_TK.flatten()), pack(code_C, self.bits))
         torch.cat(parts, out=wire_W[: self.capacity(numel)])
 
     def _quantize(self, value_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +125,7 @@ class TileTopK:
         indices, codes = wire_W[head : head + 3 * count // 2], wire_W[head + 3 * count // 2 :]
         tile_C = torch.arange(tiles, device=wire_W.device).repeat_interleave(self.kept)
         place_C = tile_C * TILE + _unpack_12(indices)
-        code_C = _unpack(codes[: -(-count * self.bits // 8)], self.bits)[:count]
+        code_C = unpack(codes[: -(-count * self.bits // 8)], count, self.bits)
         if self.bits == 1:
             return place_C, 1.0 - 2.0 * code_C
         mean, *centroids = wire_W[:head].clone().view(torch.float32)
@@ -146,18 +142,3 @@ def _pack_12(index_C: Tensor) -> Tensor:
 def _unpack_12(packed: Tensor) -> Tensor:
     low, middle, high = packed.view(-1, 3).long().unbind(1)
     return torch.stack([low | ((middle & 15) << 8), (middle >> 4) | (high << 4)], 1).flatten()
-
-
-def _pack(code_C: Tensor, bits: int) -> Tensor:
-    """The first code in the lowest bits."""
-    per_byte = 8 // bits
-    padded = torch.zeros(-(-len(code_C) // per_byte) * per_byte, dtype=torch.uint8)
-    padded = padded.to(code_C.device)
-    padded[: len(code_C)] = code_C
-    shift = bits * torch.arange(per_byte, dtype=torch.uint8, device=code_C.device)
-    return (padded.view(-1, per_byte) << shift).sum(1).to(torch.uint8)
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    shift = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shift) & ((1 << bits) - 1)).flatten()

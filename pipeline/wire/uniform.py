@@ -53,12 +53,7 @@ class Uniform:
         return -(-numel // self.group) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def encode(
-        self,
-        x_BN: Tensor,
-        wire_BW: Tensor,
-        seen_BN: Tensor | None = None,
-        *,
-        noise: Noise | None = None,
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
     ) -> int:
         """Write the rows' bytes; `noise` is needed if and only if `stochastic`.
 
@@ -76,17 +71,16 @@ class Uniform:
         self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
     def encode_change(
-        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None = None
+        self, x_BN: Tensor, cached: Cached, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        old_BN, fresh_BN = cached
-        finite_B = self._kernels(x_BN).delta_encode(x_BN, old_BN, codes, fresh_BN, noise=noise)
+        finite_B = self._kernels(x_BN).delta_encode(x_BN, cached, codes, noise=noise)
         _write_scales(codes, wire_BW)
         return finite_B
 
     def decode_change(self, wire_BW: Tensor, cached: Cached, out_BN: Tensor) -> Tensor:
         codes = self._received(wire_BW, out_BN)
-        return self._kernels(out_BN).delta_decode(codes, *cached, out_BN)
+        return self._kernels(out_BN).delta_decode(codes, cached, out_BN)
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:

@@ -10,11 +10,11 @@ the fidelity that their links can carry, and are placed again with that.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.host.words import WireKey
@@ -77,7 +77,7 @@ class _Variant:
     @property
     def lean(self) -> Settings:
         """The settings with the fewest bytes."""
-        return Settings(((0, 0),) * (self.config.pipeline.stages - 1))
+        return Settings(dict.fromkeys(product(self.config.pipeline.cuts, DIRECTIONS), 0))
 
     def workload(self, settings: Settings) -> Workload | None:
         """Its demands on devices; None if it cannot have those settings."""
@@ -86,13 +86,9 @@ class _Variant:
             exchange = self.ladders.exchange(self.config, settings.exchange)
             if exchange is None:
                 return None
-        cuts = zip(self.config.pipeline.cuts, settings.cuts, strict=True)
-        messages: dict[WireKey, Message] = {
-            (cut, direction): self.ladders.cuts[way][levels[way]].message.of_microbatches(
-                self.share
-            )
-            for cut, levels in cuts
-            for way, direction in enumerate(DIRECTIONS)
+        messages = {
+            key: sent.message.of_microbatches(self.share)
+            for key, sent in self.ladders.at(settings).items()
         }
         work = Workload.of(self.config, [self.blocks] * self.config.pipeline.stages, messages)
         try:
@@ -187,11 +183,7 @@ def _refined(
     kept = model(first.grid_RP).step_s
     if kept < again.cost:  # the search before, for fewer bytes, was the luckier one
         again = replace(first, cost=kept)
-    specs: dict[WireKey, Spec] = {
-        (cut, direction): variant.ladders.cuts[way][levels[way]].spec
-        for cut, levels in zip(variant.config.pipeline.cuts, settings.cuts, strict=True)
-        for way, direction in enumerate(DIRECTIONS)
-    }
+    specs = {key: sent.spec for key, sent in variant.ladders.at(settings).items()}
     gradcomp = variant.ladders.exchanges[settings.exchange]
     return PlannedRun(variant.config, work, again, model(again.grid_RP), specs, gradcomp)
 

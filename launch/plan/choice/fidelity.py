@@ -11,38 +11,32 @@ ended as low as all-reduce (`launch/plan/losses.json`). Other methods were chose
 their bytes, like codecs that no ladder has: they stay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import message_meter
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.exchange import ExchangeCost
-from thinpipe.launch.plan.bits import AS_FAST, Candidate, levels
+from thinpipe.launch.plan.bits import AS_FAST, Candidate, Levels, levels, raise_levels
 from thinpipe.launch.plan.losses import GOAL, measured
 from thinpipe.launch.plan.placement.workload import count_exchange
-from thinpipe.pipeline.wire.told import DIRECTIONS
+from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _SPARSE = "ef_gradients"
 _FRACTIONS = (0.015, 0.06, 0.25)
 """Of a message: its default, then four times as much each."""
 _REPLACEABLE = {"forward": {"aqsgd", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
-_WAYS = range(len(DIRECTIONS))
 
 
 @dataclass(frozen=True)
 class Settings:
     """Levels on the ladders: of every cut, forward and backward, and of the exchange."""
 
-    cuts: tuple[tuple[int, int], ...]
+    cuts: Levels
     exchange: int = 0
-
-    def with_level(self, cut: int, way: int, level: int) -> "Settings":
-        pair = [*self.cuts[cut]]
-        pair[way] = level
-        return replace(self, cuts=(*self.cuts[:cut], (pair[0], pair[1]), *self.cuts[cut + 1 :]))
 
 
 class CompressionLevels:
@@ -51,13 +45,16 @@ class CompressionLevels:
     def __init__(self, config: RunConfig) -> None:
         cuts = config.pipeline.cuts
         boundary, measure = config.boundary_at(cuts[0] if cuts else 1), message_meter(config)
-        self.cuts: list[list[Candidate]] = []
+        self.cuts: dict[Direction, list[Candidate]] = {}
         for way in DIRECTIONS:
             own = getattr(boundary, way)
             specs = levels(config, own, way) if own.kind in _REPLACEABLE[way] else [own]
-            self.cuts.append([Candidate(spec, measure(spec, way)) for spec in specs])
+            self.cuts[way] = [Candidate(spec, measure(spec, way)) for spec in specs]
         self.exchanges = exchanges(config)
         self._costs: dict[tuple[int, int, bool], ExchangeCost | None] = {}
+
+    def at(self, settings: Settings) -> dict[WireKey, Candidate]:
+        return {key: self.cuts[key[1]][level] for key, level in settings.cuts.items()}
 
     def exchange(self, variant: RunConfig, level: int) -> ExchangeCost | None:
         """Cost of a variant's exchange; None where the run cannot have that method."""
@@ -103,19 +100,10 @@ def raised(
         if step_s(trial) <= limit_s:
             settings = trial
             break
-    left = set(product(range(len(start.cuts)), _WAYS))
-    while left:
-        cut, way = min(left, key=lambda key: (_fidelity(ladders.cuts, settings, *key), key))
-        level = settings.cuts[cut][way] + 1
-        trial = settings.with_level(cut, way, level)
-        if level < len(ladders.cuts[way]) and step_s(trial) <= limit_s:
-            settings = trial
-        else:
-            left.discard((cut, way))
-    return settings
-
-
-def _fidelity(cuts: Sequence[Sequence[Candidate]], settings: Settings, cut: int, way: int) -> float:
-    ladder = cuts[way]
-    spec = ladder[settings.cuts[cut][way]].spec
-    return spec.fidelity(DIRECTIONS[way]) if len(ladder) > 1 else 0.0
+    path = raise_levels(
+        start.cuts,
+        {key: ladders.cuts[key[1]] for key in start.cuts},
+        lambda cuts: step_s(replace(settings, cuts=cuts)) <= limit_s,
+        order=lambda key: (key[0], DIRECTIONS.index(key[1])),
+    )
+    return replace(settings, cuts=path[-1])

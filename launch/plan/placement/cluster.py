@@ -96,12 +96,12 @@ class Cluster:
     @cached_property
     def up_H(self) -> Floats:
         """bit/s of each host's uplink."""
-        return np.asarray(_off_diagonal(self.rate_HH, -1.0).max(axis=1))
+        return np.asarray(_between_hosts(self.rate_HH).max(axis=1))
 
     @cached_property
     def down_H(self) -> Floats:
         """bit/s of each host's downlink."""
-        return np.asarray(_off_diagonal(self.rate_HH, -1.0).max(axis=0))
+        return np.asarray(_between_hosts(self.rate_HH).max(axis=0))
 
     def check_enough(self, stages: int, replicas: int) -> None:
         """Reject more stages and replicas than there are devices.
@@ -138,8 +138,8 @@ def without_own(rows: ArrayLike, value: float) -> Floats:
     return x_HH
 
 
-def _off_diagonal(x_HH: Floats, value: float) -> Floats:
-    return np.full((1, 1), math.inf) if len(x_HH) == 1 else without_own(x_HH, value)
+def _between_hosts(rate_HH: Floats) -> Floats:
+    return np.full((1, 1), math.inf) if len(rate_HH) == 1 else without_own(rate_HH, -1.0)
 
 
 def _check_hosts(hosts: Sequence[Host]) -> None:

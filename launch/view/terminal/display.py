@@ -97,8 +97,5 @@ def _console(interactive: bool) -> Console:
     if interactive:
         return Console(highlight=False)
     return Console(
-        force_terminal=False,
-        force_interactive=False,
-        color_system=None,
-        highlight=False,
+        force_terminal=False, force_interactive=False, color_system=None, highlight=False
     )

@@ -21,11 +21,7 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def initialise(
-    model: Any,
-    *,
-    seed: int,
-    tied_to: Sequence[tuple[str, nn.Module]],
-    read: Set[str] = frozenset(),
+    model: Any, *, seed: int, tied_to: Sequence[tuple[str, nn.Module]], read: Set[str] = frozenset()
 ) -> frozenset[str]:
     """Fill parameters and buffers as the family does, each module by a seed of its name.
 

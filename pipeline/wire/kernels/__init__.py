@@ -21,12 +21,17 @@ q = (rint(65536 * x / scale) + random) >> 16.
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.wire.kernels.cpu import uniform as cpu
+    from thinpipe.pipeline.wire.kernels.gpu import uniform as gpu
+    from thinpipe.pipeline.wire.kernels.reference import uniform as reference
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 
@@ -53,9 +58,9 @@ class Codes(NamedTuple):
 class KernelSet(Protocol):
     """What every backend offers; all outputs are preallocated and fully written.
 
-    Axes: B rows, N values. Memories are fp32 or bf16, values are quickest in these. `x_BN` and
-    `out_BN` may have any strides, rows of memories are contiguous. Rounds stochastically if `noise`
-    is given.
+    Axes: B rows, N values. Memories (`cached`) are fp32 or bf16, values are quickest in these.
+    `x_BN` and `out_BN` may have any strides, rows of memories are contiguous. Rounds stochastically
+    if `noise` is given.
     """
 
     def quantize(self, x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
@@ -65,24 +70,19 @@ class KernelSet(Protocol):
         """Write the values that codes and scales stand for."""
 
     def delta_encode(
-        self,
-        x_BN: Tensor,
-        memory_BN: Tensor,
-        codes: Codes,
-        fresh_BN: Tensor,
-        *,
-        noise: Noise | None,
+        self, x_BN: Tensor, cached: Cached, codes: Codes, *, noise: Noise | None
     ) -> Tensor:
-        """Quantize x - memory and write memory + change, in the memory's format, to `fresh_BN`.
+        """Quantize x - old and write old + change, in the memory's format, to the fresh rows.
 
-        `fresh_BN` may be `memory_BN`. Returns, bool [B], whether all of a row's new memory is
-        finite.
+        These may be the old ones. Returns, bool [B], whether all of a fresh row is finite.
         """
 
-    def delta_decode(
-        self, codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
-    ) -> Tensor:
-        """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
+    def delta_decode(self, codes: Codes, cached: Cached, out_BN: Tensor) -> Tensor:
+        """The receiver's side: also writes old + change, not rounded to memory, to `out_BN`."""
+
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    _backends: list[KernelSet] = [cpu, gpu, reference]
 
 
 def with_contiguous_rows(t_BN: Tensor) -> Tensor:

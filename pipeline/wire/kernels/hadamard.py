@@ -8,12 +8,29 @@ a product with 1 / R, a power of two. Sums of two fp32 values round once whateve
 no product precedes them that it could fuse, so every backend makes the same bits.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
+from thinpipe.pipeline.wire.codec import Cached
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.wire.kernels.cpu import hadamard as cpu
+    from thinpipe.pipeline.wire.kernels.gpu import hadamard as gpu
+    from thinpipe.pipeline.wire.kernels.reference import hadamard as reference
+
 SIDE = 8
 """Of a tile's square."""
+
+
+class Plan(NamedTuple):
+    """In which order the tiles of a row are written (int32), and which of them are rotated (uint8).
+
+    Contiguous; `turned_BK` is by the tiles' places in the row.
+    """
+
+    order_BK: Tensor
+    turned_BK: Tensor
 
 
 class TileKernels(Protocol):
@@ -33,32 +50,20 @@ class TileKernels(Protocol):
         values from 2^100 on, where sums may overflow, stay as they are (`turned_BK`, uint8, 0).
         """
 
-    def gather(
-        self,
-        x_BN: Tensor,
-        memory_BN: Tensor | None,
-        order_BK: Tensor,
-        turned_BK: Tensor,
-        tiles_BKG: Tensor,
-    ) -> None:
-        """Write tile `order_BK[j]` (int32) of each row, rotated if it is turned, to tile j."""
+    def gather(self, x_BN: Tensor, memory_BN: Tensor | None, plan: Plan, tiles_BKG: Tensor) -> None:
+        """Write tile `order_BK[j]` of each row, rotated if it is turned, to tile j."""
 
-    def scatter(
-        self, tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor
-    ) -> None:
+    def scatter(self, tiles_BKG: Tensor, plan: Plan, out_BN: Tensor) -> None:
         """Undo `gather`: write tile j to tile `order_BK[j]` of the row, rotated back."""
 
     def scatter_change(
-        self,
-        tiles_BKG: Tensor,
-        order_BK: Tensor,
-        turned_BK: Tensor,
-        memory_BN: Tensor,
-        fresh_BN: Tensor,
-        out_BN: Tensor | None,
+        self, tiles_BKG: Tensor, plan: Plan, cached: Cached, out_BN: Tensor | None
     ) -> Tensor:
-        """Add tiles to a memory: to `out_BN`, and to `fresh_BN` rounded to the memory's format.
+        """Add tiles to a memory: to `out_BN`, and to the fresh rows rounded to their format.
 
-        Returns, bool [B], whether all of a row's new memory is finite. `fresh_BN` may be
-        `memory_BN`.
+        These may be the old ones. Returns, bool [B], whether all of a fresh row is finite.
         """
+
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    _backends: list[TileKernels] = [cpu, gpu, reference]

@@ -14,7 +14,7 @@ def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> 
     message = torch.zeros(5 + 3 * codec.capacity(37), dtype=torch.uint8)
     wire = message[5:].view(3, -1)  # starts at an odd byte
     seen, out = torch.empty_like(x), torch.empty_like(x)
-    codec.encode(x, wire, seen)
+    codec.encode(x, wire, seen, noise=None)
     codec.decode(wire, out)
     assert torch.equal(out, seen)
     assert torch.equal(out, x) == (name == "fp32" or dtype == torch.bfloat16)
@@ -25,14 +25,14 @@ def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> 
 def test_no_rows_and_no_values_are_fine(name: CastFormat, shape: tuple[int, int]) -> None:
     codec, x = Cast(name), torch.empty(shape)
     wire, out = torch.empty(shape[0], codec.capacity(shape[1]), dtype=torch.uint8), x.clone()
-    codec.encode(x, wire, out)
+    codec.encode(x, wire, out, noise=None)
     codec.decode(wire, out)
 
 
 def test_fp16_overflow_is_infinite_not_silent() -> None:
     codec, x = Cast("fp16"), torch.tensor([[1e5]])
     wire, out = torch.empty(1, 2, dtype=torch.uint8), torch.empty(1, 1)
-    codec.encode(x, wire)
+    codec.encode(x, wire, noise=None)
     codec.decode(wire, out)
     assert torch.isinf(out).all()
 

@@ -171,7 +171,7 @@ def test_changes_are_differences_and_an_addition_in_fp32(
         kept, fresh = torch.empty_like(before_BN), torch.empty_like(before_BN)
         out, change = torch.empty(2, numel), torch.empty(2, numel)
         with using(name):
-            finite = codec.encode_change(x_BN, Cached(before_BN, kept), wire)
+            finite = codec.encode_change(x_BN, Cached(before_BN, kept), wire, noise=None)
             assert torch.equal(finite, codec.decode_change(wire, Cached(before_BN, fresh), out))
             codec.decode(wire, change)
         assert finite.tolist() == torch.isfinite(out).all(1).tolist()

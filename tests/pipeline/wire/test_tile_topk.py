@@ -22,7 +22,7 @@ def test_seen_is_what_the_peer_decodes(numel: int, kept: int, bits: Literal[1, 2
     codec, x = TileTopK(kept, bits), values(numel)
     wire = torch.zeros(2, codec.capacity(numel), dtype=torch.uint8)
     seen, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-    assert codec.encode(x, wire, seen) == wire.shape[1]
+    assert codec.encode(x, wire, seen, noise=None) == wire.shape[1]
     codec.decode(wire, out)
     assert torch.equal(seen, out)
     total, count = torch.zeros(numel), torch.zeros(numel)
@@ -39,7 +39,7 @@ def test_the_largest_of_each_tile_are_kept(bits: Literal[1, 2]) -> None:
     codec = TileTopK(64, bits)
     wire = torch.zeros(1, codec.capacity(2 * TILE), dtype=torch.uint8)
     seen = torch.empty_like(x)
-    codec.encode(x, wire, seen)
+    codec.encode(x, wire, seen, noise=None)
     for tile, found in zip(x.view(2, TILE), seen.view(2, TILE), strict=True):
         chosen = tile.abs().topk(64).indices
         places = found.nonzero().flatten()
@@ -53,7 +53,7 @@ def test_two_bits_keep_the_mean_of_what_was_chosen() -> None:
     codec = TileTopK(256, 2)
     wire = torch.zeros(1, codec.capacity(TILE), dtype=torch.uint8)
     seen = torch.empty_like(x)
-    codec.encode(x, wire, seen)
+    codec.encode(x, wire, seen, noise=None)
     chosen = seen[0].nonzero().flatten()
     assert seen[0, chosen].mean() == pytest.approx(float(x[0, chosen].mean()), rel=1e-5)
     assert len(seen[0, chosen].unique()) == 4
@@ -71,11 +71,11 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         x[0, 5] = wrong
         seen = torch.empty_like(x)
         two = TileTopK(4, 2)
-        two.encode(x, torch.zeros(1, two.capacity(TILE), dtype=torch.uint8), seen)
+        two.encode(x, torch.zeros(1, two.capacity(TILE), dtype=torch.uint8), seen, noise=None)
         assert seen.isnan().any()
         one = TileTopK(4, 1)
         with pytest.raises(ValueError, match="not finite"):
-            one.encode(x, torch.zeros(1, one.capacity(TILE), dtype=torch.uint8))
+            one.encode(x, torch.zeros(1, one.capacity(TILE), dtype=torch.uint8), noise=None)
 
 
 @pytest.mark.parametrize("bits", [1, 2])

@@ -4,13 +4,14 @@ A tile is widened into a buffer that stays in the L1 cache, rotated in vector re
 out.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.kernels import TILE
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import take_run
@@ -24,61 +25,44 @@ from thinpipe.pipeline.wire.kernels.cpu.windows import (
     window,
     writable,
 )
+from thinpipe.pipeline.wire.kernels.hadamard import Plan
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
-
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.cpu import hadamard as hadamard_cpu
-    from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
 
 _INFINITY = np.uint32(0x7F800000)
 _LIMIT = np.float32(LARGEST_TURNED).view(np.uint32)  # compared as bits: NaN is above all
 
 
 def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: Tensor) -> None:
-    """Write each tile's smaller peak and whether it is the rotated one's."""
     memory = NOTHING if memory_BN is None else window(memory_BN)
     _survey(readable(x_BN), memory, x_BN.shape[1], peak_BK.numpy(), turned_BK.numpy())
 
 
-def gather(
-    x_BN: Tensor,
-    memory_BN: Tensor | None,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    tiles_BKG: Tensor,
-) -> None:
-    """Write tiles in the order given, rotated where they are turned."""
+def gather(x_BN: Tensor, memory_BN: Tensor | None, plan: Plan, tiles_BKG: Tensor) -> None:
     memory = NOTHING if memory_BN is None else window(memory_BN)
-    plan = (order_BK.numpy(), turned_BK.numpy())
-    _gather(readable(x_BN), memory, x_BN.shape[1], plan, tiles_BKG.view(-1).numpy())
+    tiles = tiles_BKG.view(-1).numpy()
+    _gather(readable(x_BN), memory, x_BN.shape[1], _arrays(plan), tiles)
 
 
-def scatter(tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor) -> None:
-    """Write tiles to their places, rotated back where they were turned."""
+def scatter(tiles_BKG: Tensor, plan: Plan, out_BN: Tensor) -> None:
     rows, numel = out_BN.shape
-    plan, into_BN = (order_BK.numpy(), turned_BK.numpy()), writable(out_BN)
-    tiles, fresh = tiles_BKG.view(-1).numpy(), kept(None, rows)
-    _scatter(tiles, numel, plan, NOTHING, fresh, window(into_BN))
+    tiles, into_BN = tiles_BKG.view(-1).numpy(), writable(out_BN)
+    _scatter(tiles, numel, _arrays(plan), NOTHING, kept(None, rows), window(into_BN))
     hand_over(into_BN, out_BN)
 
 
-def scatter_change(
-    tiles_BKG: Tensor,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor | None,
-) -> Tensor:
-    """Add tiles to a memory; see `TileKernels.scatter_change`."""
-    rows, numel = memory_BN.shape
-    plan, fresh = (order_BK.numpy(), turned_BK.numpy()), kept(fresh_BN, rows)
+def scatter_change(tiles_BKG: Tensor, plan: Plan, cached: Cached, out_BN: Tensor | None) -> Tensor:
+    rows, numel = cached.old_BN.shape
+    memory, fresh = window(cached.old_BN), kept(cached.fresh_BN, rows)
     into_BN = None if out_BN is None else writable(out_BN)
     out = NOTHING if into_BN is None else window(into_BN)
-    _scatter(tiles_BKG.view(-1).numpy(), numel, plan, window(memory_BN), fresh, out)
+    _scatter(tiles_BKG.view(-1).numpy(), numel, _arrays(plan), memory, fresh, out)
     if out_BN is not None and into_BN is not None:
         hand_over(into_BN, out_BN)
     return torch.from_numpy(fresh[2])
+
+
+def _arrays(plan: Plan) -> Any:
+    return plan.order_BK.numpy(), plan.turned_BK.numpy()
 
 
 @njit
@@ -153,7 +137,3 @@ def _scatter(tiles: Any, numel: Any, plan: Any, memory: Any, fresh: Any, out: An
                 add_run(tiles, m_values, f_values, o_values, largest, (place, *places))
             place += TILE
         finite_B[row] = largest.max() < _INFINITY
-
-
-if TYPE_CHECKING:
-    _checked: TileKernels = hadamard_cpu

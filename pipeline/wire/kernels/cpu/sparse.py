@@ -5,7 +5,7 @@ largest values is in `topk.py`.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -22,41 +22,31 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
 from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
 from thinpipe.pipeline.wire.kernels.cpu.windows import STORED_AS
 
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
-    from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
-
 
 def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
-    """Write a stretch of a keyed permutation; see `SparseKernels.deal`."""
     chosen = chosen_R.numpy()
     _deal(first, runs, np.array(keys, np.int64), chosen)
     chosen.sort()  # memory is then read forwards
 
 
 def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:
-    """Write x, or x - base, at the subset; see `SparseKernels.gather`."""
     base = None if base_N is None else _flat(base_N)
     _gather(_flat(x_N), base, start_R.numpy(), run, _flat(out_n))
 
 
 def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
-    """Write values to the subset's places; see `SparseKernels.scatter`."""
     _scatter(_flat(value_n), start_R.numpy(), run, _flat(out_N))
 
 
 def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
-    """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
     select_top(x_n, mask_M, kept_k, room_n)
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
-    """Write kept values to their places; see `SparseKernels.place`."""
     _place(mask_M.numpy(), _flat(kept_k), None, _flat(out_n))
 
 
 def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
-    """Add kept values at their places; see `SparseKernels.place_add`."""
     out = _flat(out_n)
     _place(mask_M.numpy(), _flat(kept_k), out, out)
 
@@ -64,7 +54,6 @@ def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
 def apply_exchanged(
     sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
 ) -> None:
-    """Move base and x to what all ranks agreed on; see `SparseKernels.apply_exchanged`."""
     _apply_exchanged(_flat(sent_n), _flat(mean_n), start_R.numpy(), run, _flat(x_N), _flat(base_N))
 
 
@@ -145,7 +134,3 @@ def _place(mask: Any, kept: Any, known: Any, out: Any) -> Any:
         elif flagged:
             out[i] += kept[used]
         used += flagged
-
-
-if TYPE_CHECKING:
-    _checked: SparseKernels = sparse_cpu

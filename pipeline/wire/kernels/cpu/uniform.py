@@ -3,14 +3,14 @@
 Arrays travel as flat windows with a row stride.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import LANES
@@ -31,47 +31,33 @@ from thinpipe.pipeline.wire.kernels.cpu.windows import (
     writable,
 )
 
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels import KernelSet, cpu
-
 _MASK64 = 0xFFFFFFFFFFFFFFFF  # keys are any Python integers
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
-    """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
     into, words = _code_windows(codes, numel), _words(noise, rows)
     _encode(readable(x_BN), NOTHING, kept(None, rows), into, words)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
-    """Write the values of codes and scales; see `KernelSet.dequantize`."""
     rows, numel = out_BN.shape
     source, into_BN = _code_windows(codes, numel), writable(out_BN)
     _decode(source, NOTHING, kept(None, rows), window(into_BN))
     hand_over(into_BN, out_BN)
 
 
-def delta_encode(
-    x_BN: Tensor,
-    memory_BN: Tensor,
-    codes: Codes,
-    fresh_BN: Tensor,
-    *,
-    noise: Noise | None,
-) -> Tensor:
-    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
+def delta_encode(x_BN: Tensor, cached: Cached, codes: Codes, *, noise: Noise | None) -> Tensor:
     rows, numel = x_BN.shape
-    fresh, memory, words = kept(fresh_BN, rows), window(memory_BN), _words(noise, rows)
-    _encode(readable(x_BN), memory, fresh, _code_windows(codes, numel), words)
+    memory, fresh = window(cached.old_BN), kept(cached.fresh_BN, rows)
+    _encode(readable(x_BN), memory, fresh, _code_windows(codes, numel), _words(noise, rows))
     return torch.from_numpy(fresh[2])
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
-    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+def delta_decode(codes: Codes, cached: Cached, out_BN: Tensor) -> Tensor:
     rows, numel = out_BN.shape
-    fresh, into_BN, source = kept(fresh_BN, rows), writable(out_BN), _code_windows(codes, numel)
-    _decode(source, window(memory_BN), fresh, window(into_BN))
+    memory, fresh, into_BN = window(cached.old_BN), kept(cached.fresh_BN, rows), writable(out_BN)
+    _decode(_code_windows(codes, numel), memory, fresh, window(into_BN))
     hand_over(into_BN, out_BN)
     return torch.from_numpy(fresh[2])
 
@@ -135,7 +121,3 @@ def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
             room,
         )
         fresh[2][row] = largest < INFINITY
-
-
-if TYPE_CHECKING:
-    _checked: KernelSet = cpu.uniform

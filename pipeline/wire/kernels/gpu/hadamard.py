@@ -4,20 +4,15 @@ A program takes some tiles of one row. The transposition between the two halves 
 left to the store: until then the second butterflies run over neighbours 1, 2, 4, ... apart.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.kernels import with_contiguous_rows
 from thinpipe.pipeline.wire.kernels.gpu.uniform import store_value
-from thinpipe.pipeline.wire.kernels.hadamard import SIDE
-
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.gpu import hadamard as hadamard_triton
-    from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
+from thinpipe.pipeline.wire.kernels.hadamard import SIDE, Plan
 
 _TILES = 16  # of a program
 _SIDE = tl.constexpr(SIDE)
@@ -28,7 +23,6 @@ _LIMIT = tl.constexpr(0x71800000)  # 2^100
 
 
 def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: Tensor) -> None:
-    """Write each tile's smaller peak and whether it is the rotated one's."""
     rows, tiles = peak_BK.shape
     x_BN, (memory_BN, has_memory) = with_contiguous_rows(x_BN), _given(memory_BN, x_BN)
     if rows and tiles:
@@ -39,59 +33,37 @@ def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: T
         )
 
 
-def gather(
-    x_BN: Tensor,
-    memory_BN: Tensor | None,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    tiles_BKG: Tensor,
-) -> None:
-    """Write tiles in the order given, rotated where they are turned."""
+def gather(x_BN: Tensor, memory_BN: Tensor | None, plan: Plan, tiles_BKG: Tensor) -> None:
     rows, tiles, _ = tiles_BKG.shape
     x_BN, (memory_BN, has_memory) = with_contiguous_rows(x_BN), _given(memory_BN, x_BN)
     if rows and tiles:
         _gather_kernel[_grid(rows, tiles)](
-            *(x_BN, memory_BN, order_BK, turned_BK, tiles_BKG, x_BN.shape[1], tiles),
+            *(x_BN, memory_BN, *plan, tiles_BKG, x_BN.shape[1], tiles),
             *(x_BN.stride(0), memory_BN.stride(0), has_memory, _TILES),
             enable_fp_fusion=False,
         )
 
 
-def scatter(tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor) -> None:
-    """Write tiles to their places, rotated back where they were turned."""
-    _scatter(tiles_BKG, order_BK, turned_BK, None, None, out_BN)
+def scatter(tiles_BKG: Tensor, plan: Plan, out_BN: Tensor) -> None:
+    _scatter(tiles_BKG, plan, None, out_BN)
 
 
-def scatter_change(
-    tiles_BKG: Tensor,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor | None,
-) -> Tensor:
-    """Add tiles to a memory; see `TileKernels.scatter_change`."""
-    _scatter(tiles_BKG, order_BK, turned_BK, memory_BN, fresh_BN, out_BN)
-    return torch.isfinite(fresh_BN).all(1)
+def scatter_change(tiles_BKG: Tensor, plan: Plan, cached: Cached, out_BN: Tensor | None) -> Tensor:
+    _scatter(tiles_BKG, plan, cached, out_BN)
+    return torch.isfinite(cached.fresh_BN).all(1)
 
 
-def _scatter(
-    tiles_BKG: Tensor,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    memory_BN: Tensor | None,
-    fresh_BN: Tensor | None,
-    out_BN: Tensor | None,
-) -> None:
+def _scatter(tiles_BKG: Tensor, plan: Plan, cached: Cached | None, out_BN: Tensor | None) -> None:
     rows, tiles, _ = tiles_BKG.shape
     into_BN = out_BN
     if out_BN is not None and (out_BN.dtype != torch.float32 or out_BN.stride(1) != 1):
         into_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    memory_BN, fresh_BN = cached or (None, None)
     given = [_given(one, tiles_BKG[:, 0]) for one in (memory_BN, fresh_BN, into_BN)]
     numel = next(one.shape[1] for one in (memory_BN, out_BN) if one is not None)
     if rows and tiles:
         _scatter_kernel[_grid(rows, tiles)](
-            *(tiles_BKG, order_BK, turned_BK, *(tensor for tensor, _ in given)),
+            *(tiles_BKG, *plan, *(tensor for tensor, _ in given)),
             *(numel, tiles, *(tensor.stride(0) for tensor, _ in given)),
             *(*(exists for _, exists in given), _TILES),
             enable_fp_fusion=False,
@@ -233,7 +205,3 @@ def _scatter_kernel(
         store_value(fresh_ptr + row * fresh_row + offset, value, within)
     if HAS_OUT:
         tl.store(out_ptr + row * out_row + offset, value, within)
-
-
-if TYPE_CHECKING:
-    _checked: TileKernels = hadamard_triton

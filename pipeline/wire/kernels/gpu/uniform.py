@@ -8,19 +8,14 @@ codes are composed: a GPU's memory is far faster than the links, and launches ar
 Products and sums must round once each on every device: launches set `enable_fp_fusion=False`.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes, with_contiguous_rows
 from thinpipe.pipeline.wire.kernels.gpu.scales import difference, scale_kernel
-
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels import KernelSet, gpu
 
 _BLOCK = 1024  # the layout in `kernels/__init__.py`
 _INFINITY = tl.constexpr(0x7F800000)
@@ -28,47 +23,29 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
-    """Fill `codes`; see `KernelSet.quantize`."""
-    _encode(x_BN, (None, None), codes, noise=noise)
+    _encode(x_BN, None, codes, noise=noise)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
-    """Write the values of codes and scales; see `KernelSet.dequantize`."""
-    _decode(codes, (None, None), out_BN)
+    _decode(codes, None, out_BN)
 
 
-def delta_encode(
-    x_BN: Tensor,
-    memory_BN: Tensor,
-    codes: Codes,
-    fresh_BN: Tensor,
-    *,
-    noise: Noise | None,
-) -> Tensor:
-    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise)
+def delta_encode(x_BN: Tensor, cached: Cached, codes: Codes, *, noise: Noise | None) -> Tensor:
+    return _encode(x_BN, cached, codes, noise=noise)
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
-    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
-    return _decode(codes, (memory_BN, fresh_BN), out_BN)
+def delta_decode(codes: Codes, cached: Cached, out_BN: Tensor) -> Tensor:
+    return _decode(codes, cached, out_BN)
 
 
-def _encode(
-    x_BN: Tensor,
-    kept: tuple[Tensor | None, Tensor | None],
-    codes: Codes,
-    *,
-    noise: Noise | None,
-) -> Tensor:
-    """`kept` = (memory, fresh)."""
+def _encode(x_BN: Tensor, cached: Cached | None, codes: Codes, *, noise: Noise | None) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
     x_BN = with_contiguous_rows(x_BN)
     # a kernel needs some pointer; without a memory it does not follow it
-    m_BN, f_BN = (x_BN if tensor is None else _memory(tensor) for tensor in kept)
+    m_BN, f_BN = (x_BN, x_BN) if cached is None else map(_memory, cached)
     finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
-    flags = {"BITS": bits, "GROUP": group, "DELTA": kept[0] is not None}
+    flags = {"BITS": bits, "GROUP": group, "DELTA": cached is not None}
     flags["STOCHASTIC"] = noise is not None
     strides = (x_BN.stride(0), m_BN.stride(0), scale_BK.stride(0))
     chunk = min(_BLOCK, triton.next_power_of_2(group))
@@ -91,15 +68,11 @@ def _encode(
     return finite_B.bool()
 
 
-def _decode(
-    codes: Codes,
-    kept: tuple[Tensor | None, Tensor | None],
-    out_BN: Tensor,
-) -> Tensor:
+def _decode(codes: Codes, cached: Cached | None, out_BN: Tensor) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = out_BN.shape
     into_BN = with_contiguous_rows(out_BN)
-    m_BN, f_BN = (into_BN if tensor is None else _memory(tensor) for tensor in kept)
+    m_BN, f_BN = (into_BN, into_BN) if cached is None else map(_memory, cached)
     finite_B = torch.ones(rows, dtype=torch.int32, device=out_BN.device)
     tensors = (payload_BP, scale_BK, m_BN, f_BN, into_BN)
     strides = [tensor.stride(0) for tensor in tensors]
@@ -108,7 +81,7 @@ def _decode(
             *(*tensors, finite_B, first, numel, *strides),
             BITS=bits,
             GROUP=group,
-            DELTA=kept[0] is not None,
+            DELTA=cached is not None,
             FULL=full,
             enable_fp_fusion=False,
         )
@@ -331,7 +304,3 @@ def _decode_kernel(
         value = tl.load(m_ptr + row * m_row + offset, mask, other=0.0).to(tl.float32) + value
         _store_fresh(fresh_ptr, finite_ptr, row, row * fresh_row + offset, value, mask)
     store_value(out_ptr + row * out_row + offset, value, mask)
-
-
-if TYPE_CHECKING:
-    _checked: KernelSet = gpu.uniform

@@ -3,24 +3,18 @@
 Axes: B rows, N values, K tiles, G = R * R values of a tile.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.kernels import TILE
-from thinpipe.pipeline.wire.kernels.hadamard import SIDE
-
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.hadamard import TileKernels
-    from thinpipe.pipeline.wire.kernels.reference import hadamard as hadamard_reference
+from thinpipe.pipeline.wire.kernels.hadamard import SIDE, Plan
 
 LARGEST_TURNED = 2.0**100  # sums of 64 such values are far below fp32's 2^128
 
 
 def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: Tensor) -> None:
-    """Write each tile's smaller peak and whether it is the rotated one's."""
     x_BKG = _tiles(x_BN, memory_BN)
     plain_BK = x_BKG.abs().amax(-1)
     rotated_BK = _rotate(x_BKG).abs().amax(-1)
@@ -30,43 +24,27 @@ def survey(x_BN: Tensor, memory_BN: Tensor | None, peak_BK: Tensor, turned_BK: T
     turned_BK.copy_(turn_BK)
 
 
-def gather(
-    x_BN: Tensor,
-    memory_BN: Tensor | None,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    tiles_BKG: Tensor,
-) -> None:
-    """Write tiles in the order given, rotated where they are turned."""
+def gather(x_BN: Tensor, memory_BN: Tensor | None, plan: Plan, tiles_BKG: Tensor) -> None:
     x_BKG = _tiles(x_BN, memory_BN)
-    turned_BKG = torch.where(turned_BK.bool().unsqueeze(-1), _rotate(x_BKG), x_BKG)
-    tiles_BKG.copy_(torch.take_along_dim(turned_BKG, _index(order_BK), 1))
+    turned_BKG = torch.where(plan.turned_BK.bool().unsqueeze(-1), _rotate(x_BKG), x_BKG)
+    tiles_BKG.copy_(torch.take_along_dim(turned_BKG, _index(plan.order_BK), 1))
 
 
-def scatter(tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor) -> None:
-    """Write tiles to their places, rotated back where they were turned."""
+def scatter(tiles_BKG: Tensor, plan: Plan, out_BN: Tensor) -> None:
     placed_BKG = torch.empty_like(tiles_BKG)
-    placed_BKG.scatter_(1, _index(order_BK).expand_as(tiles_BKG), tiles_BKG)
-    x_BKG = torch.where(turned_BK.bool().unsqueeze(-1), _rotate(placed_BKG), placed_BKG)
+    placed_BKG.scatter_(1, _index(plan.order_BK).expand_as(tiles_BKG), tiles_BKG)
+    x_BKG = torch.where(plan.turned_BK.bool().unsqueeze(-1), _rotate(placed_BKG), placed_BKG)
     out_BN.copy_(x_BKG.flatten(1)[:, : out_BN.shape[1]])
 
 
-def scatter_change(
-    tiles_BKG: Tensor,
-    order_BK: Tensor,
-    turned_BK: Tensor,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor | None,
-) -> Tensor:
-    """Add tiles to a memory; see `TileKernels.scatter_change`."""
-    change_BN = torch.empty(memory_BN.shape, device=memory_BN.device)
-    scatter(tiles_BKG, order_BK, turned_BK, change_BN)
-    value_BN = memory_BN.float() + change_BN
-    fresh_BN.copy_(value_BN)
+def scatter_change(tiles_BKG: Tensor, plan: Plan, cached: Cached, out_BN: Tensor | None) -> Tensor:
+    change_BN = torch.empty(cached.old_BN.shape, device=cached.old_BN.device)
+    scatter(tiles_BKG, plan, change_BN)
+    value_BN = cached.old_BN.float() + change_BN
+    cached.fresh_BN.copy_(value_BN)
     if out_BN is not None:
         out_BN.copy_(value_BN)
-    return torch.isfinite(fresh_BN).all(1)
+    return torch.isfinite(cached.fresh_BN).all(1)
 
 
 def _tiles(x_BN: Tensor, memory_BN: Tensor | None) -> Tensor:
@@ -94,7 +72,3 @@ def _butterflies(x_BKRR: Tensor) -> Tensor:
         x_BKRR = torch.stack([a + b, a - b], 3).view(rows, tiles, side, side)
         distance *= 2
     return x_BKRR
-
-
-if TYPE_CHECKING:
-    _checked: TileKernels = hadamard_reference

@@ -4,21 +4,16 @@ Axes: N values of a vector, n chosen, R runs, G values per run, M mask bytes, k 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels.reference import sparse as sparse_reference
-    from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
 
 _MASK32 = 0xFFFFFFFF  # words are int64: torch has few operations on uint32
 
 
 def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
-    """Write a stretch of a keyed permutation; see `SparseKernels.deal`."""
     bits = max((runs - 1).bit_length(), 2)
     low_bits = bits // 2
     value_R = torch.arange(first, first + chosen_R.numel()) % max(runs, 1)
@@ -29,43 +24,36 @@ def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
 
 
 def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:
-    """Write x, or x - base, at the subset; see `SparseKernels.gather`."""
     place_n = _places(start_R, run, x_N)
     value_n = x_N[place_n].float()
     out_n.copy_(value_n if base_N is None else value_n - base_N[place_n].float())
 
 
 def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
-    """Write values to the subset's places; see `SparseKernels.scatter`."""
     out_N[_places(start_R, run, out_N)] = value_n.to(out_N.dtype)
 
 
 def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
-    """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
     magnitude_n = x_n.view(torch.int32) & 0x7FFFFFFF  # as integers NaN is above infinity
     order_n = magnitude_n.sort(descending=True, stable=True).indices  # stable: of ties the first
     flag_n = torch.zeros(x_n.shape, dtype=torch.bool, device=x_n.device)
     flag_n[order_n[: kept_k.numel()]] = True
     kept_k.copy_(x_n[flag_n])
-    bits_M8 = F.pad(flag_n.to(torch.uint8), (0, -x_n.numel() % 8)).view(-1, 8)
-    mask_M.copy_((bits_M8 << _bit(x_n)).sum(1))
+    mask_M.copy_(pack(flag_n.to(torch.uint8)))
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
-    """Write kept values to their places; see `SparseKernels.place`."""
     out_n.zero_()
-    out_n[_flags(mask_M, out_n)] = kept_k
+    out_n[unpack(mask_M, out_n.numel()).bool()] = kept_k
 
 
 def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
-    """Add kept values at their places; see `SparseKernels.place_add`."""
-    out_n[_flags(mask_M, out_n)] += kept_k
+    out_n[unpack(mask_M, out_n.numel()).bool()] += kept_k
 
 
 def apply_exchanged(
     sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
 ) -> None:
-    """Move base and x to what all ranks agreed on; see `SparseKernels.apply_exchanged`."""
     place_n = _places(start_R, run, x_N)
     base_n = base_N[place_n].float()
     left_n = (x_N[place_n].float() - base_n) - sent_n
@@ -77,14 +65,6 @@ def apply_exchanged(
 def _places(start_R: Tensor, run: int, x_N: Tensor) -> Tensor:
     place_n = (start_R.unsqueeze(1) + torch.arange(run)).flatten()
     return place_n[place_n < x_N.numel()].to(x_N.device)
-
-
-def _flags(mask_M: Tensor, out_n: Tensor) -> Tensor:
-    return ((mask_M.unsqueeze(1) >> _bit(mask_M)) & 1).flatten()[: out_n.numel()].bool()
-
-
-def _bit(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 def _network(value_R: Tensor, low_bits: int, high_bits: int, keys: Sequence[int]) -> Tensor:
@@ -104,7 +84,3 @@ def _hash(value_R: Tensor, key: int) -> Tensor:
     value_R = ((value_R ^ (value_R >> 16)) * 0x7FEB352D) & _MASK32
     value_R = ((value_R ^ (value_R >> 15)) * 0x846CA68B) & _MASK32
     return value_R ^ (value_R >> 16)
-
-
-if TYPE_CHECKING:
-    _checked: SparseKernels = sparse_reference

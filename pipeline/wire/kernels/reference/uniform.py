@@ -3,17 +3,12 @@
 Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes
-
-if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from thinpipe.pipeline.wire.kernels import KernelSet, reference
 
 _BLOCK, _PLANES, _LANES = 1024, 8, 128  # the layout in `kernels/__init__.py`
 _WIDTHS = (8, 4, 2, 1)  # of a code's fields
@@ -22,7 +17,6 @@ _SMALLEST_NORMAL = 2.0**-126  # of fp32; some devices flush what is smaller to z
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
-    """Fill `codes`; see `KernelSet.quantize`."""
     payload_BP, scale_BK, bits, group = codes
     numel = x_BN.shape[1]
     x_BKG = _grouped(x_BN.float(), group)
@@ -42,35 +36,25 @@ def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
-    """Write the values of codes and scales; see `KernelSet.dequantize`."""
     code_BN = unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
     q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
     value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
     out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
 
 
-def delta_encode(
-    x_BN: Tensor,
-    memory_BN: Tensor,
-    codes: Codes,
-    fresh_BN: Tensor,
-    *,
-    noise: Noise | None,
-) -> Tensor:
-    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    change_BN = x_BN.float() - memory_BN.float()
+def delta_encode(x_BN: Tensor, cached: Cached, codes: Codes, *, noise: Noise | None) -> Tensor:
+    change_BN = x_BN.float() - cached.old_BN.float()
     quantize(change_BN, codes, noise=noise)
-    return delta_decode(codes, memory_BN, fresh_BN, change_BN)
+    return delta_decode(codes, cached, change_BN)
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
-    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+def delta_decode(codes: Codes, cached: Cached, out_BN: Tensor) -> Tensor:
     change_BN = torch.empty(out_BN.shape, device=out_BN.device)
     dequantize(codes, change_BN)
-    value_BN = memory_BN.float() + change_BN
+    value_BN = cached.old_BN.float() + change_BN
     out_BN.copy_(value_BN)
-    fresh_BN.copy_(value_BN)
-    return torch.isfinite(fresh_BN).all(1)
+    cached.fresh_BN.copy_(value_BN)
+    return torch.isfinite(cached.fresh_BN).all(1)
 
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
@@ -213,7 +197,3 @@ def _unpack_blocks(packed_BKbL: Tensor, bits: int) -> Tensor:
 
 def _widths(bits: int) -> tuple[int, ...]:
     return tuple(width for width in _WIDTHS if bits & width)
-
-
-if TYPE_CHECKING:
-    _checked: KernelSet = reference.uniform

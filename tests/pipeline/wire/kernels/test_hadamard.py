@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.kernels import TILE, load
+from thinpipe.pipeline.wire.kernels.hadamard import Plan
 
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(numel, dtype) for dtype in DTYPES for numel in (1, 300, 2100)]
@@ -30,9 +32,9 @@ def results(name: Any, device: str, case: tuple[int, torch.dtype]) -> list[torch
     order = torch.stack([torch.randperm(tiles, generator=generator) for _ in range(4)])
     order = order.to(device, torch.int32)
     gathered = torch.full((4, tiles, TILE), torch.nan, device=device)
-    kernels.gather(x, None, order, turned, gathered)
+    kernels.gather(x, None, Plan(order, turned), gathered)
     out = torch.full_like(x, torch.nan)
-    kernels.scatter(gathered, order, turned, out)
+    kernels.scatter(gathered, Plan(order, turned), out)
     return [peak, turned, gathered, out, *changes(kernels, x, order)]
 
 
@@ -44,11 +46,12 @@ def changes(kernels: Any, x: torch.Tensor, order: torch.Tensor) -> list[torch.Te
     turned = torch.full((rows, tiles), 7, dtype=torch.uint8, device=x.device)
     kernels.survey(x, memory, peak, turned)
     gathered = torch.full((rows, tiles, TILE), torch.nan, device=x.device)
-    kernels.gather(x, memory, order, turned, gathered)
+    plan = Plan(order, turned)
+    kernels.gather(x, memory, plan, gathered)
     fresh, kept = (torch.full_like(memory, torch.nan) for _ in range(2))
     out = torch.full_like(x, torch.nan)
-    finite = kernels.scatter_change(gathered, order, turned, memory, fresh, out)
-    assert torch.equal(finite, kernels.scatter_change(gathered, order, turned, memory, kept, None))
+    finite = kernels.scatter_change(gathered, plan, Cached(memory, fresh), out)
+    assert torch.equal(finite, kernels.scatter_change(gathered, plan, Cached(memory, kept), None))
     return [peak, turned, gathered, out, fresh, kept, finite]
 
 
@@ -82,8 +85,8 @@ def test_a_rotation_keeps_lengths_and_undoes_itself() -> None:
     x[0, TILE + 3] = 8.0  # an outlier is spread evenly
     turned, order = torch.ones(1, 3, dtype=torch.uint8), torch.tensor([[2, 0, 1]]).int()
     tiles, back = torch.full((1, 3, TILE), torch.nan), torch.full_like(x, torch.nan)
-    kernels.gather(x, None, order, turned, tiles)
-    kernels.scatter(tiles, order, turned, back)
+    kernels.gather(x, None, Plan(order, turned), tiles)
+    kernels.scatter(tiles, Plan(order, turned), back)
     torch.testing.assert_close(back, x, rtol=0, atol=1e-5)
     torch.testing.assert_close(tiles[0, 1].norm(), x[0, :TILE].norm())
     assert (tiles[0, 2].abs() == 8.0 / TILE**0.5).all()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinpipe.pipeline.wire import kernels as kernels_package
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 from thinpipe.pipeline.wire.kernels.cpu.compilation import source_digest
@@ -105,7 +105,7 @@ def both_deltas(
     for kernels, poison in ((REFERENCE, 0), (NUMBA, 255)):
         codes = room(x.shape[1], bits, group, torch.bfloat16, poison)
         fresh = torch.full_like(memory, torch.nan)
-        finite = kernels.delta_encode(x, memory, codes, fresh, noise=noise)
+        finite = kernels.delta_encode(x, Cached(memory, fresh), codes, noise=noise)
         results.append((codes, fresh, finite))
     return results
 
@@ -139,9 +139,9 @@ def test_ends_on_different_backends_hold_equal_memories(dtype: torch.dtype, bits
         sender, receiver = ends[step % 2]
         codes = room(1500, bits, 96, torch.bfloat16, 7)
         noise = Noise(3, step, torch.tensor([1, 2])) if bits > 1 else None
-        sender.delta_encode(x, sent, codes, sent, noise=noise)  # in place
+        sender.delta_encode(x, Cached(sent, sent), codes, noise=noise)  # in place
         out = torch.full_like(x, torch.nan)
-        receiver.delta_decode(codes, received, received, out)
+        receiver.delta_decode(codes, Cached(received, received), out)
         assert same_bits(sent, received)
         assert torch.equal(out.to(dtype), received)
 
@@ -160,9 +160,9 @@ def test_a_row_whose_memory_would_not_be_finite_is_reported(
     x, memory = rows(700), rows(700, 1).bfloat16()
     x[1, 333], memory[1, 333] = bad, before
     codes = room(700, 4, 64, torch.bfloat16, 0)
-    fresh, out = torch.empty_like(memory), torch.empty_like(x)
-    assert kernels.delta_encode(x, memory, codes, fresh, noise=None).tolist() == [True, False]
-    assert kernels.delta_decode(codes, memory, fresh, out).tolist() == [True, False]
+    cached, out = Cached(memory, torch.empty_like(memory)), torch.empty_like(x)
+    assert kernels.delta_encode(x, cached, codes, noise=None).tolist() == [True, False]
+    assert kernels.delta_decode(codes, cached, out).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
@@ -179,7 +179,7 @@ def test_a_gpus_nan_stays_one_in_every_format(
     number = torch.int32 if memory_dtype == torch.float32 else torch.int16
     memory = torch.full((2, 700), torch.iinfo(number).max, dtype=number).view(memory_dtype)
     out, fresh = (torch.zeros(2, 700, dtype=dtype) for _ in range(2))
-    assert not kernels.delta_decode(codes, memory, fresh, out).any()
+    assert not kernels.delta_decode(codes, Cached(memory, fresh), out).any()
     assert out.isnan().all()
     assert fresh.isnan().all()
 
@@ -224,9 +224,9 @@ def test_no_rows_and_no_values_are_fine(shape: tuple[int, int]) -> None:
     for kernels in (REFERENCE, NUMBA):
         kernels.quantize(torch.empty(shape), codes, noise=None)
         kernels.dequantize(codes, out)
-        finite = kernels.delta_encode(out, memory, codes, memory, noise=None)
+        finite = kernels.delta_encode(out, Cached(memory, memory), codes, noise=None)
         assert finite.shape == (rows_,)
-        assert kernels.delta_decode(codes, memory, memory, out).all()
+        assert kernels.delta_decode(codes, Cached(memory, memory), out).all()
 
 
 def test_threads_share_the_kernels() -> None:
@@ -245,6 +245,7 @@ def test_threads_share_the_kernels() -> None:
 
 _DIGESTS = """
 import hashlib, sys, torch
+from thinpipe.pipeline.wire.codec import Cached
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 from thinpipe.pipeline.wire.kernels import Codes
 x = torch.linspace(-2, 3, 2000).reshape(2, 1000)
@@ -258,7 +259,7 @@ def plain(bits):
     return codes, out
 def change(bits):
     codes, fresh = room(bits), torch.empty_like(x)
-    numba_cpu.delta_encode(2 * x, x, codes, fresh, noise=None)
+    numba_cpu.delta_encode(2 * x, Cached(x, fresh), codes, noise=None)
     return codes, fresh
 found = {}
 for word in sys.argv[1].split():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.pipeline.wire.kernels import test_hadamard as tiles
-from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes, load_kernels
 
 triton = pytest.importorskip("triton")
@@ -49,8 +49,8 @@ def results(name: Any, device: torch.device, case: tuple[int, int, int]) -> list
     fresh, kept = torch.full_like(memory, torch.nan), torch.full_like(memory, torch.nan)
     kernels.quantize(x, plain, noise=noise)
     kernels.dequantize(plain, out)
-    finite = kernels.delta_encode(x, memory, delta, fresh, noise=noise)
-    kernels.delta_decode(delta, memory, kept, value)
+    finite = kernels.delta_encode(x, Cached(memory, fresh), delta, noise=noise)
+    kernels.delta_decode(delta, Cached(memory, kept), value)
     found = [*plain[:2], out, *delta[:2], fresh, kept, value, finite]
     return [tensor.cpu() for tensor in found]
 
@@ -62,7 +62,7 @@ def nan_that_wraps(name: Any, device: torch.device) -> list[torch.Tensor]:
     kernels.quantize(torch.ones_like(out), plain, noise=None)
     memory = torch.full((2, 9), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
     fresh = torch.zeros(2, 9, dtype=torch.bfloat16, device=device)
-    finite = kernels.delta_decode(plain, memory, fresh, out)
+    finite = kernels.delta_decode(plain, Cached(memory, fresh), out)
     return [fresh.cpu(), finite.cpu()]
 
 
@@ -76,8 +76,8 @@ def of_strided_rows(name: Any, device: torch.device) -> list[torch.Tensor]:
     out, value = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     kernels.quantize(x, plain, noise=None)
     kernels.dequantize(plain, out)
-    kernels.delta_encode(x, memory, delta, fresh, noise=None)
-    kernels.delta_decode(delta, memory, kept, value)
+    kernels.delta_encode(x, Cached(memory, fresh), delta, noise=None)
+    kernels.delta_decode(delta, Cached(memory, kept), value)
     return [t.cpu() for t in (*plain[:2], out, *delta[:2], fresh, kept, value)]
 
 
