@@ -43,20 +43,23 @@ def _estimated(
     config: DataConfig, sources: Sequence[Source], *, seed: int, labelling: Labelling
 ) -> tuple[SampleSet, SampleSet]:
     make = make_of(config, load_tokenizer(config.tokenizer), seed, labelling)
-    total, notes, head = 0.0, list[str](), None
+    counts, notes, head = list[float](), list[str](), None
     for source in sources:
         rows, share, what = _beginning(source, config)
         samples, _ = make(rows, torch.zeros(0, dtype=torch.int32), 0)
         if samples is None:
             raise ValueError(f"{source.what}: its beginning gives no sample; look at its rows")
         head = head or samples
-        total += len(samples) / share
+        counts.append(len(samples) / share)
         notes.append(
             f"note: {source.what}: {format_bytes(source.nbytes)}, {what}: about "
-            f"{format_count(len(samples) / share)} samples, estimated from the beginning; a run "
+            f"{format_count(counts[-1])} samples, estimated from the beginning; a run "
             "reads and counts them all first"
         )
     assert head is not None, "there is a source"
+    weights = [source.weight for source in config.sources] or [1.0]
+    # as `mix` takes them: until the source that is the shortest for its weight is used up
+    total = sum(weights) * min(n / weight for n, weight in zip(counts, weights, strict=True))
     kept = 1.0 if config.eval_path is not None else 1 - 1 / HELD_OUT
     wanted = config.train_sequences
     count = int(total * kept) if wanted == "all" else min(wanted, int(total * kept))

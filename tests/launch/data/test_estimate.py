@@ -59,6 +59,18 @@ def test_an_estimate_is_near_the_count(tmp_path: Path, make: Any) -> None:
     assert len(found[1]) == len(held_out) == 4
 
 
+def test_a_mixture_ends_with_the_source_that_is_shortest_for_its_weight(tmp_path: Path) -> None:
+    long, short = tmp_path / "long.txt", tmp_path / "short.txt"
+    long.write_text("\n".join(TEXTS * 3))
+    short.write_text("\n".join(TEXTS))
+    sizes = {"sequence_length": 64, "train_sequences": "all", "eval_sequences": 4}
+    sources = [{"path": str(long), "weight": 1}, {"path": str(short), "weight": 2}]
+    config = DataConfig.model_validate({"sources": sources, **sizes})
+    found = estimate(config, seed=0, labelling=Labelling())
+    assert found is not None
+    assert len(found[0]) == pytest.approx(len(load(config)[0]), rel=0.15)
+
+
 def test_each_source_of_a_mixture_is_quoted_as_it_is_set(tmp_path: Path) -> None:
     path = _text(tmp_path)["path"]
     config = DataConfig.model_validate({"sources": [{"path": path, "weight": 1}] * 2})
