@@ -34,6 +34,9 @@ _MOST_STREAMS = 4096  # a socket each; a peer that opens more is given up
 _MOST_UNACKNOWLEDGED = 64 << 20  # RAM for what may be sent again: 0.5 s of 1 Gbit/s
 _READ_BUDGET = 512 * 1024  # then other sockets have their turn
 _LONG_S = 0.005  # as in tcp.py: over shorter round trips TCP is back at its rate at once
+_OWN_QUEUE_S, _QUEUE_S = 0.005, 0.02  # the second: longer ones are others'; jitter is less
+_LEAST_ROOM_NBYTES, _LEAST_SHARE = 32 * 1024, 1 / 8  # so that a state comes in the end
+_LOOK_S = 0.002  # whether there is room: less than its own queue lasts
 _PADDING_S, _BUSY_S = 0.1, 10.0  # under Linux's least RTO, 0.2 s: idle for one, TCP starts anew
 
 
@@ -83,6 +86,7 @@ class Link:
         self._connection: ssl.SSLSocket | None = None
         self._heard_s = self._wrote_s = self._data_s = time.monotonic()
         self._retransmitted, self._rate_Bps = 0, 0
+        self._looks_again = False
         self._silent = False
         self._scratch = bytearray(LARGEST)
         self._frame_nbytes = LARGEST
@@ -265,6 +269,27 @@ class Link:
         except FrameError as error:
             self.give_up(f"sent {error}")
 
+    def _has_room(self) -> bool:
+        """Whether what nobody waits for may be sent: it takes only what others leave of the path.
+
+        These may be other links of this host, or of other hosts to the same one: then packets wait
+        in queues on the way, and round trips take longer (as in LEDBAT, RFC 6817). Without that it
+        makes a queue of 5 ms, with it the path is filled to an eighth.
+        """
+        assert self._connection is not None
+        state = read_state(self._connection)
+        if state is None:
+            return True
+        queues_s = state.usual_round_trip_s - state.round_trip_s
+        fill_s = state.round_trip_s + _OWN_QUEUE_S
+        if queues_s > _QUEUE_S or time.monotonic() - self._loop.urgent_s < _QUEUE_S:
+            fill_s = state.round_trip_s * _LEAST_SHARE
+        return state.under_way_nbytes < max(_LEAST_ROOM_NBYTES, state.rate_Bps * fill_s)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self._watch()
+
     def _watch(self, *, beat: bool = False) -> None:
         if self._connection is None:
             return
@@ -299,12 +324,19 @@ class Link:
             buffer = bytearray(HEADER.size) + payload
             return self.session.number(buffer, kind, traffic, number)
         while self._ready and self.session.unacknowledged_nbytes < _MOST_UNACKNOWLEDGED:
+            if self._ready[0][0] is Traffic.JOINING and not self._has_room():
+                if not self._looks_again:
+                    self._looks_again = True
+                    self._loop.after(_LOOK_S, self._look_again)
+                break
             stream = heapq.heappop(self._ready)[2]
             if self.streams.get(stream.number) is not stream:  # it was closed as it waited here
                 continue
             pulled = stream.pull(memoryview(self._scratch)[: self._frame_nbytes])
             if pulled is not None:
                 self._data_s = time.monotonic()
+                if stream.traffic is not Traffic.JOINING:
+                    self._loop.urgent_s = self._data_s
                 return self.session.number(pulled[1], pulled[0], stream.traffic, stream.number)
         return self.session.beat() if self.session.owes_acknowledgement else None
 

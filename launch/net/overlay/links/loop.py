@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import random
 import selectors
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_TICK_S = 0.1  # the finest time here: padding comes as often (link.py)
+_TICK_S = 0.1  # padding comes as often (link.py)
 _FULL_S = 0.01  # else the loop would spin, as the port stays readable
 _T = TypeVar("_T")
 
@@ -25,6 +26,8 @@ class Loop:
         self.ticks: list[Callable[[float], None]] = []
         """Called ten times a second, with the monotonic time."""
         self.late_s = 0.0
+        self.urgent_s = -math.inf
+        """When a link last sent what somebody waits for, by the monotonic clock."""
         self._selector = selectors.DefaultSelector()
         self._tasks: set[Task] = set()
         self._calls: list[tuple[float, Callable[[], None]]] = []
@@ -94,7 +97,8 @@ class Loop:
     def _serve(self) -> None:
         due_s = time.monotonic() + _TICK_S
         while self._running:
-            ready = self._selector.select(max(0.0, due_s - time.monotonic()))
+            next_s = min([due_s, *(at_s for at_s, _ in self._calls)])
+            ready = self._selector.select(max(0.0, next_s - time.monotonic()))
             patient = [entry for entry in ready if _is_patient(entry[0].data)]
             urgent = [entry for entry in ready if not _is_patient(entry[0].data)]
             # one at random, so that a flood of strangers keeps no other out for good
@@ -107,11 +111,11 @@ class Loop:
                 self.late_s, due_s = now_s - due_s, now_s + _TICK_S
                 for tick in self.ticks:
                     tick(now_s)
-                for entry in [entry for entry in self._calls if now_s >= entry[0]]:
-                    self._calls.remove(entry)
-                    entry[1]()
                 for task in [task for task in self._tasks if now_s > task.limit_s]:
                     task.expire()
+            for entry in [entry for entry in self._calls if now_s >= entry[0]]:
+                self._calls.remove(entry)
+                entry[1]()
 
 
 class Task:

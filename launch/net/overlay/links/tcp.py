@@ -48,6 +48,8 @@ class TcpState:
 
     round_trip_s: float
     """The shortest lately."""
+    usual_round_trip_s: float
+    """A moving mean; above the shortest by what waits in queues on the way."""
     retransmitted: int
     """Segments sent again, over the connection's life."""
     last_answer_s: float
@@ -55,6 +57,8 @@ class TcpState:
     path_mtu: int
     rate_Bps: int
     """Bytes per second that were delivered lately."""
+    under_way_nbytes: int
+    """What the other kernel has not acknowledged."""
 
 
 def tune(sock: socket.socket) -> None:
@@ -88,7 +92,18 @@ def read_state(sock: socket.socket) -> TcpState | None:
     (retransmitted,) = struct.unpack_from("=I", info, 100)
     (path_mtu,) = struct.unpack_from("=I", info, 60)
     (rate_Bps,) = struct.unpack_from("=Q", info, 160)
-    return TcpState(round_trip_us / 1e6, retransmitted, last_ack_ms / 1e3, path_mtu, rate_Bps)
+    (usual_us,) = struct.unpack_from("=I", info, 68)
+    segment_nbytes, _, segments = struct.unpack_from("=III", info, 16)
+    (unsent_nbytes,) = struct.unpack_from("=I", info, 144)
+    return TcpState(
+        round_trip_us / 1e6,
+        usual_us / 1e6,
+        retransmitted,
+        last_ack_ms / 1e3,
+        path_mtu,
+        rate_Bps,
+        segment_nbytes * segments + unsent_nbytes,
+    )
 
 
 def choose_congestion_control(sock: socket.socket) -> bool:

@@ -208,14 +208,14 @@ class Pair:
         self.call(lambda: None)  # the present round is over
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call in the loop's thread, and wait for that."""
+        """Call in the loop's thread, once it has seen all that came until now; wait for that."""
         called = threading.Event()
 
         def run() -> None:
             function()
             called.set()
 
-        self.loop.after(0, run)
+        self.loop.after(0, lambda: self.loop.after(0, run))  # it may be past its look at sockets
         assert called.wait(PATIENCE_S)
 
     def _link(self, peer: str, number: int, patience_s: float) -> Link:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.launch.net.overlay.links.pair import PORT, Pair, Reset, noise, transf
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.net.overlay import keys
-from thinpipe.launch.net.overlay.links import dialer, loop, stream
+from thinpipe.launch.net.overlay.links import dialer, link, loop, stream, tcp
 from thinpipe.launch.net.overlay.links.frames import HEADER, Kind, Traffic
 from thinpipe.launch.net.overlay.links.session import Session
 
@@ -203,6 +204,28 @@ def test_urgent_bytes_overtake_a_full_link(key: Path) -> None:
             sent.result()
         assert ping_far.recv(6) == b"urgent"
         assert 0 < overtaken < nbytes / 2
+
+
+def test_a_newcomers_state_waits_for_room_on_the_path(
+    key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an exchange as much is sent as the kernel takes."""
+    nbytes, under_way = 3_000_000, [1 << 30]
+    monkeypatch.setattr(
+        link,
+        "read_state",
+        lambda sock: replace(tcp.read_state(sock), under_way_nbytes=under_way[0]),
+    )
+    with Pair(key) as pair, ThreadPoolExecutor(2) as pool:
+        (state, state_far), (other, other_far) = pair.pipe(Traffic.JOINING), pair.pipe()
+        before = pair.a.stats.sent_nbytes
+        pool.submit(state.sendall, bytes(nbytes))
+        pool.submit(other.sendall, bytes(nbytes))
+        assert _take(other_far, nbytes) == bytes(nbytes)
+        assert pair.a.stats.sent_nbytes - before < 1.5 * nbytes
+        assert not select.select([state_far], [], [], 0)[0]
+        under_way[0] = 0
+        assert _take(state_far, nbytes) == bytes(nbytes)
 
 
 def _take(sock: socket.socket, nbytes: int) -> bytes:
