@@ -21,19 +21,15 @@ class TiedWeight:
         self._outgoing, self._incoming = (down, up) if self.is_first else (up, down)
         self._exchanges = 0
 
-    def begin_alike(self) -> int:
-        """Where the two copies were drawn with other bits, take those of the first stage.
-
-        Returns the bytes of weights that were sent.
-        """
+    def begin_alike(self) -> None:
+        """Where the two copies were drawn with other bits, take those of the first stage."""
         mine = self.weight.detach().cpu()
         digest = torch.tensor([digest_of(mine)], dtype=torch.float64)
         if torch.equal(self._exchange(digest), digest):
-            return 0
+            return
         theirs = self._exchange(mine)
         if not self.is_first:
             self.weight.data.copy_(theirs)
-        return mine.nbytes
 
     def restart(self) -> None:
         """Exchanges count from 0 again: one was abandoned, or the other end is new."""

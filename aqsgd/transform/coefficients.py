@@ -138,7 +138,7 @@ def _as_numbers(wire: Tensor) -> Tensor:
 def _best_scales(q_NK: Tensor, model_K: Tensor, model_TK: Tensor) -> Tensor:
     """For each token the scale (int64) under which magnitudes as large are expected."""
     magnitude_J = logistic.magnitudes().float()
-    # two octaves below at least: dimensions that round to zero would outweigh all others
+    # as of two octaves below the last unshifted: what rounds to zero would outweigh all others
     weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[logistic.LAST_UNSHIFTED - 8])
     expected_T = magnitude_J[model_TK] @ weight_K
     between = (expected_T[1:] * expected_T[:-1]).sqrt()  # halfway, by ratio

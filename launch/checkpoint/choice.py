@@ -206,7 +206,7 @@ class CheckpointChoice:
         if problem is not None:
             return problem
         if self._place.is_first:
-            problem = attempt(lambda: _complete(root, folder, manifest, held=held), folder)
+            problem = attempt(lambda: _publish(root, folder, manifest, held=held), folder)
         return self._first_of(problem)
 
     def _first_of(self, problem: str | None) -> str | None:
@@ -220,7 +220,7 @@ def _unnamed(root: Path, step: int) -> Path:
     return partial if partial.is_dir() and not named.exists() else named
 
 
-def _complete(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> None:
+def _publish(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> None:
     if not held:
         files.write_manifest(folder, manifest)
     if folder != root / step_name(manifest.step):

@@ -83,17 +83,20 @@ def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str
     path = transfer.part.path(folder)
     scratch = path.with_name(f".{path.name}.copy")
     problems: list[str] = []
-    # outside too: closing writes what a file still holds
-    with _noting(problems, path), contextlib.ExitStack() as stack:
-        file: BinaryIO | None = None
-        with _noting(problems, path):
-            file = stack.enter_context(scratch.open("wb"))
+    file: BinaryIO | None = None
+    with _noting(problems, path):
+        file = scratch.open("wb")
+    try:
         for chunk, length in _chunks(transfer.part.nbytes):
             found = peers.exchange({}, (transfer.source,), length)[transfer.source]
             _header(transfer, number, chunk).check(found)
             if file is not None and not problems:
                 with _noting(problems, path):
                     file.write(found[EXCHANGE_HEADER_NBYTES:].numpy().data)
+    finally:
+        if file is not None:
+            with _noting(problems, path):
+                file.close()  # which writes what it still holds
     if not problems:
         with _noting(problems, path):
             if file_digest(scratch, flush=True) == transfer.part.sha256:

@@ -14,7 +14,7 @@ from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 
 PERIOD_S = 5.0  # some hundred bytes for each connection go to rank 0's machine
-_MOST_READINGS = 60  # of another machine; rank 0 writes all of them whenever one comes
+_MOST_READINGS = 60  # of another machine: rank 0 writes all of them whenever one comes
 
 
 class Connections:

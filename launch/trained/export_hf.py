@@ -5,7 +5,6 @@ export of a run without training steps equals its source byte for byte.
 """
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,6 @@ from thinpipe.pipeline.models.hf.layouts import Layout
 from thinpipe.pipeline.models.hf.shards import write_shards
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 from thinpipe.pipeline.models.paths import user_path
-
-_log = logging.getLogger(__name__)
 
 ExportDtype = Literal["source", "fp32", "bf16"]
 ExportFormat = Literal["hf", "peft", "safetensors"]

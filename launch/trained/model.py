@@ -144,10 +144,13 @@ def load(
     """
     functions = Functions(model) if model else None
     trained = read_trained(user_path(run_folder), step=step, functions=functions)
+    state = trained.state_dict()
+    whole = trained.config.model.module_for(state)
     try:
-        return trained.config.model.module(trained.state_dict())
+        whole.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{trained.folder}: was trained with another model: {error}") from error
+    return whole.eval()
 
 
 def save_safetensors(trained: Trained, file: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.abandoned import abandonable
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
+from thinpipe.pipeline.comm.transport import CPU
 from thinpipe.pipeline.wire.pinned import host_bytes
 
 MAX_MICROBATCHES = 4096  # 12 bits of a tag: 18 of a channel and one of the pass fill an int32
@@ -75,7 +76,7 @@ class GlooLink:
     peer: int
     channel: int
     name: str
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    device: torch.device = CPU
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)

@@ -46,7 +46,7 @@ without it (benchmarks/results/aqsgd_beyond_cpu_202611.md)."""
 
 
 class _Flags(NamedTuple):
-    """What is done to the tiles of each row (uint8), which follows their order in the message."""
+    """What is done to each tile of a row (uint8); their order in the message follows from it."""
 
     turned_BK: Tensor
     raised_BK: Tensor

@@ -23,7 +23,7 @@ from thinpipe.launch.plan.placement.starts import greedy_layout, tiled_layouts
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 
-ROUNDS = 8  # 10 s for 64 devices, 50 s for 256; two found layouts as good there
+ROUNDS = 8  # four times what benchmarks/results/placement_cpu_202611.md took, which had two
 _MOVES_PER_DEVICE = 3000  # of a round
 _MOST_MOVES = 600_000  # from 200 devices on, so that time grows no further
 _PAIRS = 300_000_000

@@ -152,7 +152,7 @@ class RamCopies:
                 if step < 0:
                     send_message(send, {})
                     continue
-                # training never writes to a copy: `take` makes another
+                # `take` writes over an older one only, which has been sent
                 tree, tensors = pack_state(self._own[step])
                 listed = [describe(name, tensor) for name, tensor in tensors.items()]
                 header = {"step": step, "tree": tree, "digest": _digest(tensors)}

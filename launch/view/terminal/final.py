@@ -24,7 +24,7 @@ from thinpipe.launch.view.terminal.grids import labelled
 from thinpipe.launch.view.terminal.traffic import run_traffic
 
 _LINK_BPS = 100e6  # as most tables of results have it
-_MOST_LOSS = 50.0  # exp overflows from 710 on
+_MOST_LOSS = 50.0  # exp of more is a number that nobody reads
 
 
 class Left(NamedTuple):

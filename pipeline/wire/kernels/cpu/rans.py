@@ -116,7 +116,7 @@ def _store(symbol: Any, planes: Any, wire: Any, at: Any) -> Any:
 
 @compiled
 def _encode(symbol: Any, model: Any, entry: Any, reciprocal: Any, planes: Any, wire: Any) -> Any:
-    words = np.empty(min(symbol.size, BLOCK) + 1, np.uint16)  # one more: it is written, not counted
+    words = np.empty(min(symbol.size, BLOCK), np.uint16)  # at most one for each symbol
     state = np.empty(LANES, np.uint32)
     states, word_bytes = state.view(np.uint8), words.view(np.uint8)
     blocks = (symbol.size + BLOCK - 1) // BLOCK
