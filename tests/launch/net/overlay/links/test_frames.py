@@ -42,9 +42,10 @@ class Tunnel(Wire):
 
     def _pump(self, connection: Connection, up: bool) -> None:
         ends = connection.ends if up else connection.ends[::-1]
-        large = min(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) for s in ends) > self.most
         passed = 0
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # also if the other direction has closed it already
+            sizes = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) for s in ends]
+            large = min(sizes) > self.most
             while data := ends[0].recv(65536):
                 passed += len(data)
                 if not large or passed <= self.BEGIN:
