@@ -232,16 +232,13 @@ def join(
     failures = _Reports(met, name, place, who, ended)
     newcomer = None
     if token:
-        run_id = agree_with(PrefixStore(run, met), facts)
-        say, take_part = partial(announce, place, run, host), partial(failures.move, run)
-        newcomer = Newcomer(PrefixStore(run, met), store, say, take_part)
+        of_run, say = PrefixStore(run, met), partial(announce, place, run, host)
+        run_id = agree_with(of_run, facts)
+        newcomer = Newcomer(of_run, store, say, partial(failures.move, run))
     elif rank == 0:
         name_run(met, name)
     try:
-        open_group(store, rank, world, wait_s=wait_s, joining=joining)
-        transport = GlooTransport(
-            mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
-        )
+        transport = _connected(store, rank, world, mesh, wait_s=wait_s, joining=joining)
         restart = restart_words(store.get(_BEFORE).decode())
         yield Session(store, transport, run_id, _local_rank(), restart, failures.apart, newcomer)
         transport.close()
@@ -310,6 +307,13 @@ class _Reports:
         self._name, self._all = name, Failures(PrefixStore(name, self._met), self._who)
         apart = Failures(self.apart(), self._who)
         self.watch = Watch(apart, self._rank, broken_links, self._ended)
+
+
+def _connected(
+    store: Store, rank: int, world: int, mesh: Mesh, *, wait_s: float, joining: bool
+) -> GlooTransport:
+    open_group(store, rank, world, wait_s=wait_s, joining=joining)
+    return GlooTransport(mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards)
 
 
 def _wrong_number(world: int, mesh: Mesh) -> str:

@@ -320,19 +320,14 @@ class HuggingFaceConfig(TokenModel):
 
     def module_for(self, state: Mapping[str, Tensor]) -> nn.Module:
         """One of the classes of the library transformers."""
-        from thinpipe.pipeline.models.hf.init import initialise
         from thinpipe.pipeline.models.hf.weights import tied_names
-        from thinpipe.pipeline.models.hf.whole import build_on_meta
+        from thinpipe.pipeline.models.hf.whole import build_empty
 
         untie = bool(self.own_heads) or any(
             name in state and not torch.equal(state[name], state[source])
             for name, source in tied_names(self.whole()).items()
         )
-        whole: Any = build_on_meta(self.transformers_config, self.task, untie=untie)
-        whole.to_empty(device="cpu")
-        whole.tie_weights()  # to_empty gave every parameter memory of its own
-        initialise(whole, seed=0, tied_to=())  # buffers that no file holds
-        return whole  # type: ignore[no-any-return]
+        return build_empty(self.transformers_config, self.task, untie=untie)
 
     @property
     def caches_keys(self) -> bool:

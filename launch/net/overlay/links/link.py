@@ -34,9 +34,8 @@ _MOST_STREAMS = 4096  # a socket each; a peer that opens more is given up
 _MOST_UNACKNOWLEDGED = 64 << 20  # RAM for what may be sent again: 0.5 s of 1 Gbit/s
 _READ_BUDGET = 512 * 1024  # then other sockets have their turn
 _LONG_S = 0.005  # as in tcp.py: over shorter round trips TCP is back at its rate at once
-_OWN_QUEUE_S, _QUEUE_S = 0.005, 0.02  # the second: longer ones are others'; jitter is less
-_LEAST_ROOM_NBYTES, _LEAST_SHARE = 32 * 1024, 1 / 8  # so that a state comes in the end
-_LOOK_S = 0.002  # whether there is room: less than its own queue lasts
+_URGENT_S = 0.02  # what was sent so lately may still be in queues on the way
+_LOOK_S = 0.002  # whether there is room: less than the queue lasts that a state may make (tcp.py)
 _PADDING_S, _BUSY_S = 0.1, 10.0  # under Linux's least RTO, 0.2 s: idle for one, TCP starts anew
 
 
@@ -270,21 +269,16 @@ class Link:
             self.give_up(f"sent {error}")
 
     def _has_room(self) -> bool:
-        """Whether what nobody waits for may be sent: it takes only what others leave of the path.
-
-        These may be other links of this host, or of other hosts to the same one: then packets wait
-        in queues on the way, and round trips take longer (as in LEDBAT, RFC 6817). Without that it
-        makes a queue of 5 ms, with it the path is filled to an eighth.
-        """
+        """Whether a newcomer's state, for which nobody waits, may be sent; if not, look again."""
         assert self._connection is not None
         state = read_state(self._connection)
-        if state is None:
+        is_urgent = time.monotonic() - self._loop.urgent_s < _URGENT_S  # on any link of this host
+        if state is None or state.has_room(is_shared=is_urgent):
             return True
-        queues_s = state.usual_round_trip_s - state.round_trip_s
-        fill_s = state.round_trip_s + _OWN_QUEUE_S
-        if queues_s > _QUEUE_S or time.monotonic() - self._loop.urgent_s < _QUEUE_S:
-            fill_s = state.round_trip_s * _LEAST_SHARE
-        return state.under_way_nbytes < max(_LEAST_ROOM_NBYTES, state.rate_Bps * fill_s)
+        if not self._looks_again:
+            self._looks_again = True
+            self._loop.after(_LOOK_S, self._look_again)
+        return False
 
     def _look_again(self) -> None:
         self._looks_again = False
@@ -325,9 +319,6 @@ class Link:
             return self.session.number(buffer, kind, traffic, number)
         while self._ready and self.session.unacknowledged_nbytes < _MOST_UNACKNOWLEDGED:
             if self._ready[0][0] is Traffic.JOINING and not self._has_room():
-                if not self._looks_again:
-                    self._looks_again = True
-                    self._loop.after(_LOOK_S, self._look_again)
                 break
             stream = heapq.heappop(self._ready)[2]
             if self.streams.get(stream.number) is not stream:  # it was closed as it waited here

@@ -8,6 +8,8 @@ _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT; socket has no name for it
 _LEAST_UNSENT, _MOST_UNSENT = 16 * 1024, 128 * 1024  # a TLS record; the largest frame
 _UNSENT_S = 0.002  # of the link's rate: so long an urgent frame waits behind others
 _LONG_ROUND_TRIP_S = 0.005  # over shorter ones BBR gains nothing
+_OWN_QUEUE_S, _OTHERS_QUEUE_S = 0.005, 0.02  # jitter on the way should be less than the second
+_LEAST_SHARE, _LEAST_NBYTES = 1 / 8, 32 * 1024  # so that all comes in the end
 
 
 _SEGMENTS = (0, 1160, 512)
@@ -59,6 +61,19 @@ class TcpState:
     """Bytes per second that were delivered lately."""
     under_way_nbytes: int
     """What the other kernel has not acknowledged."""
+
+    def has_room(self, *, is_shared: bool) -> bool:
+        """Whether more can be sent that takes only what other traffic leaves of the path.
+
+        That may be of other hosts to the same one: then packets wait in queues on the way, and
+        round trips take longer (as in LEDBAT, RFC 6817). If so, or if the path `is_shared` for
+        sure, it is filled to an eighth; else a queue of 5 ms is made.
+        """
+        queues_s = self.usual_round_trip_s - self.round_trip_s
+        fill_s = self.round_trip_s + _OWN_QUEUE_S
+        if is_shared or queues_s > _OTHERS_QUEUE_S:
+            fill_s = self.round_trip_s * _LEAST_SHARE
+        return self.under_way_nbytes < max(_LEAST_NBYTES, self.rate_Bps * fill_s)
 
 
 def tune(sock: socket.socket) -> None:
