@@ -35,11 +35,15 @@ class GoesOn(ReplicaSync, Protocol):
     | residuals, owed moves       | its own are lost               | it begins with none   |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
     | local steps since they met  | its own are lost               | it begins with none   |
+    | an exchange under way       | is made again, and waited for  | there is none         |
 
     ¹ Moments of local steps are older by as long as they were sent.
     """
 
-    def meet(self, step: int, hold: Hold) -> None:
+    def waits(self, step: int) -> bool:
+        """As `due`, however many replicas there are."""
+
+    def meet(self, step: int, hold: Hold) -> bool:
         """Hold the meeting before a step, if there is one that is not part of a step."""
 
     def lets_in(self, step: int) -> bool:

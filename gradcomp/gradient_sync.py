@@ -74,8 +74,12 @@ class GradientSync(BaseSync):
         self._step = step
         self._readiness.begin_step(passes)
 
-    def meet(self, step: int, hold: Hold) -> None:
+    def waits(self, step: int) -> bool:
+        return True
+
+    def meet(self, step: int, hold: Hold) -> bool:
         """All is exchanged within steps."""
+        return False
 
     def lets_in(self, step: int) -> bool:
         return True

@@ -14,7 +14,7 @@ Fragments take turns, `interval / fragments` steps apart. Steps are counted wher
 agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
 nothing waits for another replica, but for the digests of `train.verify_every`. 3. is done by the
 training thread once everything has arrived: a failed exchange changes nothing, and can be made
-again by those who are left.
+again by those who are left, from where they are then.
 
 Axes: N values of a bucket.
 """
@@ -34,7 +34,7 @@ from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket, replaced
 from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.overlap import Overlap
+from thinpipe.gradcomp.overlap import NOTHING, Overlap
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -118,28 +118,36 @@ class LocalSteps(BaseSync):
         self._overlap = Overlap(self._device)
         self._captured = False
         self._exchanges = self._met = 0
+        self._pending: int | None = None
+        """A fragment whose exchange began and does not count yet, maybe to be made again."""
+        self._found = False  # what has come of it, which all are about to count
 
     def due(self, step: int) -> bool:
-        turn, place = self._config.turn, step % self._config.turn
-        return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
+        return self._peers.size > 1 and self.waits(step)
+
+    def waits(self, step: int) -> bool:
+        turn = self._config.turn
+        return step >= turn and step % turn in (0, self._config.overlap)
 
     def begin_step(self, step: int, passes: int) -> None:
-        self._capture()
-        if not self.overlaps:
-            self.meet(step, _by_itself)
-        elif self._is_turn(step):
-            self._launch(self._fragment(step))
-        if step % self._config.turn == self._config.overlap:
-            self._join()
+        self.meet(step, _by_itself)
+        if self.overlaps and self._is_turn(step):
+            self._pending = self._fragment(step)
+            self._launch(self._pending)
 
-    def meet(self, step: int, hold: Hold) -> None:
-        """Exchange a fragment, if it is its turn."""
+    def meet(self, step: int, hold: Hold) -> bool:
+        """Have the exchange of a fragment count, and make it if it has no time of steps."""
         self._capture()
-        if self._is_turn(step) and step > self._met:
-            self._exchange(self._fragment(step), hold)
-            self._met = step
+        if not self.overlaps and self.lets_in(step):
+            self._pending = self._fragment(step)
+        if self._pending is None or step % self._config.turn != self._config.overlap:
+            return False
+        self._exchange(self._pending, hold)
+        self._met = step
+        return True
 
     def lets_in(self, step: int) -> bool:
+        """Not while an exchange is under way."""
         return self._is_turn(step) and step > self._met
 
     def finish(self) -> None:
@@ -148,7 +156,8 @@ class LocalSteps(BaseSync):
     def finish_by(self, hold: Hold) -> None:
         """Exchange all fragments once more: replicas are equal to the global model then."""
         if self._captured:
-            self._join()
+            if self._pending is not None:
+                self._exchange(self._pending, hold)
             for number in range(len(self._fragments)):
                 self._exchange(number, hold)
             for bucket in self._all():
@@ -160,17 +169,19 @@ class LocalSteps(BaseSync):
 
     def abandon(self) -> None:
         self.settle()
-        self._overlap = Overlap(self._device)
+        self._overlap, self._found = Overlap(self._device), False
         self._outer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
+        if not self._found:  # it may have failed on others
+            self.abandon()
         if self._peers.size > 1:
             self._make_once()
 
     def shared_state(self) -> dict[str, Any]:
         """Parameters are the global ones, which are not sent twice where those are fp32."""
         return {
-            **self._overlap.save(),
+            **NOTHING,
             "exchanges": self._exchanges,
             "captured": self._captured,
             "met": self._met,
@@ -200,6 +211,7 @@ class LocalSteps(BaseSync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._overlap.restore(state)
+        self._pending = next((fragment for fragment, *_ in state["under_way"]), None)
         self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
         self._met = state.get("met", 0)
@@ -232,8 +244,10 @@ class LocalSteps(BaseSync):
 
     def _exchange(self, fragment: int, hold: Hold) -> None:
         def exchange() -> None:
-            self._launch(fragment)
+            if self._overlap.is_empty:
+                self._launch(fragment)
             self._overlap.wait()
+            self._found = True
 
         hold(exchange)
         self._join()
@@ -260,6 +274,7 @@ class LocalSteps(BaseSync):
                     self._fragments[fragment], distances, updates, strict=True
                 ):
                     self._apply(bucket, distance_N, update_N)
+        self._pending, self._found = None, False
 
     def _apply(self, bucket: SharedBucket, distance_N: Tensor, update_N: Tensor) -> None:
         bucket.global_N -= update_N

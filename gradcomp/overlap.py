@@ -16,6 +16,8 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
+NOTHING = {_KEY: list[Any]()}
+"""What `save` returns if nothing is under way."""
 _END_S = 20.0  # for a job whose connections are broken
 
 
@@ -41,6 +43,11 @@ class Overlap:
                 return job(), side_stream.now()
 
         self._jobs.append(self._worker.submit(run))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all was taken or forgotten."""
+        return not self._jobs
 
     def wait(self) -> None:
         """Until nothing is under way: what jobs read may be changed then."""

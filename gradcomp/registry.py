@@ -37,10 +37,10 @@ class Method(Protocol):
 def goes_on(name: str, options: BaseModel) -> bool:
     """Whether a method's replicas can go on when one is lost: GOES_ON in its file.
 
-    Not if an exchange has the time of steps, as they would have to agree on what became of it.
+    Not with gradients of earlier steps, as they would have to agree on what became of those.
     """
-    late = getattr(options, "delayed", False) or getattr(options, "overlap", 0)
-    return getattr(load_method(name), "GOES_ON", False) and not late
+    delayed = getattr(options, "delayed", False)
+    return getattr(load_method(name), "GOES_ON", False) and not delayed
 
 
 def method_names() -> list[str]:

@@ -89,7 +89,7 @@ def check_elastic(config: "RunConfig") -> None:
         able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
-            f"use {', '.join(able)}, with delayed = false and overlap = 0, or remove [elastic]"
+            f"use {', '.join(able)}, with delayed = false, or remove [elastic]"
         )
     block, shards = config.data.stream_block, pipeline.shards
     others = [f"data.stream_block = {block}"] if block is not None else []

@@ -340,14 +340,14 @@ class ElasticTraining(Training):
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
-        alone = not self._sync.lets_in(step)  # not by who is there: that may change in `meet`
-        self._sync.meet(step, self._hold)
+        alone = not self._sync.waits(step)  # not by who is there: that may change in `meet`
+        has_met = self._sync.meet(step, self._hold)
 
         def train() -> StepTotals:
             nonlocal sampler, mesh
             self._admit_if_due()
             for giver in [*self._givers]:  # another thread adds some
-                if giver.goes_on(has_met=not alone) is None:
+                if giver.goes_on(has_met=has_met) is None:
                     self._givers.remove(giver)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler, mesh = self._sampler, self._session.mesh

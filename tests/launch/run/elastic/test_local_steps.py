@@ -28,18 +28,20 @@ METHODS = ["diloco", "sparse_loco", "async_average"]
 
 
 def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
-    rank: int, port: int, folder: str, method: str, lost_as_they_meet: bool
+    rank: int, port: int, folder: str, method: str, overlap: int, lost_as_they_meet: bool
 ) -> dict[str, Any]:
-    """Rank 2 is lost after step 7, or in the meeting before step 10; rank 3 comes; then all stop.
+    """Rank 2 is lost after step 7 (6, if exchanges overlap), or in the meeting after step 9.
 
-    Rank 1 is a step behind as rank 0 goes on, or has seen that rank 2 is lost.
+    Rank 1 is a step behind as rank 0 goes on, or has seen that rank 2 is lost. Rank 3 comes; then
+    all stop.
 
     Digests of what all hold alike, by the steps that are done.
     """
     store = TCPStore("127.0.0.1", port, is_master=False)
-    options = f"{{interval={INTERVAL}, overlap=0, bucket_mb=0.02}}"
+    interval, after = INTERVAL + overlap, LOST - overlap
+    options = f"{{interval={interval}, overlap={overlap}, bucket_mb=0.02}}"
     changes = [f"gradcomp.method={method}", f"gradcomp.{method}={options}"]
-    changes += ["train.epochs=400", "train.verify_every=3"]
+    changes += ["train.epochs=400", f"train.verify_every={interval}"]
     alike, hold = dict[int, int](), ElasticTraining._hold
     sent, bring_up = list[int](), training.bring_up
 
@@ -56,7 +58,7 @@ def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
         raise SystemExit
 
     def meet(run: ElasticTraining, exchange: Any) -> None:
-        if rank == 2 and lost_as_they_meet and run._done > LOST:
+        if rank == 2 and lost_as_they_meet and run._done > after:
             leave(run)
         hold(run, exchange)
 
@@ -66,15 +68,15 @@ def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
 
     def each(run: ElasticTraining, step: int) -> None:
         alike[step] = digest(run.built.sync.alike())
-        if rank == 0 and step == LOST + 1:
+        if rank == 0 and step == after + 1:
             store.set("waits", "")
-        if rank == 1 and step == LOST:
+        if rank == 1 and step == after:
             store.wait(["waits"], timedelta(seconds=PATIENCE_S))
-        if rank == 2 and step == LOST and not lost_as_they_meet:
+        if rank == 2 and step == after and not lost_as_they_meet:
             leave(run)
-        if step == LOST + 2 * INTERVAL:
+        if step == after + 2 * interval:
             store.set("comes", "")
-        if rank == 3 and len(alike) == 2 * INTERVAL:
+        if rank == 3 and len(alike) == 2 * interval:
             store.set("joined", "")
         stop_asked(run, store, "joined")
 
@@ -93,22 +95,23 @@ def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
 
 @pytest.mark.dist
 @pytest.mark.parametrize("lost_as_they_meet", mostly_slow([False, True], bool))
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("method", mostly_slow(METHODS, "sparse_loco".__eq__))
 def test_replicas_of_local_steps_go_on_and_let_one_in(
-    ranks: Ranks, tmp_path: Path, method: str, lost_as_they_meet: bool
+    ranks: Ranks, tmp_path: Path, method: str, overlap: int, lost_as_they_meet: bool
 ) -> None:
     write_run(tmp_path)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second, lost, third = ranks(
-        4, loses_and_lets_in, store.port, str(tmp_path), method, lost_as_they_meet
+        4, loses_and_lets_in, store.port, str(tmp_path), method, overlap, lost_as_they_meet
     )
     assert first["alike"] == second["alike"]
-    assert max(lost["alike"]) == (9 if lost_as_they_meet else LOST)
+    assert max(lost["alike"]) == (9 if lost_as_they_meet else LOST - overlap)
     assert first["alike"].items() >= lost["alike"].items()
     sent, weights = first["sent"]
     most = weights * (2 if method == "diloco" else 1)
     assert sent in (0, most), "moments came ahead, and weights if nobody has met since"
-    assert (third["begins"] - 1) % INTERVAL == 0, "it came as they met"
+    assert (third["begins"] - 1) % (INTERVAL + overlap) == 0, "it came as they met"
     assert first["alike"].items() >= third["alike"].items()
     assert len({*third["alike"].values()}) >= 2, "they have met since"
     records = read_metrics(tmp_path / "run/metrics.jsonl")

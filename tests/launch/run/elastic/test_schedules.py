@@ -40,7 +40,7 @@ class Schedule:
 
     `lost` says after which step a rank is, `lost_at_join` which one as a newcomer gets its state;
     `stopped` gets SIGSTOP for 20 s after step `at`. `come` are those that are let in. A connection
-    of `unaware` breaks before it knows that rank 3 is in.
+    of `unaware` breaks before it knows that rank 3 is in. Exchanges of local steps `overlap`.
     """
 
     kind: str
@@ -51,31 +51,35 @@ class Schedule:
     stopped: int | None = None
     unaware: int | None = None
     come: tuple[int, ...] = (3,)
+    overlap: int = 0
 
     @classmethod
     def of(cls, seed: int) -> "Schedule":
         draw, kind = random.Random(seed), KINDS[seed % len(KINDS)]
         method, at = METHODS[seed // len(KINDS) % len(METHODS)], draw.randint(2, 9)
         one, other = draw.sample([1, 2], 2)
+        overlap = (seed // len(KINDS) + seed // (len(KINDS) * len(METHODS))) % 2
+        more: dict[str, Any] = {"overlap": overlap} if method in LOCAL else {}
         if kind == "two at once":
-            return cls(kind, method, at, {one: at, other: at + draw.randint(0, 1)}, come=(3, 4))
+            return cls(
+                kind, method, at, {one: at, other: at + draw.randint(0, 1)}, **more, come=(3, 4)
+            )
         if kind == "stopped":
-            return cls(kind, method, at, {}, stopped=draw.choice([0, one]), come=())
+            return cls(kind, method, at, {}, stopped=draw.choice([0, one]), come=(), **more)
         victims = {"lost as another joins": other, "joins and is lost": 3, DONOR: 0}
-        more: dict[str, Any] = {}
         if kind == "joins and is lost":
-            more = {"come": (3, 4), "unaware": draw.choice([None, other])}
+            more |= {"come": (3, 4), "unaware": draw.choice([None, other])}
         return cls(kind, method, at, {one: at}, lost_at_join=victims.get(kind), **more)
 
     @property
     def settings(self) -> list[str]:
-        local = "{interval=3, bucket_mb=0.02}"
+        local = f"{{interval={3 + self.overlap}, overlap={self.overlap}, bucket_mb=0.02}}"
         options = [f"gradcomp.{self.method}={local}"] if self.method in LOCAL else []
         return [
             f"gradcomp.method={self.method}",
             *options,
             f"train.epochs={LAST}",
-            f"train.verify_every={3 if self.method in LOCAL else 1}",
+            f"train.verify_every={3 + self.overlap if self.method in LOCAL else 1}",
             "pipeline.peer_timeout_s=200",
         ]
 
