@@ -6,12 +6,13 @@ Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a 
 replica, or with `--stages 2` half of one. At intervals a host is struck that has no part of replica
 0: SIGKILL of its rank, of its relay or of all its processes at once, SIGSTOP of its rank for 20 s,
 or its link cut for 60 s. It comes back with `--join`, once its launcher has ended. `restarts` has
-no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`).
+no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`). Ranks compute by sleeping a
+second per step, as hosts share cores; launchers still slow the others down.
 
 *Goodput* is the number of steps, *samples* that of their samples, by those of a calm time before.
 *In steps*, by that of the calm time too: the time that steps would take if each took as long as
-most with as many samples. *Standing still*: time without a step after a fault or for a join. Hosts
-share cores: steps of fewer replicas are quicker, and launchers slow them down.
+most with as many samples, as exchanges of fewer replicas are quicker. *Standing still*: time
+without a step after a fault or for a join.
 """
 
 import json
@@ -30,7 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import Records, Row, command_line, parse_options, summary
-from tests.faults.hosts import HostsRun, cut_off, kill_machine
+from tests.faults.hosts import HostsRun, kill_machine, unplug
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import StepRecord
@@ -57,8 +58,7 @@ _COLUMNS = {
 }
 _RUN = """
 [model]
-layers = 4
-width = 128
+factory = "tests.faults.slept:model"
 [data]
 path = "{text}"
 train_sequences = 4096
@@ -150,8 +150,8 @@ class Faulty:
         elif kind == "relay":
             self._run.relay(host).kill()
         elif kind == "cut":
-            cut_off(self._run, host, True)
-            self._heal[host] = now + _CUT_S, partial(cut_off, self._run, host, False)
+            unplug(self._run, host, True)
+            self._heal[host] = now + _CUT_S, partial(unplug, self._run, host, False)
         for rank in ranks:
             if kind == "rank":
                 rank.kill()

@@ -33,6 +33,7 @@ from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.boundary import Stateless
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.kernels import load
+from thinpipe.pipeline.wire.kernels.bits import pack, unpack
 from thinpipe.pipeline.wire.kernels.hadamard import Plan, TileKernels
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
@@ -94,11 +95,11 @@ class TahQuant:
         maps += [tiles.pivot_BK >> bit & 1 for bit in range(_PLACE_BITS)]
         ranges = [each.view(torch.uint8) for each in (tiles.scale_BK, tiles.least_BK)]
         codes = [
-            _packed(code_BM >> bit & 1)
+            pack(code_BM >> bit & 1)
             for bits, code_BM in self._codes(tiles, ordered_BKG)
             for bit in range(bits)
         ]
-        torch.cat([*(_packed(each) for each in maps), *ranges, *codes], 1, out=wire_BW)
+        torch.cat([*(pack(each) for each in maps), *ranges, *codes], 1, out=wire_BW)
         if seen_BN is not None:
             self.decode(wire_BW, seen_BN)
         return wire_BW.shape[1]
@@ -112,7 +113,7 @@ class TahQuant:
             nbytes = part * TILE // 8
             code_BM = torch.zeros(rows, part * TILE, dtype=torch.uint8, device=wire_BW.device)
             for bit in range(bits):
-                code_BM |= _unpacked(codes_BW[:, start : start + nbytes], part * TILE) << bit
+                code_BM |= unpack(codes_BW[:, start : start + nbytes], part * TILE) << bit
                 start += nbytes
             parts.append(code_BM.view(rows, part, TILE))
         place_BK1 = tiles.order().long().unsqueeze(2)
@@ -184,8 +185,7 @@ class TahQuant:
         """What a message says of its tiles, and the bytes of its codes."""
         nbytes = _map_nbytes(count)
         maps = [
-            _unpacked(wire_BW[:, i * nbytes : (i + 1) * nbytes], count)
-            for i in range(2 + _PLACE_BITS)
+            unpack(wire_BW[:, i * nbytes : (i + 1) * nbytes], count) for i in range(2 + _PLACE_BITS)
         ]
         pivot_BK = sum(
             (each << bit for bit, each in enumerate(maps[2:])), torch.zeros_like(maps[0])
@@ -236,15 +236,3 @@ def _swapped(x_BKG: Tensor, tiles: _Tiles) -> Tensor:
 
 def _map_nbytes(count: int) -> int:
     return -(-count // 8)
-
-
-def _packed(bit_BM: Tensor) -> Tensor:
-    """Bits (uint8 0 or 1) as bit maps, bit m % 8 of byte m // 8."""
-    padded_BV8 = F.pad(bit_BM, (0, -bit_BM.shape[1] % 8)).view(len(bit_BM), -1, 8)
-    shift = torch.arange(8, dtype=torch.uint8, device=bit_BM.device)
-    return (padded_BV8 << shift).sum(2, dtype=torch.uint8)
-
-
-def _unpacked(map_BV: Tensor, count: int) -> Tensor:
-    shift = torch.arange(8, dtype=torch.uint8, device=map_BV.device)
-    return (map_BV.unsqueeze(2) >> shift & 1).flatten(1)[:, :count].contiguous()

@@ -1,0 +1,29 @@
+"""A model whose ranks compute by sleeping, as if each had a processor of its own."""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+_WIDTH, _BLOCKS = 256, 4
+_SAMPLE_S = 0.0625  # per block: four samples of a replica take a second
+
+
+class Block(nn.Module):
+    """Learns a little, and sleeps as it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """A residual."""
+        if torch.is_grad_enabled() and x_BTD.device.type != "meta":
+            time.sleep(_SAMPLE_S * len(x_BTD))
+        return x_BTD + self.mix(x_BTD).tanh()
+
+
+def model() -> nn.Sequential:
+    """Learns bytes."""
+    blocks = [Block() for _ in range(_BLOCKS)]
+    return nn.Sequential(nn.Embedding(256, _WIDTH), *blocks, nn.Linear(_WIDTH, 256))
