@@ -108,6 +108,9 @@ class Stateless:
     def shared_state(self) -> dict[str, Any]:
         return {}
 
+    def found_state(self) -> dict[str, Any]:
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -137,6 +140,10 @@ class Staged:
 
     def drop(self) -> None:
         self._fresh.clear()
+
+    def found_state(self) -> dict[str, Any]:
+        """`state_dict` as if `keep` had been called."""
+        return {**self._kept, **self._fresh}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._kept)

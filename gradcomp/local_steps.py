@@ -89,6 +89,9 @@ class OuterStep(Kept, Protocol):
     def shared_state(self) -> dict[str, Any]:
         """What is equal on all replicas."""
 
+    def found_state(self) -> dict[str, Any]:
+        """`state_dict` as if `keep` had been called."""
+
 
 class LocalSteps(BaseSync):
     """A `ReplicaSync` around an outer step."""
@@ -199,14 +202,12 @@ class LocalSteps(BaseSync):
         return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
-        under_way = self._overlap.save()
-        self._outer.keep()  # of what is under way, which a run that is restored only applies
         return {
-            **under_way,
+            **self._overlap.save(),
             "exchanges": self._exchanges,
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._all()],
-            "outer": self._outer.state_dict(),
+            "outer": self._outer.found_state(),  # a run that is restored only applies it
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -294,26 +294,32 @@ def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: li
 
 @pytest.mark.parametrize("name", able(equal=False))
 def test_an_exchange_that_loses_a_replica_while_others_train_is_made_again(name: str) -> None:
-    """On some it has failed, and on others not, when they hear of it; all are equal after it."""
-    moving = [Moving(peers) for peers in local_peers(4)]
-    options = {**_options(name), "interval": 4, "overlap": 2}
-    replicas = Replicas(4, name, options, peers=moving)
-    train(replicas, 5)  # of which the last begins it
-    found = [sync.state_dict()["under_way"] for sync in replicas.syncs]
-    assert all(found)
-    survivors = [0, 1, 3]
-    replicas.syncs[0].abandon()
-    leave(replicas, moving, survivors)
-    for rank, sync in zip(survivors, replicas.syncs, strict=True):
-        sync.regroup(rank, 4)
-        assert not sync.state_dict()["under_way"]
-        assert not sync.lets_in(5)
-    before = replicas.syncs[0].alike()[0].clone()
-    train(replicas, 2)
-    first, *others = [sync.alike() for sync in replicas.syncs]
-    assert not torch.equal(first[0], before)
-    for other in others:
-        assert_same(other, first)
+    """On some it has failed, and on others not, when they hear of it; all are equal after it.
+
+    A checkpoint meanwhile changes nothing.
+    """
+    options, survivors = {**_options(name), "interval": 4, "overlap": 2}, [0, 1, 3]
+    ends = []
+    for saves in (False, True):
+        moving = [Moving(peers) for peers in local_peers(4)]
+        replicas = Replicas(4, name, options, peers=moving)
+        train(replicas, 5)  # of which the last begins it
+        if saves:
+            assert all(sync.state_dict()["under_way"] for sync in replicas.syncs)
+        replicas.syncs[0].abandon()
+        leave(replicas, moving, survivors)
+        before = replicas.syncs[0].alike()[0].clone()
+        for rank, sync in zip(survivors, replicas.syncs, strict=True):
+            sync.regroup(rank, 4)
+            assert not sync.state_dict()["under_way"]
+            assert not sync.lets_in(5)
+        train(replicas, 2)
+        first, *others = [sync.alike() for sync in replicas.syncs]
+        assert not torch.equal(first[0], before)
+        for other in others:
+            assert_same(other, first)
+        ends.append(replicas.parameters())
+    assert_equal(*ends)
 
 
 @pytest.mark.parametrize("name", [*able(equal=True), *able(equal=False)])
