@@ -198,7 +198,7 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
     settings += [f"gradcomp.{method}={{interval={given.interval}}}"] * (method in LOCAL)
-    layout = {"replicas": HOSTS // given.stages, "cuts": [2] * (given.stages - 1)}
+    layout = {"replicas": HOSTS // given.stages, "cuts": [3] * (given.stages - 1)}
     settings += [f"pipeline.{name}={value}" for name, value in layout.items()]
     options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
     with (

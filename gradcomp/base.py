@@ -40,11 +40,11 @@ class GoesOn(ReplicaSync, Protocol):
     ¹ Moments of local steps are older by as long as they were sent.
     """
 
-    def waits(self, step: int) -> bool:
-        """As `due`, however many replicas there are."""
-
     def meet(self, step: int, hold: Hold) -> bool:
-        """Hold the meeting before a step, if there is one that is not part of a step."""
+        """Hold the meeting before a step, if there is one that is not part of a step.
+
+        Whether there was: what replicas hold alike has changed.
+        """
 
     def lets_in(self, step: int) -> bool:
         """Whether a replica can join before this step, and its meeting."""
@@ -108,8 +108,10 @@ class Stateless:
     def shared_state(self) -> dict[str, Any]:
         return {}
 
-    def found_state(self) -> dict[str, Any]:
+    def staged(self) -> dict[str, Any]:
         return {}
+
+    def stage(self, state: Mapping[str, Any]) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -141,9 +143,13 @@ class Staged:
     def drop(self) -> None:
         self._fresh.clear()
 
-    def found_state(self) -> dict[str, Any]:
-        """`state_dict` as if `keep` had been called."""
-        return {**self._kept, **self._fresh}
+    def staged(self) -> dict[str, Any]:
+        """What does not count yet."""
+        return dict(self._fresh)
+
+    def stage(self, state: Mapping[str, Any]) -> None:
+        """Restore what `staged` returned, after `load_state_dict`."""
+        self._fresh = dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._kept)

@@ -74,9 +74,6 @@ class GradientSync(BaseSync):
         self._step = step
         self._readiness.begin_step(passes)
 
-    def waits(self, step: int) -> bool:
-        return True
-
     def meet(self, step: int, hold: Hold) -> bool:
         """All is exchanged within steps."""
         return False

@@ -34,7 +34,7 @@ from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket, replaced
 from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.overlap import NOTHING, Overlap
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -89,8 +89,11 @@ class OuterStep(Kept, Protocol):
     def shared_state(self) -> dict[str, Any]:
         """What is equal on all replicas."""
 
-    def found_state(self) -> dict[str, Any]:
-        """`state_dict` as if `keep` had been called."""
+    def staged(self) -> dict[str, Any]:
+        """What `update` has changed and `keep` has not kept."""
+
+    def stage(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
 
 
 class LocalSteps(BaseSync):
@@ -123,12 +126,9 @@ class LocalSteps(BaseSync):
         self._exchanges = self._met = 0
         self._pending: int | None = None
         """A fragment whose exchange began and does not count yet, maybe to be made again."""
-        self._found = False  # what has come of it, which all are about to count
+        self._counts = False  # what came of it, as soon as all replicas have met
 
     def due(self, step: int) -> bool:
-        return self._peers.size > 1 and self.waits(step)
-
-    def waits(self, step: int) -> bool:
         turn = self._config.turn
         return step >= turn and step % turn in (0, self._config.overlap)
 
@@ -139,7 +139,7 @@ class LocalSteps(BaseSync):
             self._launch(self._pending)
 
     def meet(self, step: int, hold: Hold) -> bool:
-        """Have the exchange of a fragment count, and make it if it has no time of steps."""
+        """Have the exchange of a fragment count; make it, if it is not under way."""
         self._capture()
         if not self.overlaps and self.lets_in(step):
             self._pending = self._fragment(step)
@@ -150,7 +150,7 @@ class LocalSteps(BaseSync):
         return True
 
     def lets_in(self, step: int) -> bool:
-        """Not while an exchange is under way."""
+        """Asked before an exchange of this step begins."""
         return self._is_turn(step) and step > self._met
 
     def finish(self) -> None:
@@ -172,11 +172,11 @@ class LocalSteps(BaseSync):
 
     def abandon(self) -> None:
         self.settle()
-        self._overlap, self._found = Overlap(self._device), False
+        self._overlap, self._counts = Overlap(self._device), False
         self._outer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
-        if not self._found:  # it may have failed on others
+        if not self._counts:  # it may have failed on others
             self.abandon()
         if self._peers.size > 1:
             self._make_once()
@@ -184,7 +184,7 @@ class LocalSteps(BaseSync):
     def shared_state(self) -> dict[str, Any]:
         """Parameters are the global ones, which are not sent twice where those are fp32."""
         return {
-            **NOTHING,
+            "under_way": [],  # nobody joins in one
             "exchanges": self._exchanges,
             "captured": self._captured,
             "met": self._met,
@@ -197,24 +197,27 @@ class LocalSteps(BaseSync):
         return [*(b.global_N for b in self._all()), *(state[name] for name in sorted(state))]
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        self._overlap.wait()
         buckets = self._all() if self._captured else ()
         return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._overlap.save(),
+            "pending": self._pending,
             "exchanges": self._exchanges,
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._all()],
-            "outer": self._outer.found_state(),  # a run that is restored only applies it
+            "outer": self._outer.state_dict(),
+            "staged": self._outer.staged(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._overlap.restore(state)
-        self._pending = next((fragment for fragment, *_ in state["under_way"]), None)
+        under_way = next((fragment for fragment, *_ in state["under_way"]), None)
+        self._pending = state.get("pending", under_way)
         self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
+        self._outer.stage(state.get("staged", {}))
         self._met = state.get("met", 0)
         if state["global"]:  # a newcomer may be alone as yet
             self._make_once()
@@ -248,7 +251,7 @@ class LocalSteps(BaseSync):
             if self._overlap.is_empty:
                 self._launch(fragment)
             self._overlap.wait()
-            self._found = True
+            self._counts = True
 
         hold(exchange)
         self._join()
@@ -275,7 +278,7 @@ class LocalSteps(BaseSync):
                     self._fragments[fragment], distances, updates, strict=True
                 ):
                     self._apply(bucket, distance_N, update_N)
-        self._pending, self._found = None, False
+        self._pending, self._counts = None, False
 
     def _apply(self, bucket: SharedBucket, distance_N: Tensor, update_N: Tensor) -> None:
         bucket.global_N -= update_N

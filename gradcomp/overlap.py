@@ -1,8 +1,8 @@
 """An exchange under way, on a thread of its own, in parallel with training.
 
 What it found is applied by the training thread, which may wait for it now or a step later. A
-checkpoint holds what was found, and a restored run applies that: no exchange is made twice. So what
-a method keeps of an exchange must count when its job ends.
+checkpoint holds what was found, and a restored run applies that: no exchange is made twice. So it
+must hold, too, what a method keeps of an exchange whose job has ended.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +16,6 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
-NOTHING = {_KEY: list[Any]()}
-"""What `save` returns if nothing is under way."""
 _END_S = 20.0  # for a job whose connections are broken
 
 

@@ -62,12 +62,12 @@ class ReplicaSync(Protocol):
         """Inside, parameters are those of the one model that all replicas stand for.
 
         Where replicas differ, evaluation and what is to be used after training need it; all of them
-        call it at the same time, as that model may have to be made. What is under way is waited
-        for, not applied: training goes on as without this call.
+        call it at the same time, as that model may have to be made. What is under way is not
+        applied: training goes on as without this call.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a restart. Waits as `global_parameters` does, and changes nothing."""
+        """State for a restart. Waits for what is under way, and changes nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; parameters were restored before."""

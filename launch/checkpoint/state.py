@@ -137,8 +137,14 @@ class Checkpoints:
         if self._goes_on and self._needs_peers and self._made_peers is None:
             self._failed("machines have not met since some left or came", step)
             return
+        try:
+            state = collect(self._built, memories=step != self.end)
+        except TransportError as error:  # of an exchange under way
+            if not self._goes_on:
+                raise
+            self._failed(str(error), step)
+            return
         transaction = self._transaction(step, self._gather_in_background)
-        state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if not self._memories_on_disk:
             state = snapshot(state, self._copied)

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +228,7 @@ def leave(replicas: Replicas, moving: list[Moving], survivors: list[int]) -> Non
     left = local_peers(len(survivors))
     for peers, inner in zip((moving[rank] for rank in survivors), left, strict=True):
         peers.inner, peers.broken = inner, False
+    replicas.peers = [moving[rank] for rank in survivors]
     owners = (replicas.nets, replicas.syncs, replicas.optimizers)
     replicas.nets, replicas.syncs, replicas.optimizers = (
         [each[rank] for rank in survivors] for each in owners
@@ -294,32 +296,41 @@ def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: li
 
 @pytest.mark.parametrize("name", able(equal=False))
 def test_an_exchange_that_loses_a_replica_while_others_train_is_made_again(name: str) -> None:
-    """On some it has failed, and on others not, when they hear of it; all are equal after it.
+    """Whether it had failed or not, and also if the run was saved or restarted meanwhile."""
+    found = _lost_under_way(name)
+    assert_equal(_lost_under_way(name, fails=True), found)
+    assert_equal(_lost_under_way(name, restarts=[3]), found)
+    assert_equal(_lost_under_way(name, restarts=[4]), found)
 
-    A checkpoint meanwhile changes nothing.
-    """
-    options, survivors = {**_options(name), "interval": 4, "overlap": 2}, [0, 1, 3]
-    ends = []
-    for saves in (False, True):
-        moving = [Moving(peers) for peers in local_peers(4)]
-        replicas = Replicas(4, name, options, peers=moving)
-        train(replicas, 5)  # of which the last begins it
-        if saves:
-            assert all(sync.state_dict()["under_way"] for sync in replicas.syncs)
-        replicas.syncs[0].abandon()
-        leave(replicas, moving, survivors)
-        before = replicas.syncs[0].alike()[0].clone()
-        for rank, sync in zip(survivors, replicas.syncs, strict=True):
-            sync.regroup(rank, 4)
-            assert not sync.state_dict()["under_way"]
-            assert not sync.lets_in(5)
-        train(replicas, 2)
-        first, *others = [sync.alike() for sync in replicas.syncs]
-        assert not torch.equal(first[0], before)
-        for other in others:
-            assert_same(other, first)
-        ends.append(replicas.parameters())
-    assert_equal(*ends)
+
+def _lost_under_way(name: str, *, fails: bool = False, restarts: Sequence[int] = ()) -> Any:
+    """Parameters of three replicas after an exchange of four; some restart as so many."""
+    moving, survivors = [Moving(peers) for peers in local_peers(4)], [0, 1, 3]
+    options = {**_options(name), "interval": 4, "overlap": 2}
+    replicas = Replicas(4, name, options, peers=moving)
+    train(replicas, 4)
+    for peers in moving:
+        peers.broken = fails
+    train(replicas, 1)  # begins it
+    if 4 in restarts:
+        replicas.restart()
+    for sync in replicas.syncs:
+        with pytest.raises(TransportError) if fails else nullcontext():
+            assert sync.state_dict()["under_way"]
+    replicas.syncs[0].abandon()
+    leave(replicas, moving, survivors)
+    before = replicas.syncs[0].alike()[0].clone()
+    for rank, sync in zip(survivors, replicas.syncs, strict=True):
+        sync.regroup(rank, 4)
+        assert not sync.state_dict()["under_way"]
+    if 3 in restarts:
+        replicas.restart()
+    train(replicas, 2)
+    first, *others = [sync.alike() for sync in replicas.syncs]
+    assert not torch.equal(first[0], before)
+    for other in others:
+        assert_same(other, first)
+    return replicas.parameters()
 
 
 @pytest.mark.parametrize("name", [*able(equal=True), *able(equal=False)])

@@ -319,6 +319,7 @@ class ElasticTraining(Training):
         return cast(GoesOn, self.built.sync)  # the config allows no other
 
     def _finish_sync(self) -> None:
+        self._admits = False  # no step follows
         self._sync.finish_by(self._hold)
 
     def _hold(self, exchange: Callable[[], None]) -> None:
@@ -340,7 +341,7 @@ class ElasticTraining(Training):
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
-        alone = not self._sync.waits(step)  # not by who is there: that may change in `meet`
+        alone = not self._sync.due(step)
         has_met = self._sync.meet(step, self._hold)
 
         def train() -> StepTotals:

@@ -113,7 +113,7 @@ def test_under_another_layout_exchanges_are_in_the_steps_that_wait(overlap: int)
     sent, meets = 0, []
     for step in range(4, 12):
         replicas.step()
-        replicas.global_parameters()  # waits for what is under way
+        replicas.syncs[0].state_dict()  # waits for what is under way
         now = replicas.syncs[0].bytes_sent
         if now > sent:
             meets.append(step)

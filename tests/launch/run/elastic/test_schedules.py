@@ -58,7 +58,8 @@ class Schedule:
         draw, kind = random.Random(seed), KINDS[seed % len(KINDS)]
         method, at = METHODS[seed // len(KINDS) % len(METHODS)], draw.randint(2, 9)
         one, other = draw.sample([1, 2], 2)
-        overlap = (seed // len(KINDS) + seed // (len(KINDS) * len(METHODS))) % 2
+        cycle = seed // len(KINDS)
+        overlap = 2 * ((seed + cycle + cycle // len(METHODS)) % 2)
         more: dict[str, Any] = {"overlap": overlap} if method in LOCAL else {}
         if kind == "two at once":
             return cls(
