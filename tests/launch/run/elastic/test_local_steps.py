@@ -14,6 +14,7 @@ from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_r
 from tests.often import mostly_slow
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
+from thinpipe.gradcomp.methods.diloco import DiLoCo
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.reshard import part_name
 from thinpipe.launch.net.ranks.session import TerminatedError
@@ -25,6 +26,7 @@ from thinpipe.pipeline.mesh import Mesh
 
 INTERVAL, LOST = 3, 7
 METHODS = ["diloco", "sparse_loco", "async_average"]
+_SAVING_S = 2.0  # by then the others wait for the exchange, to save what it finds
 
 
 def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
@@ -155,3 +157,40 @@ def test_a_save_before_the_others_have_met_is_of_those_who_are_left(
         names = {part_name(Mesh(1, whole, rank)) for rank in range(whole)}
         assert {part.name for part in manifest.parts} == names, manifest.step
     assert {manifest.meta["config"]["pipeline"]["replicas"] for manifest in between} == {2}
+
+
+class _GoneError(Exception):
+    pass
+
+
+def saves_while_an_exchange_fails(rank: int, port: int, folder: str) -> list[int]:
+    """Rank 1 is lost in the exchange that begins before the ninth step, as all save after it."""
+    changes = ["gradcomp.method=diloco", "gradcomp.diloco={interval=8, overlap=4, bucket_mb=0.02}"]
+    changes += ["checkpoint.every_steps=9", "train.max_steps=20"]
+    update, done = DiLoCo.update, [0]
+    with suppress(_GoneError), as_rank(rank, port, folder, *changes) as rank_run:
+
+        def lost(outer: DiLoCo, *arguments: Any) -> Any:
+            if rank == 1:
+                time.sleep(_SAVING_S)
+                training = rank_run._training
+                assert isinstance(training, ElasticTraining)
+                training._elastic.leave("rank 1 is gone")
+                raise _GoneError
+            return update(outer, *arguments)
+
+        DiLoCo.update = lost  # type: ignore[method-assign]
+        train(rank_run, lambda _, step: done.append(step))
+    return done
+
+
+@pytest.mark.dist
+def test_a_save_in_an_exchange_that_fails_ends_nobody(ranks: Ranks, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, lost, third = ranks(3, saves_while_an_exchange_fails, store.port, str(tmp_path))
+    assert max(first) == max(third) == 20
+    assert max(lost) == 9
+    saved = [manifest.step for manifest in files.complete(tmp_path / "run/checkpoints")]
+    assert 20 in saved
+    assert 9 not in saved
