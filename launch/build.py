@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinpipe.aqsgd.store import RamStore, Store
-from thinpipe.gradcomp.registry import load_method
+from thinpipe.gradcomp.registry import build_optimizer, load_method
 from thinpipe.launch.best import Best
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
@@ -21,12 +21,20 @@ from thinpipe.launch.host import disk
 from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.memory.rows import memory_folder, row_nbytes, sample_capacity
-from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
+from thinpipe.launch.optimizer import (
+    Named,
+    OptimizerFactory,
+    Rates,
+    check_single,
+    make_optimizer,
+    named_parameters,
+)
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
@@ -118,7 +126,7 @@ def build(
         exchanged = [own for stage in shards.stages for own in stage.in_forward_order()]
     method = load_method(config.method)
     sync = method.build(config.method_options, exchanged, transport.peers("copies"))
-    optimizer = make_optimizer(config, parameters, sync, given.optimizer)
+    optimizer = _optimizer(config, parameters, sync, given.optimizer)
     engine = PipelineEngine(
         stages,
         transport,
@@ -297,6 +305,17 @@ def _store(config: RunConfig, spec: Spec) -> Store:
         raise ConfigError(
             f"memory.folder = {folder}: no file can be made there: {disk.why(error, folder)}"
         ) from error
+
+
+def _optimizer(
+    config: RunConfig, parameters: Named, sync: ReplicaSync, own: OptimizerFactory | None
+) -> torch.optim.Optimizer:
+    """That of the exchange between replicas, if it brings one, or that of the settings."""
+    train, method = config.train, config.method
+    check_single(train.optimizer, method)
+    brought = build_optimizer(method, config.method_options, list(parameters.values()), train, sync)
+    in_bf16 = config.model.trains_in_bf16
+    return brought or make_optimizer(train, parameters, in_bf16=in_bf16, own=own)
 
 
 def _lr_factor(

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.gradcomp.registry import brings_optimizer
 from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.packages import EXTRAS
 from thinpipe.pipeline.models.own.functions import load_function
-from thinpipe.pipeline.replica_sync import ReplicaSync
 
 Named = Mapping[str, nn.Parameter]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
@@ -31,54 +29,47 @@ _ONE_OF_THEM = (
 
 
 def make_optimizer(
-    config: RunConfig, parameters: Named, sync: ReplicaSync, own: OptimizerFactory | None = None
+    train: TrainConfig,
+    parameters: Named,
+    *,
+    in_bf16: bool = False,
+    own: OptimizerFactory | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that the settings ask for; `own` makes it instead if given.
 
     Raises:
-        ValueError: the function in `train.optimizer` cannot be used, or the exchange between
-            replicas brings an optimizer along.
+        ValueError: the function in `train.optimizer` cannot be used.
     """
-    train = config.train
-    brought = build_optimizer(
-        config.method, config.method_options, list(parameters.values()), train, sync
-    )
-    if brought is not None:
-        if train.optimizer != "adamw":
-            raise ValueError(_two_optimizers(train.optimizer, config.method))
-        return brought
     if own is not None:
         return own(parameters)
     if ":" in train.optimizer:
         return _own(train.optimizer, parameters, train.lr)
-    return our_optimizer(config, parameters)
+    return our_optimizer(train, parameters, in_bf16=in_bf16)
 
 
-def our_optimizer(config: RunConfig, parameters: Named) -> torch.optim.Optimizer:
+def our_optimizer(train: TrainConfig, parameters: Named, *, in_bf16: bool) -> torch.optim.Optimizer:
     """The one that `train.optimizer` names; AdamW if that is a function of the user's."""
-    train = config.train
     if train.optimizer == "adamw8bit":
         return _adamw_8bit(parameters, train)
     if train.optimizer == "muon":
         return muon_and_adamw(parameters, **_of_adamw(train))
-    if config.model.trains_in_bf16:
+    if in_bf16:
         return _compensated_adamw(parameters, train)
     return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
 
 
-def check_optimizer(config: RunConfig) -> None:
+def check_optimizer(train: TrainConfig, method: str, *, in_bf16: bool) -> None:
     """Check that there is such an optimizer, without making it.
 
     Raises:
         ValueError: there is none, it cannot be called, or the exchange brings its own along.
     """
-    name, method = config.train.optimizer, config.method
+    name = train.optimizer
     if name == "adamw":
-        if config.model.trains_in_bf16:
+        if in_bf16:
             _check_package("optimi", 'model.weights = "bf16"', "leave it out")
         return
-    if brings_optimizer(method):
-        raise ValueError(_two_optimizers(name, method))
+    check_single(name, method)
     if name == "adamw8bit":
         _check_package("bitsandbytes", 'train.optimizer = "adamw8bit"', 'use "adamw"')
     if name in ("adamw8bit", "muon"):
@@ -90,11 +81,11 @@ def check_optimizer(config: RunConfig) -> None:
         )
     make = load_function(name, "train.optimizer")
     try:
-        inspect.signature(make).bind([], lr=config.train.lr)
+        inspect.signature(make).bind([], lr=train.lr)
     except TypeError as error:
         raise ValueError(
             f'train.optimizer = "{name}": cannot be called as {name.partition(":")[2]}'
-            f"(named_parameters, lr={config.train.lr}): {error}; change its parameters"
+            f"(named_parameters, lr={train.lr}): {error}; change its parameters"
         ) from None
     except ValueError:  # written in C: nobody knows
         return
@@ -154,11 +145,17 @@ def _check_package(name: str, what: str, else_: str) -> None:
         raise ValueError(f'{what}: needs {name}: pip install "{extra}"; or {else_}')
 
 
-def _two_optimizers(name: str, method: str) -> str:
-    return (
-        f'train.optimizer = "{name}": gradcomp.method = "{method}" brings its own optimizer along; '
-        "remove train.optimizer, or choose another method"
-    )
+def check_single(name: str, method: str) -> None:
+    """Check that not both the settings and the exchange between replicas bring an optimizer.
+
+    Raises:
+        ValueError: both do.
+    """
+    if name != "adamw" and brings_optimizer(method):
+        raise ValueError(
+            f'train.optimizer = "{name}": gradcomp.method = "{method}" brings its own optimizer '
+            "along; remove train.optimizer, or choose another method"
+        )
 
 
 def _own(name: str, parameters: Named, lr: float) -> torch.optim.Optimizer:

@@ -89,7 +89,8 @@ def check_settings(
     config.model.check_files()
     if config.data.packs:
         config.model.check_packing()
-    check_optimizer(config)
+    in_bf16 = config.model.trains_in_bf16
+    check_optimizer(config.train, config.method, in_bf16=in_bf16)
     check_start(config)
     if len(shares[0]) == config.world_size:  # others may have what this machine lacks
         _check_resume(config, resume=resume)

@@ -162,7 +162,8 @@ class _Bench:
         self._block = config.model.build(first, first + 1, seed=config.run.seed, device=device)
         # With adapters, a block may have no parameters to train.
         trained = {name: p for name, p in self._block.named_parameters() if p.requires_grad}
-        self._optimizer = our_optimizer(config, trained) if trained else None
+        in_bf16 = config.model.trains_in_bf16
+        self._optimizer = our_optimizer(config.train, trained, in_bf16=in_bf16) if trained else None
         shape = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
         made_up = config.model.made_up(first, shape, device=device)

@@ -81,9 +81,8 @@ def test_steps_far_below_a_weights_rounding_add_up(tmp_path: Path) -> None:
     saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [])
     train = run.train.model_copy(update={"lr": 1e-5, "weight_decay": 0.0})
-    sync: Any = None
     for make, expected in (
-        (lambda p: make_optimizer(run.model_copy(update={"train": train}), {"w": p}, sync), 255),
+        (lambda p: make_optimizer(train, {"w": p}, in_bf16=True), 255),
         (lambda p: torch.optim.AdamW([p], lr=train.lr, weight_decay=0.0), 256),
     ):
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
@@ -196,11 +195,11 @@ def test_what_would_lose_small_steps_is_refused(
 def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [2])
-    check_optimizer(run)
+    check_optimizer(run.train, run.method, in_bf16=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     message = 'model.weights = "bf16": needs optimi: pip install "thinpipe[bf16]"; or leave it out'
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_optimizer(run)
+        check_optimizer(run.train, run.method, in_bf16=True)
 
 
 @pytest.mark.slow
