@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -175,7 +176,7 @@ def _launch(
     except RendezvousClosedError:
         print_error("error: another machine ended the run; see its output")
         return 1
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:  # torch's agent asks the store by itself, too
         print_error(f"error: {_why_not_met(error, nodes, network)}")
         return 1
     except SignalException as stopped:
@@ -197,14 +198,16 @@ def _failed(error: ChildFailedError) -> int:
     return next((code for code in codes if code > 0), 1)
 
 
-def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> str:
+def _why_not_met(error: Exception, nodes: Nodes, network: HostNetwork) -> str:
     if network.is_gone:
         return (
             "the process that connects this machine with the others has ended: it was killed, or "
             "this machine ran out of memory (dmesg shows it); run the command again"
         )
     failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
-    if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
+    if isinstance(
+        error, RendezvousConnectionError | DistError
+    ):  # at the start, or after its host ended
         failed = (
             f"{nodes.endpoint} cannot be reached, or the machine there ended the run, which "
             "--resume continues, also with another --rdzv"

@@ -5,13 +5,12 @@ import os
 import signal
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousError,
     RendezvousTimeoutError,
 )
 
@@ -31,13 +30,17 @@ from thinpipe.launch.net.ranks.restarts import last_failure
             "or the machine there ended the run, which --resume continues, also with another "
             "--rdzv: reset",
         ),
+        (
+            DistNetworkError("got 0 bytes"),
+            "which --resume continues, also with another --rdzv: got",
+        ),
         (RendezvousTimeoutError(), "RendezvousTimeoutError; run `thinpipe doctor` on each"),
     ],
 )
 def test_rendezvous_failures_are_explained(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    error: RendezvousError,
+    error: Exception,
     message: str,
 ) -> None:
     def launch(*_: object) -> object:
