@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.store import await_key
 
-_POLL_S, _ANSWER_S = 0.05, 5.0  # who does not answer is not invited, and holds up the next so long
+_POLL_S, _ANSWER_S = 0.05, 5.0
+"""Who does not answer holds up the next so long, and has to knock again."""
 
 
 class Door:
@@ -60,7 +61,14 @@ class Door:
             if time.monotonic() > limit_s:
                 break
             time.sleep(_POLL_S)
+        if not there:
+            self._store.set(f"late/{numbers[0]}", "")
         return bool(there)
+
+    def is_late(self, numbers: Sequence[int]) -> bool:
+        """Whether these were not there in time, since it was last asked."""
+        late = self._store.check([f"late/{numbers[0]}"])
+        return bool(late) and bool(self._store.delete_key(f"late/{numbers[0]}"))
 
     def asked(self, numbers: Sequence[int]) -> list[int]:
         """At which point the run is, if it asks whether these are there; else nothing."""

@@ -114,6 +114,8 @@ class Elastic(Sections):
                 self._run.check_own(at)
                 self._door.answer(own)
                 asks = False
+            if place == 0 and not asks and self._door.is_late(own):
+                self._door.knock(own)
             last, before = before, (self._run.came, self._door.served())
             return last != before
 

@@ -28,6 +28,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.group import Newcomer
+from thinpipe.launch.run.elastic import door
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -94,11 +95,14 @@ def lose(store: Store, rank: int) -> None:
     raise SystemExit
 
 
-def lost_then_joined(rank: int, port: int, lost_meanwhile: int) -> dict[str, Any]:
+def lost_then_joined(
+    rank: int, port: int, lost_meanwhile: int, answer_s: float = 5.0
+) -> dict[str, Any]:
     """Rank 2 is lost in the second step, and ranks 3 and 4 come, one after the other.
 
-    `lost_meanwhile` is lost while rank 3 is let in: 1, 3, or nobody.
+    `lost_meanwhile` is lost while rank 3 is let in: 1, 3, or nobody. Who knocks has `answer_s`.
     """
+    door._ANSWER_S = answer_s
     store, run, elastic = connected(rank, port, comes=rank >= WORLD)
     results: list[float] = []
     if rank == lost_meanwhile:
@@ -136,9 +140,11 @@ def _admit(rank: int, store: Store, run: Run, elastic: Elastic, visit: str) -> N
 
 
 @pytest.mark.dist
-def test_a_replica_comes_and_has_the_state_of_the_others(ranks: Ranks) -> None:
+@pytest.mark.parametrize("answer_s", [5.0, 0.0])
+def test_a_replica_comes_and_has_the_state_of_the_others(ranks: Ranks, answer_s: float) -> None:
+    """Also if it is too busy to answer at first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost, third = ranks(4, lost_then_joined, store.port, 9)
+    first, second, lost, third = ranks(4, lost_then_joined, store.port, 9, answer_s)
     assert lost["results"] == [3]
     assert first["results"] == second["results"] == [3, 5, 8]
     assert third["results"] == [8]
