@@ -23,7 +23,7 @@ WORLD, STEPS, LEAVES = 4, 400, 20
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 LOCAL = ["diloco", "sparse_loco"]
 METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", "diloco"]
-MISSED = pytest.mark.xfail(reason="ends .29 higher: lost replicas take their residuals with them")
+MISSED = pytest.mark.xfail(reason="ends .38 higher: lost replicas take their residuals with them")
 _PAUSE_S = 0.1
 """After a step while one comes: 400 steps of this model take less time than twenty newcomers."""
 
