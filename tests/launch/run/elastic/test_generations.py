@@ -226,7 +226,7 @@ def test_below_the_least_it_ends_as_before(folder: Path) -> None:
         ),
         (
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
-            "allreduce, bytegrad, diloco, ef_gradients, powersgd",
+            "allreduce, async_average, bytegrad, diloco, ef_gradients, powersgd",
         ),
         (
             {
