@@ -32,12 +32,13 @@ class GoesOn(ReplicaSync, Protocol):
     |:----------------------------|:-------------------------------|:----------------------|
     | parameters, optimizer       | stay, of local steps unmet too | those of replica 0 ¹  |
     | global copy, outer momentum | stay, equal on all             | those of all          |
-    | residuals, owed moves       | its own are lost               | it begins with none   |
+    | residuals, owed moves       | its own are lost               | it begins with none ² |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
     | local steps since they met  | its own are lost               | it begins with none   |
     | an exchange under way       | is made again, and waited for  | there is none         |
 
     ¹ Moments of local steps are older by as long as they were sent.
+    ² With local steps with replica 0's: about what the lost one owed.
     """
 
     def meet(self, step: int, hold: Hold) -> bool:
@@ -62,7 +63,7 @@ class GoesOn(ReplicaSync, Protocol):
         """Replicas left or came between two steps; this one was `rank` of `size`."""
 
     def shared_state(self) -> dict[str, Any]:
-        """What a replica that joins loads: as `state_dict`, but it owes nothing."""
+        """What a replica that joins loads: as `state_dict`, but for what it owes (as above)."""
 
 
 class BaseSync:

@@ -182,14 +182,17 @@ class LocalSteps(BaseSync):
             self._make_once()
 
     def shared_state(self) -> dict[str, Any]:
-        """Parameters are the global ones, which are not sent twice where those are fp32."""
+        """Parameters are the global ones, which are not sent twice where those are fp32.
+
+        It owes what this replica does, in place of what a lost one owed.
+        """
         return {
             "under_way": [],  # nobody joins in one
             "exchanges": self._exchanges,
             "captured": self._captured,
             "met": self._met,
             "global": [None if b.left_N is None else b.global_N for b in self._all()],
-            "outer": self._outer.shared_state(),
+            "outer": self._outer.state_dict(),
         }
 
     def alike(self) -> list[Tensor]:

@@ -343,7 +343,7 @@ def test_who_abandons_what_it_has_not_begun_loses_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", able(equal=False))
 def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
-    """Before they meet, from the global parameters; and it owes nothing."""
+    """Before they meet, from the global parameters."""
     replicas, moving = four(name)
     assert all(sync.lets_in(3) and not sync.lets_in(4) for sync in replicas.syncs)
     alone = [Moving(peers) for peers in local_peers(1)]
