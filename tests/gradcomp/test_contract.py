@@ -343,9 +343,10 @@ def test_who_abandons_what_it_has_not_begun_loses_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", able(equal=False))
 def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
-    """Before they meet, from the global parameters."""
+    """Before they meet, from the global parameters; and it owes what its donor does."""
     replicas, moving = four(name)
-    assert all(sync.lets_in(3) and not sync.lets_in(4) for sync in replicas.syncs)
+    train(replicas, 3)  # they meet before the first of these
+    assert all(sync.lets_in(6) and not sync.lets_in(7) for sync in replicas.syncs)
     alone = [Moving(peers) for peers in local_peers(1)]
     newcomer = Replicas(1, name, _options(name), peers=alone)
     for peers, inner in zip([*moving, *alone], local_peers(5), strict=True):
@@ -355,6 +356,7 @@ def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
     with replicas.syncs[0].global_parameters():
         net.load_state_dict(replicas.nets[0].state_dict())
     sync.load_state_dict(copy.deepcopy(replicas.syncs[0].shared_state()))
+    assert_same(sync.state_dict()["outer"], replicas.syncs[0].state_dict()["outer"])
     assert_same(sync.alike(), replicas.syncs[0].alike())
     for owners, own in (
         (replicas.nets, newcomer.nets),

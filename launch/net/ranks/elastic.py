@@ -205,9 +205,8 @@ def _why_not_met(error: Exception, nodes: Nodes, network: HostNetwork) -> str:
             "this machine ran out of memory (dmesg shows it); run the command again"
         )
     failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
-    if isinstance(
-        error, RendezvousConnectionError | DistError
-    ):  # at the start, or after its host ended
+    # at the start, or after its host ended
+    if isinstance(error, RendezvousConnectionError | DistError):
         failed = (
             f"{nodes.endpoint} cannot be reached, or the machine there ended the run, which "
             "--resume continues, also with another --rdzv"
