@@ -16,7 +16,7 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
-_END_S = 20.0  # for a job whose connections are broken
+_END_S = 120.0  # for a job whose connections are broken: it encodes to its end
 
 
 class Overlap:

@@ -32,7 +32,7 @@ def make_optimizer(
     train: TrainConfig,
     parameters: Named,
     *,
-    in_bf16: bool = False,
+    in_bf16: bool,
     own: OptimizerFactory | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that the settings ask for; `own` makes it instead if given.

@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.elastic.training import ElasticTraining
 
-WORLD, STEPS, LEAVES = 4, 400, 20
+WORLD, LEAVES, EVERY = 4, 20, 16  # steps between two, of 400: the last is in before the end
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 LOCAL = ["diloco", "sparse_loco"]
 METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", *LOCAL]
@@ -28,7 +28,7 @@ _PAUSE_S = 0.4
 
 
 class Churn:
-    """Rank 0 has a replica leave and another come, every `STEPS / LEAVES` steps or so."""
+    """Rank 0 has a replica leave and another come, every `EVERY` steps or so."""
 
     def __init__(self, store: TCPStore, leaves: int, seed: int) -> None:
         self._store, self._left, self._draw = store, leaves, random.Random(seed)
@@ -40,7 +40,7 @@ class Churn:
         awaited = number and not self._store.check([f"in {self._comes - 1}"])
         if awaited:
             time.sleep(_PAUSE_S)
-        elif number < self._left and step >= STEPS // LEAVES * number + 5:
+        elif number < self._left and step >= EVERY * number + 5:
             others = sorted({*training._elastic.hosts} - {0})
             self._store.set(f"leave {self._draw.choice(others)}", "")
             self._store.set(f"come {self._comes}", "")
