@@ -175,7 +175,11 @@ class Generations:
         while True:
             if not self._goes_on(error) or tries == _TRIES:
                 raise error
-            self._run.settle()  # no job of this generation may send in the next
+            try:
+                self._run.settle()  # no job of this generation may send in the next
+            except TimeoutError:
+                self.leave(f"rank {self._me} on {self._hosts.own}: its exchange does not end")
+                end_now(LOST, f"rank {self._me}: its exchange does not end: {self._left_out}")
             self._news.generation += 1
             members = self._agree(post)
             self._settle(members, error)

@@ -12,6 +12,7 @@ the step under way. A replica that is late for a section is waited for as long a
 then left out.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.wire.header import DesyncError
 
 _T = TypeVar("_T")
+_WAITED = 0.9
+"""Of the time that ranks wait for each other: less, and it was not those here that were late."""
 
 
 class Sections(Generations):
@@ -55,7 +58,7 @@ class Sections(Generations):
         """
         self._trains_alone |= alone
         while True:
-            begun = False
+            begun, began_s = False, time.monotonic()
             try:
                 self._check()
                 if not alone:
@@ -66,7 +69,8 @@ class Sections(Generations):
                 break
             except TransportError as error:
                 members = self._members
-                furthest = self._regrouped(error)
+                waited = not alone and time.monotonic() - began_s > _WAITED * self._wait_s
+                furthest = self._regrouped(error, waited=waited)
                 behind = furthest["ahead"] > [self._done, self._alone]
                 if behind:
                     packed = furthest["packed"]
@@ -104,9 +108,12 @@ class Sections(Generations):
         else:
             self._done, self._packed, self._alone = self._done + 1, packed, 0
 
-    def _regrouped(self, error: TransportError) -> Mapping[str, Any]:
-        """Form the next generation; what its rank that is furthest has posted."""
-        post = self._post() | {"waited": isinstance(error, SilentError)}
+    def _regrouped(self, error: TransportError, *, waited: bool = False) -> Mapping[str, Any]:
+        """Form the next generation; what its rank that is furthest has posted.
+
+        `waited`: others were waited for as long as for a peer, where all meet.
+        """
+        post = self._post() | {"waited": waited and isinstance(error, SilentError)}
         lost, posts = self._regroup(error, post)
         found = self._furthest(posts)
         if not lost:  # all see it alike

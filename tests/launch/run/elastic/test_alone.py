@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic import generations
-from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.errors import SilentError, TransportError
 
 
 def at_different_steps(rank: int, port: int) -> dict[str, Any]:
@@ -93,6 +93,34 @@ def test_a_replica_that_is_late_for_a_section_is_left_out(ranks: Ranks) -> None:
 def test_a_late_replica_is_waited_for_if_too_few_would_be_left(ranks: Ranks) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for found in ranks(3, one_is_late, store.port, 3):
+        assert found["results"] == [0, 1, 2]
+
+
+def one_is_slow_as_an_exchange_breaks(rank: int, port: int) -> dict[str, Any]:
+    """Rank 0 has known for long that its exchange got nothing, as it comes to where all meet."""
+    _, transport, run, elastic = joined(rank, port, 3)
+    generations.end_now = end  # type: ignore[assignment]
+    failures = [SilentError("rank 2 -> rank 0: nothing")] if rank == 0 else []
+
+    def step() -> None:
+        run.done += 1
+        if rank == 1 and run.done > 1:
+            time.sleep(1)
+
+    def share() -> list[float]:
+        if failures:
+            raise failures.pop()
+        return shared(transport, rank)
+
+    for _ in range(5):
+        elastic.together(step, alone=True)
+    return {"results": elastic.together(share)}
+
+
+@pytest.mark.dist
+def test_a_slow_replica_is_not_left_out_for_anothers_silence(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for found in ranks(3, one_is_slow_as_an_exchange_breaks, store.port):
         assert found["results"] == [0, 1, 2]
 
 

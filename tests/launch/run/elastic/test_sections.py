@@ -91,7 +91,9 @@ def joined(
     )
     transport = GlooTransport(stages, world // stages, timeout_s=timeout_s)
     run: Any = Recorder(transport)
-    elastic = Elastic(store, transport, run, host="here", least=least, wait_s=WAIT_S, patience_s=5)
+    elastic = Elastic(
+        store, transport, run, host="here", least=least, wait_s=timeout_s, patience_s=5
+    )
     return store, transport, run, elastic
 
 
@@ -267,6 +269,39 @@ def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
         assert "rank 2 on here: does not answer" in found["told"][0][2]
         assert found["took_s"] < WAIT_S / 2
     assert hung["ended"].endswith("the others go on without it, as its replica is lost")
+
+
+def one_encodes_for_ever(rank: int, port: int) -> dict[str, Any]:
+    """Rank 2 is lost in the second section; rank 1's exchange goes on and on."""
+    _, transport, run, elastic = joined(rank, port, 3)
+
+    def settle() -> None:
+        raise TimeoutError
+
+    def share() -> list[float]:
+        if rank == 2 and results:
+            elastic.leave("rank 2 is gone")
+            raise SystemExit
+        return shared(transport, rank)
+
+    generations.end_now = end  # type: ignore[assignment]
+    if rank == 1:
+        run.settle = settle
+    results: list[list[float]] = []
+    try:
+        for _ in range(2):
+            results.append(elastic.together(share))
+    except SystemExit as ended:
+        return {"ended": str(ended)}
+    return {"results": results}
+
+
+@pytest.mark.dist
+def test_a_rank_whose_exchange_does_not_end_is_lost_alone(ranks: Ranks) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, stuck, _ = ranks(3, one_encodes_for_ever, store.port)
+    assert first["results"] == [[0, 1, 2], [0]]
+    assert "its exchange does not end: the others go on" in stuck["ended"]
 
 
 def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
