@@ -209,12 +209,13 @@ def join(
         PeerError: a peer failed while the session was in use.
     """
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    token, place = os.environ.get(JOINS), store_address()
+    token = os.environ.get(JOINS)
     is_part = token is not None and world < mesh.world_size
     if world != mesh.world_size and not is_part and problem is None:
         problem = _wrong_number(world, mesh)
     lobby = Lobby(mesh.world_size if is_part else world, wait_s, tell, problem)
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
+    place = store_address()  # after `meet`, which may have joined a network of the run's own
     run = find_run(met, wait_s, tell) if token else ""
     if token and is_part:
         token, mesh = _be_part(PrefixStore(run, met), token, mesh, rank, world, wait_s)

@@ -23,28 +23,29 @@ WORLD, LEAVES, EVERY = 4, 20, 16  # steps between two, of 400: the last is in be
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 LOCAL = ["diloco", "sparse_loco"]
 METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", *LOCAL]
-_PAUSE_S = 0.4
+_PAUSE_S = 0.8
 """After a step while one comes: twenty newcomers take longer than 400 steps of this model."""
 
 
 class Churn:
-    """Rank 0 has a replica leave and another come, every `EVERY` steps or so."""
+    """Has a replica leave and another come, every `EVERY` steps or so, as rank 0 says."""
 
-    def __init__(self, store: TCPStore, leaves: int, seed: int) -> None:
-        self._store, self._left, self._draw = store, leaves, random.Random(seed)
-        self._comes = WORLD
+    def __init__(self, store: TCPStore, rank: int, leaves: int, seed: int) -> None:
+        self._store, self._rank, self._draw = store, rank, random.Random(seed)
+        self._comes, self._end = WORLD, WORLD + leaves
 
     def each(self, training: ElasticTraining, step: int) -> None:
-        """After a step of rank 0."""
-        number = self._comes - WORLD
-        awaited = number and not self._store.check([f"in {self._comes - 1}"])
-        if awaited:
+        """After a step of any rank."""
+        while self._store.check([f"in {self._comes}"]):
+            self._comes += 1
+        if self._store.check([f"come {self._comes}"]):
             time.sleep(_PAUSE_S)
-        elif number < self._left and step >= EVERY * number + 5:
+            return
+        is_due = self._comes < self._end and step >= EVERY * (self._comes - WORLD) + 5
+        if self._rank == 0 and is_due:
             others = sorted({*training._elastic.hosts} - {0})
             self._store.set(f"leave {self._draw.choice(others)}", "")
             self._store.set(f"come {self._comes}", "")
-            self._comes += 1
 
 
 def held_out(
@@ -52,7 +53,7 @@ def held_out(
 ) -> tuple[float, int, int]:
     """The loss in the end, how many generations there were, and how many replicas in the end."""
     store, number = TCPStore("127.0.0.1", port, is_master=False), [0, 0]
-    churn, loss = Churn(store, leaves, seed), float("nan")
+    churn, loss = Churn(store, rank, leaves, seed), float("nan")
     options = "{interval=10, overlap=0}" if method in LOCAL else "{}"
     settings = [f"gradcomp.method={method}", f"gradcomp.{method}={options}", f"run.seed={seed}"]
     settings += ["pipeline.replicas=4", "train.epochs=1", "data.eval_sequences=240"]
@@ -73,8 +74,7 @@ def held_out(
                 if store.check([f"leave {rank}"]):
                     training._elastic.leave(f"rank {rank} is gone")
                     raise SystemExit
-                if rank == 0:
-                    churn.each(training, record.step)
+                churn.each(training, record.step)
         loss = run.evaluate_on(corpus.evaluation)["loss"]
         number = [training._elastic._generation, len(training._elastic.hosts)]
     return loss, number[0], number[1]
