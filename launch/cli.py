@@ -6,7 +6,6 @@ Nothing here imports torch before it is needed: help and mistakes are answered a
 import io
 import json
 import logging
-import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -199,6 +198,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts, join)
     try:
         machines.check(meet=not dry_run)
+        is_rank = machines.is_rank()
         check_environment()
         files_of(config_path)
         if join is not None and resume:
@@ -207,7 +207,7 @@ def train(  # noqa: PLR0913  # one parameter per option
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ValueError as error:
         refuse(error)
-    if not dry_run:
+    if not (dry_run or is_rank):
         _warm_up(f"reading {config_path}", show=show)
     from thinpipe.launch.checkpoint.resume import Resume
     from thinpipe.launch.start import start_run
@@ -234,10 +234,12 @@ def run_script(  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
         machines.check()
+        is_rank = machines.is_rank()
         check_environment()
     except ValueError as error:
         refuse(error)
-    _warm_up(f"looking at {script}", show=show)
+    if not is_rank:
+        _warm_up(f"looking at {script}", show=show)
     from thinpipe.launch.start import start_program
 
     start_program(main, script, arguments or [], machines, show=show)
@@ -245,8 +247,6 @@ def run_script(  # one parameter per option
 
 def _warm_up(doing: str, *, show: int) -> None:
     """Let the process that ranks are forked from import while this one checks; say so."""
-    if "RANK" in os.environ:
-        return
     leave_first_process()  # before any other is started
     outlive_terminal()
     if show >= 0 and sys.stdout.isatty():

@@ -13,7 +13,7 @@ from rich.console import Console
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.config.cli_options import Machines, refuse, share_of
+from thinpipe.launch.config.cli_options import Machines, refuse, share_of, started_by_torch
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -26,13 +26,11 @@ from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.net.machines import Joins
 from thinpipe.launch.net.ranks.elastic import (
     Nodes,
-    leave_place,
     run_local,
     run_node,
-    started_by_launcher,
-    started_by_torch,
 )
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
+from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.run.ending import end_failed
@@ -61,7 +59,8 @@ def start_run(
         config = load_config(config_path, overrides)
         if show >= config.world_size and not dry_run:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
-        if is_rank(machines) and not dry_run:
+        if machines.is_rank() and not dry_run:
+            _check_supervised(config)
             _run_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
@@ -77,24 +76,25 @@ def start_run(
         refuse(error)
 
 
-def is_rank(machines: Machines) -> bool:
-    """Whether this process is one. Told where machines meet, it starts some, though its environment
-    gives it a place, as that of `thinpipe shaped`.
-    """
-    if not machines.alone and not started_by_torch():
-        leave_place()
-    return started_by_launcher()
+def _check_supervised(config: RunConfig) -> None:
+    if config.goes_on_by and not started_by_torch():
+        raise ConfigError(
+            f"{config.goes_on_by}: nobody would tell the others of the loss of this rank, which "
+            "was started by itself; add --nnodes and --rdzv"
+        )
 
 
 def _shares_of_newcomer(config: RunConfig, machines: Machines) -> list[preflight.Share]:
-    """The ranks of a replica that a machine which joins may have; places in it, as numbers."""
+    """The ranks of a replica that a machine which joins may have; numbered as those of a second
+    one, as the first has rank 0, which writes.
+    """
     if config.checkpoint.ram_every is not None:
         return [range(machines.ranks or 1)]
     whole = config.pipeline.pipeline_ranks
     ranks = machines.ranks or whole
     if ranks > whole:
         raise ConfigError(f"--ranks = {ranks}: with --join a machine brings {whole} or fewer ranks")
-    return [range(first, first + ranks) for first in range(whole - ranks + 1)]
+    return [range(first, first + ranks) for first in range(whole, 2 * whole - ranks + 1)]
 
 
 def _check_elastic(config: RunConfig, machines: Machines) -> None:
@@ -128,7 +128,7 @@ def start_program(
     main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
 ) -> NoReturn:
     """Run your own program on all ranks of this machine, or under torchrun as one."""
-    if is_rank(machines):
+    if machines.is_rank():
         end_with_parent()
         keep_freed_memory()
         os.environ.setdefault(SHOW, str(show))
@@ -188,7 +188,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
         trained = _train_rank(config, resume, show=show)
         if os.environ.get("LOCAL_RANK", "0") == str(show):
             texts = show_samples(config)
-            if texts and trained and os.environ["RANK"] == "0":
+            if texts and trained and os.environ["RANK"] == "0" and not joins():
                 from thinpipe.launch.run.report import add_samples
 
                 add_samples(config.run.path, texts)

@@ -1,12 +1,14 @@
-"""Losses by step, of real runs: `thinpipe train` with all ranks on this machine.
+"""Real runs: `thinpipe train` with all ranks on this machine, for losses by step.
 
-Messages, codecs and numbers are those of a run over a network; only time is not.
+Messages, codecs and numbers are those of a run over a network; time is over emulated links alone.
 """
 
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -56,8 +58,25 @@ def measure(
     }
 
 
-def train(settings: dict[str, Any], folder: Path) -> list[StepRecord]:
-    """Run a file and read what it measured.
+def whole(
+    task: Task, layout: LayoutName, method: str, rate: str, *, texts: tuple[Path, Path]
+) -> dict[str, Any]:
+    """A row: seconds of a run over links of that rate, and as composed from a short run's steps."""
+    runs = []
+    for sequences in (8 * task.batch, 100 * task.batch):
+        part = replace(task, sequences=sequences, epochs=2)
+        settings = run_file(part, layout, method, texts=texts, seed=0, lr=task.lr)
+        with TemporaryDirectory() as folder:
+            runs.append(
+                train(settings, Path(folder), "shaped", "--hosts", "4", "--rate", rate, "--")
+            )
+    typical = {n: median(r.step_s for r in runs[0] if r.epoch == n) for n in (1, 2)}
+    found = {"seconds": sum(r.step_s for r in runs[1]), "environment": environment()}
+    return {**found, "composed": sum(typical[record.epoch] for record in runs[1])}
+
+
+def train(settings: dict[str, Any], folder: Path, *over: str) -> list[StepRecord]:
+    """Run a file, `over` a network, and read what it measured.
 
     Raises:
         RuntimeError: the run failed, or skipped a step.
@@ -65,7 +84,8 @@ def train(settings: dict[str, Any], folder: Path) -> list[StepRecord]:
     place = {**settings["run"], "folder": str(folder / "run")}
     file = folder / "run.toml"
     file.write_text(tomlkit.dumps({**settings, "run": place}), encoding="utf-8")
-    command = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file)]
+    thinpipe = [sys.executable, "-P", "-m", "thinpipe.launch"]
+    command = [*thinpipe, *over, *(thinpipe if over else ()), "train", str(file)]
     done = subprocess.run([*command, "--show", "-1"], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")

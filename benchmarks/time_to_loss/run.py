@@ -7,8 +7,8 @@ Three parts, each of which adds rows to FILE; rows that it has are not measured 
 take several sittings. `losses`: real runs of every method, all ranks on this machine. `seconds`:
 steps over emulated links with real messages and a slept GPU (as root: it makes networks). `hours`:
 their sum for a whole run, and a table by link. `plan`: what `thinpipe plan` knows of losses, a file
-in its folder. A method has arrived if its held-out loss ends at
-most .01 nats above that of fp32.
+in its folder. `whole`: runs over links, computed here, against such a sum. A method has arrived if
+its held-out loss ends at most .01 nats above that of fp32.
 
 Without `--smollm2` the task is a GPT-2 shape from scratch.
 """
@@ -42,7 +42,7 @@ from benchmarks.time_to_loss.tasks import (
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.links import parse_rate, parse_time
 
-_PARTS = ("losses", "seconds", "hours", "plan")
+_PARTS = ("losses", "seconds", "hours", "plan", "whole")
 _VOCABULARY = 5000
 _TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
@@ -155,6 +155,12 @@ def _untimed(
     ]
 
 
+def _compare(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
+    for layout, method, rate in product(options.layouts, options.methods, options.rates):
+        row = losses.whole(task, layout, method, rate, texts=(options.train, options.eval))
+        rows.add("whole", {"task": task.name, "method": method, "rate": rate, **row})
+
+
 def _wanted(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [name for name in names if not options.methods or name in (*options.methods, BASELINE)]
 
@@ -169,13 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _train(options, task, rows)
         if "seconds" in options.parts:
             _time(options, task, rows, Path(folder))
+        if "whole" in options.parts:
+            _compare(options, task, rows)
     if "hours" in options.parts:
         trained = [row for row in rows.of("losses") if row["steps"] == task.steps]
-        timed = [
-            row
-            for row in rows.of("seconds")
-            if row.get("dilation", options.dilation) == options.dilation
-        ]
+        dilation = options.dilation
+        timed = [r for r in rows.of("seconds") if r.get("dilation", dilation) == dilation]
         found = [row for row in compose(trained, timed) if row.task == task.name]
         rows.replace("hours", [asdict(row) for row in found])
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
@@ -198,7 +203,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--train", type=Path, required=True, help="text to train on")
     command.add_argument("--eval", type=Path, required=True, help="held-out text")
     command.add_argument("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2-135M")
-    command.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS[:-1])
+    command.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS[:-2])
     command.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     command.add_argument("--methods", nargs="+", metavar="NAME", help="fp32 and these (all)")
     command.add_argument("--seeds", type=int, default=3)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from thinpipe.launch.config.network import KEY_FILE
+from thinpipe.launch.host.resources import threads_per_rank, usable_cores
 from thinpipe.launch.host.signals import handled, held
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab.names import environment, host_name, substitute
@@ -132,7 +133,9 @@ def _exec(
     """Run in a host: exec the command; `inputs` replace stdin, stdout and stderr."""
     for target, descriptor in enumerate(inputs):
         os.dup2(descriptor, target)
-    variables = {"PYTHONUNBUFFERED": "1", KEY_FILE: str(key)} | os.environ  # the user's own count
+    threads = threads_per_rank(usable_cores(), network.hosts)  # hosts share this machine's cores
+    variables = {"PYTHONUNBUFFERED": "1", KEY_FILE: str(key), "OMP_NUM_THREADS": str(threads)}
+    variables |= os.environ  # the user's own count
     variables |= environment(host, network.hosts)
     arguments = [substitute(argument, host) for argument in command]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; commands expect it

@@ -305,7 +305,7 @@ def _kind(config: RunConfig) -> type[Training]:
 
 def _problem_if_writing(config: RunConfig) -> str | None:
     """A package that is missing on rank 0, which writes; other machines need none."""
-    if os.environ.get("RANK") == "0":
+    if os.environ.get("RANK") == "0" and not joins():
         try:
             check_writers(config.report.writers)
         except ValueError as error:

@@ -7,8 +7,10 @@ import pytest
 from tests.commands import Command
 from tests.training import config as made
 from thinpipe.launch import preflight
+from thinpipe.launch.config.cli_options import Machines
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.start import _shares_of_newcomer
 
 MISTAKES = {
     "folder": (["run.folder={file}"], "run.folder = "),
@@ -85,3 +87,12 @@ def test_of_several_machines_one_need_not_have_checkpoints_or_writers(run_file: 
     assert len(ready.corpus.train) == 24
     with pytest.raises(ValueError, match="trackio"):
         preflight.check_settings(run, [range(2)], resume=True)
+
+
+def test_a_machine_that_joins_writes_nothing(run_file: Path) -> None:
+    """It is rank 0 of its own replica; packages for writing are rank 0's of the run."""
+    run = made(data={"path": str(run_file.parent / "text.txt"), "train_sequences": 24})
+    write = run.report.model_copy(update={"writers": ("trackio",)})
+    run = run.model_copy(update={"report": write})
+    joins = _shares_of_newcomer(run, Machines(join="host0:29500"))
+    assert len(preflight.check_settings(run, joins).corpus.train) == 24

@@ -72,3 +72,12 @@ def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
     (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
     assert "3 ranks per pipeline (pipeline.cuts) with pipeline.replicas = 1 need 3" in output
+
+
+def test_a_rank_without_supervisor_is_no_part_of_an_elastic_run(run_file: Path) -> None:
+    replicas = ("pipeline.cuts=[]", "pipeline.replicas=2", "train.batch_size=4")
+    settings = ("elastic.min_replicas=1", *replicas)
+    elastic = [word for setting in settings for word in ("--set", setting)]
+    (output,) = reported_by([as_rank(0, 2, free_port(), run_file, *elastic)])
+    assert "elastic.min_replicas = 1: nobody would tell the others of the loss" in output
+    assert "add --nnodes and --rdzv" in output

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinpipe.launch.config.cli_options import PLACE, USAGE_ERROR
+from thinpipe.launch.config.cli_options import USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import print_error
@@ -33,22 +33,6 @@ from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0  # one machine waits for no other; its own store may be slow to open
 _LEFT_OUT = "this machine was lost, and the run goes on without it; --join brings it back"
-
-
-def started_by_launcher() -> bool:
-    """Whether this process is a rank: torchrun and `run_local` set its environment."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def started_by_torch() -> bool:
-    """Whether torch's agent, torchrun's or ours, has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def leave_place() -> None:
-    """Be no rank from here on, whatever the environment says."""
-    for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ _GRACE_S, _CAUSE_S = 1.0, 5.0
 _OWN_ACCOUNT_S = 0.2  # how long the main thread may take to say more, if it has noticed too
 _STUCK_S = 10.0  # a main thread inside gloo may never return
 _SETTLE_S = 140.0
-"""Beyond twice the time that ranks wait for each other: they notice a loss first, end what they
-encode (`gradcomp/overlap.py`), and wait for those who do."""
+"""Beyond the time that ranks wait for each other: they notice a loss first, and end what they
+encode (`gradcomp/overlap.py`)."""
 _FIRST = "1"
 LOST, OUT = 75, 76
 """Exit codes of a rank that is well, but that the others go on without; `OUT` if that is so of all
@@ -125,7 +125,7 @@ class Losses:
         say it.
         """
         key = f"settled/{rank}"
-        limit_s = time.monotonic() + 2 * float(self._store.get("open")) + _SETTLE_S
+        limit_s = time.monotonic() + float(self._store.get("open")) + _SETTLE_S
         while self.is_open and not self._store.check([key]) and time.monotonic() < limit_s:
             if has_failed():
                 break

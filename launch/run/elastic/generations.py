@@ -175,11 +175,7 @@ class Generations:
         while True:
             if not self._goes_on(error) or tries == _TRIES:
                 raise error
-            try:
-                self._run.settle()  # no job of this generation may send in the next
-            except TimeoutError:
-                self.leave(f"rank {self._me} on {self._hosts.own}: its exchange does not end")
-                end_now(LOST, f"rank {self._me}: its exchange does not end: {self._left_out}")
+            self._end_jobs()
             self._news.generation += 1
             members = self._agree(post)
             self._settle(members, error)
@@ -191,6 +187,24 @@ class Generations:
                 continue
             self._warm &= {*members}
             return [member for member in before if member not in members], self._posts(members)
+
+    def _end_jobs(self) -> None:
+        """Nothing of this generation may send in the next.
+
+        Raises:
+            TransportError: something does not end, and the others cannot go on without this rank.
+        """
+        try:
+            self._run.settle()
+        except TimeoutError:
+            why = f"rank {self._me} on {self._hosts.own}: its exchange does not end"
+            left = Generations._choose(self, {self._me})
+            if not self._are_enough(left):
+                raise TransportError(f"{why}; {self._why_not(left)}") from None
+            with suppress(RuntimeError):  # the store is gone, which ends the process
+                self.leave(why)
+            out = self._hosts.own in self._hosts.of_all([self._me])
+            end_now(OUT if out else LOST, f"{why}: {self._left_out}")
 
     def _settle(self, members: Sequence[int], error: TransportError) -> None:
         """Tell those who are lost what becomes of them; who is lost itself ends."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.cli_options import run_app
+from thinpipe.launch.config.cli_options import Machines, run_app
 from thinpipe.launch.host.packages import versions
 
 
@@ -123,3 +123,16 @@ def test_flags_take_no_value_in_help(
     shown = capfd.readouterr().out
     assert "--help" in shown
     assert "bool" not in shown
+
+
+def test_who_is_told_where_machines_meet_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`thinpipe shaped` gives each host a place; torch's agents start ranks."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "thinpipe")
+    assert Machines(2, "host0:29500").is_rank()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert Machines().is_rank()
+    assert not Machines(join="host0:29500").is_rank()
+    assert not {*place} & {*os.environ}

@@ -3,10 +3,25 @@ import signal
 
 import pytest
 
+from thinpipe.launch.lab import commands
 from thinpipe.launch.lab.commands import run_command
 from thinpipe.launch.lab.network import ShapedNetwork
 
 Capture = pytest.CaptureFixture[str]
+
+
+def test_hosts_share_the_cores_of_this_machine(
+    net: ShapedNetwork, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = ["sh", "-c", "echo $OMP_NUM_THREADS"]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(commands, "usable_cores", lambda: 9)
+    assert run_command(net, show) == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert run_command(net, show) == 0
+    hosts = range(3)
+    expected = [f"host{host}| {threads}" for threads in (3, 5) for host in hosts]
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(expected)
 
 
 def test_every_host_runs_the_command_as_itself(net: ShapedNetwork, capfd: Capture) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 RUN = """
 [run]
 folder = "{folder}/run"
@@ -41,7 +43,7 @@ def test_ranks_of_emulated_hosts_train(tmp_path: Path) -> None:
         [*thinpipe, "shaped", "--hosts", "2", "--", *train],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     steps = (tmp_path / "run/metrics.jsonl").read_text().splitlines()

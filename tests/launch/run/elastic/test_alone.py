@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.test_sections import end, joined, shared
+from tests.launch.run.elastic.test_sections import WAIT_S, end, joined, shared
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.net.ranks.failures import Losses
-from thinpipe.launch.run.elastic import generations
+from thinpipe.launch.run.elastic import generations, sections
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
 
 
@@ -62,6 +62,7 @@ def one_is_late(rank: int, port: int, least: int) -> dict[str, Any]:
     """Rank 1 is steps behind where the others meet, who wait for it only so long."""
     _, transport, run, elastic = joined(rank, port, 3, timeout_s=4, least=least)
     generations.end_now = end  # type: ignore[assignment]
+    sections._WAITED = 3 / WAIT_S
 
     def step() -> None:
         run.done += 1

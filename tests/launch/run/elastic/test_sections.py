@@ -91,9 +91,7 @@ def joined(
     )
     transport = GlooTransport(stages, world // stages, timeout_s=timeout_s)
     run: Any = Recorder(transport)
-    elastic = Elastic(
-        store, transport, run, host="here", least=least, wait_s=timeout_s, patience_s=5
-    )
+    elastic = Elastic(store, transport, run, host="here", least=least, wait_s=WAIT_S, patience_s=5)
     return store, transport, run, elastic
 
 
@@ -288,12 +286,13 @@ def one_encodes_for_ever(rank: int, port: int) -> dict[str, Any]:
     if rank == 1:
         run.settle = settle
     results: list[list[float]] = []
+    began_s = time.monotonic()
     try:
         for _ in range(2):
             results.append(elastic.together(share))
     except SystemExit as ended:
         return {"ended": str(ended)}
-    return {"results": results}
+    return {"results": results, "took_s": time.monotonic() - began_s}
 
 
 @pytest.mark.dist
@@ -301,6 +300,7 @@ def test_a_rank_whose_exchange_does_not_end_is_lost_alone(ranks: Ranks) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, stuck, _ = ranks(3, one_encodes_for_ever, store.port)
     assert first["results"] == [[0, 1, 2], [0]]
+    assert first["took_s"] < WAIT_S / 2, "it is not waited for"
     assert "its exchange does not end: the others go on" in stuck["ended"]
 
 
