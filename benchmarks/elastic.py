@@ -43,18 +43,10 @@ RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
 SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
-    "goodput": ".3f",
-    "samples": ".3f",
-    "in steps": ".3f",
-    "standing still": ".3f",
-    "faults": ".0f",
-    "losses": ".0f",
-    "joins": ".0f",
-    "kill to next step s": ".2f",
-    "worst s": ".2f",
-    "join stands still s": ".2f",
-    "join worst s": ".2f",
-    "calm step s": ".3f",
+    **dict.fromkeys(("goodput", "samples", "in steps", "standing still"), ".3f"),
+    **dict.fromkeys(("faults", "losses", "joins"), ".0f"),
+    **dict.fromkeys(("kill to next step s", "worst s"), ".2f"),
+    **dict.fromkeys(("join stands still s", "join worst s", "calm step s"), ".2f"),
 }
 _RUN = """
 [model]

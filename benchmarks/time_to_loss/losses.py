@@ -58,21 +58,19 @@ def measure(
     }
 
 
-def whole(
+def compare(
     task: Task, layout: LayoutName, method: str, rate: str, *, texts: tuple[Path, Path]
 ) -> dict[str, Any]:
     """A row: seconds of a run over links of that rate, and as composed from a short run's steps."""
-    runs = []
-    for sequences in (8 * task.batch, 100 * task.batch):
-        part = replace(task, sequences=sequences, epochs=2)
+    runs, over = [], ("shaped", "--hosts", "4", "--rate", rate, "--")
+    for steps in (8, 100):
+        part = replace(task, sequences=steps * task.batch, epochs=2)
         settings = run_file(part, layout, method, texts=texts, seed=0, lr=task.lr)
         with TemporaryDirectory() as folder:
-            runs.append(
-                train(settings, Path(folder), "shaped", "--hosts", "4", "--rate", rate, "--")
-            )
+            runs.append(train(settings, Path(folder), *over))
     typical = {n: median(r.step_s for r in runs[0] if r.epoch == n) for n in (1, 2)}
-    found = {"seconds": sum(r.step_s for r in runs[1]), "environment": environment()}
-    return {**found, "composed": sum(typical[record.epoch] for record in runs[1])}
+    whole, composed = sum(r.step_s for r in runs[1]), sum(typical[r.epoch] for r in runs[1])
+    return {"seconds": whole, "composed": composed, "environment": environment()}
 
 
 def train(settings: dict[str, Any], folder: Path, *over: str) -> list[StepRecord]:

@@ -8,9 +8,8 @@ take several sittings. `losses`: real runs of every method, all ranks on this ma
 steps over emulated links with real messages and a slept GPU (as root: it makes networks). `hours`:
 their sum for a whole run, and a table by link. `plan`: what `thinpipe plan` knows of losses, a file
 in its folder. `whole`: runs over links, computed here, against such a sum. A method has arrived if
-its held-out loss ends at most .01 nats above that of fp32.
-
-Without `--smollm2` the task is a GPT-2 shape from scratch.
+its held-out loss ends at most .01 nats above fp32's. Without `--smollm2` the task is a GPT-2 shape
+from scratch.
 """
 
 import argparse
@@ -157,7 +156,7 @@ def _untimed(
 
 def _compare(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
     for layout, method, rate in product(options.layouts, options.methods, options.rates):
-        row = losses.whole(task, layout, method, rate, texts=(options.train, options.eval))
+        row = losses.compare(task, layout, method, rate, texts=(options.train, options.eval))
         rows.add("whole", {"task": task.name, "method": method, "rate": rate, **row})
 
 

@@ -16,7 +16,10 @@ from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.run import main
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
+from tests.launch.lab.conftest import namespaces, net
 from thinpipe.launch.config.run import RunConfig
+
+__all__ = ["namespaces", "net"]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,13 @@ def test_losses_are_those_of_a_run_and_are_measured_once(
     assert before.count("\n") == 2
     main([*words, "--parts", "losses", "hours"])
     assert out.read_text(encoding="utf-8") == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("namespaces")
+def test_runs_over_links_are_timed_as_a_whole(task: Task, texts: tuple[Path, Path]) -> None:
+    found = losses.compare(task, "pipeline", "AQ-SGD 3/6", "100mbit", texts=texts)
+    assert min(found["seconds"], found["composed"]) > 0
 
 
 def test_plan_is_told_the_gaps_that_are_known(tmp_path: Path) -> None:
