@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-e
 
 from thinpipe.launch.config.network import TAKEN, NetworkConfig, natural
 from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
+from thinpipe.launch.host.scratch import use_scratch_folder
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
@@ -129,6 +130,7 @@ def join_as_rank(
         )
     from thinpipe.launch.net.machines import several_machines  # else not needed by a rank
 
+    use_scratch_folder()  # as launchers do: its relay's socket must not outlive a failure
     endpoint = format_endpoint(master, int(port))
     network = several_machines(config, endpoint, hosts, limit_s=limit_s, log=log)
     os.environ.update(network.environment)
