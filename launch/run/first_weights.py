@@ -46,7 +46,7 @@ def _take_from_replica_0(built: Built, transport: Transport) -> None:
             send_tensors(transport.link(rank, WEIGHTS, name), wholes.values())
     elif mesh.rank in unlike:
         name = f"first weights, rank {first} -> rank {mesh.rank}"
-        receive_tensors(transport.link(first, WEIGHTS, name), wholes)
+        receive_tensors(transport.link(first, WEIGHTS, name), wholes.values())
         for parameter, whole in zip(held.values(), wholes.values(), strict=True):
             parameter.data.copy_(whole)
     if mesh.rank == first == 0 and unlike:

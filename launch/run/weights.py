@@ -1,7 +1,8 @@
 """Brings the weights of all stages to rank 0, and writes them as one file."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def save_model(session: Session, built: Built, path: Path) -> None:
             for rank in mesh.pipeline[1:]:
                 found = make_described(rank, listed[rank])
                 link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
-                receive_tensors(link, found)
+                receive_tensors(link, found.values())
                 state |= found
         elif mesh.rank in mesh.pipeline and mesh.replica == 0:
             link = transport.link(0, WEIGHTS, f"weights, rank {mesh.rank} -> rank 0")
@@ -73,31 +74,47 @@ def describe(name: str, tensor: Tensor) -> list[object]:
 
 def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
     """Send CPU tensors, a piece at a time; returns when all are under way."""
-    number = 0
-    for tensor in tensors:
-        for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
-            link.begin_pass(number)
-            link.send(0, sealed(piece, number))
-            number += 1
-    link.begin_pass(number)  # waits for the last
+    numbers = count()
+    for piece in in_pieces(tensors, _PIECE_NBYTES):
+        number = next(numbers)
+        link.begin_pass(number)
+        link.send(0, sealed(torch.cat(piece), number))
+    link.begin_pass(next(numbers))  # waits for the last
 
 
-def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
-    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors.
+def receive_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
+    """Fill contiguous CPU tensors with what `send_tensors` sends.
 
     Raises:
-        TransportError: the sender is gone, or a tensor came damaged.
+        TransportError: the sender is gone, or something came damaged.
     """
-    number = 0
-    for name, tensor in tensors.items():
-        for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES):
-            link.begin_pass(number)
-            link.expect(0, piece.numel() + CHECKSUM_NBYTES)
-            data = opened(link.take(0), number)
-            if data is None:
-                raise TransportError(f"weight {name} came damaged")
-            piece.copy_(data)
-            number += 1
+    for number, piece in enumerate(in_pieces(tensors, _PIECE_NBYTES)):
+        link.begin_pass(number)
+        link.expect(0, sum(part.numel() for part in piece) + CHECKSUM_NBYTES)
+        data = opened(link.take(0), number)
+        if data is None:
+            raise TransportError("weights came damaged")
+        fill(piece, data)
+
+
+def in_pieces(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Views of all bytes, in pieces of at most so many: to send one costs a round trip."""
+    piece, room = list[Tensor](), most
+    for tensor in tensors:
+        for part in torch.split(as_bytes(tensor), most):
+            if part.numel() > room:
+                yield piece
+                piece, room = [], most
+            piece.append(part)
+            room -= part.numel()
+    if room < most:
+        yield piece
+
+
+def fill(piece: Sequence[Tensor], data: Tensor) -> None:
+    """Fill the views of a piece with its bytes."""
+    for part, came in zip(piece, torch.split(data, [p.numel() for p in piece]), strict=True):
+        part.copy_(came)
 
 
 def make_described(

@@ -106,12 +106,12 @@ class Membership:
         return ""
 
     def is_spare(self, hello: Hello) -> bool:
-        comes_later = not hello.hosts and self.peer_list.is_complete
-        return comes_later and hello.name not in self._hosts
+        return not hello.hosts and hello.name not in self._hosts
 
     def place(self, hello: Hello, lost: Collection[str]) -> str | None:
         """The name of a lost host, which a spare may take."""
-        return min(lost, key=natural, default=None) if self.is_spare(hello) else None
+        may_take = self.is_spare(hello) and self.peer_list.is_complete
+        return min(lost, key=natural, default=None) if may_take else None
 
     def join(self, host: Host) -> str | None:
         """Enter a host, in the place of the one that had its name.

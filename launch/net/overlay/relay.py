@@ -155,7 +155,7 @@ class Relay:
             if host.name not in self._links:
                 self._add_link(peer_list, number)
             elif before is not None and before.hosts[number].instance != host.instance:
-                self._links[host.name].give_up("was started again")
+                self._links[host.name].give_up("another relay has its name now")
                 self._links[host.name].attempt = 0  # its relay counts from 1 again
         # once links are there: ranks ask for ports as soon as they hear of it
         _report("joined", peer_list=peer_list.model_dump(), name=self._settings.name)

@@ -1,13 +1,13 @@
 """Messages over a connection of two ranks: a length, a header, which is JSON, and its tensors."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinpipe.launch.run.weights import as_bytes, make_described
+from thinpipe.launch.run.weights import as_bytes, fill, in_pieces, make_described
 
 _PIECE_NBYTES = 1 << 20
 """Sent at a time; a loss is noticed between two."""
@@ -26,9 +26,10 @@ def send_message(move: Move, header: dict[str, Any], tensors: Iterable[Tensor] =
     move(as_bytes(torch.tensor([text.numel()])))
     move(text)
     sent = text.numel()
-    for piece in _pieces(tensors):
-        move(piece)
-        sent += piece.numel()
+    for piece in in_pieces(tensors, _PIECE_NBYTES):
+        data = torch.cat(piece)
+        move(data)
+        sent += data.numel()
     return sent
 
 
@@ -61,8 +62,10 @@ def receive_tensors(
     offered = make_described(0, header["tensors"], "meta").values()
     _check(sum(tensor.nbytes for tensor in offered), most)
     tensors = make_described(0, header["tensors"])
-    for piece in _pieces(tensors.values()):
-        move(piece)
+    for piece in in_pieces(tensors.values(), _PIECE_NBYTES):
+        data = torch.empty(sum(part.numel() for part in piece), dtype=torch.uint8)
+        move(data)
+        fill(piece, data)
         came()
     return tensors
 
@@ -71,8 +74,3 @@ def _check(nbytes: int, most: int) -> None:
     """Before memory is taken for it."""
     if not 0 <= nbytes <= most:
         raise ValueError(f"the other end offers {nbytes:,} bytes, where at most {most:,} can be")
-
-
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield from (piece for piece in torch.split(as_bytes(tensor), _PIECE_NBYTES) if len(piece))

@@ -17,6 +17,7 @@ from thinpipe.launch.run.elastic.copies import Packed
 from thinpipe.launch.run.weights import (
     as_bytes,
     describe,
+    in_pieces,
     make_described,
     receive_tensors,
     send_tensors,
@@ -100,14 +101,13 @@ def _exchange(
     transport: Transport, source: int, links: Sequence[Link], tensors: Mapping[str, Tensor]
 ) -> None:
     """Send tensors over `links`, or fill them, if there are none; a collective."""
-    pieces, rank = _pieces(tensors), transport.mesh.rank
+    pieces, rank = [*in_pieces(tensors.values(), _PIECE_NBYTES)], transport.mesh.rank
     most = torch.tensor([len(pieces)], dtype=torch.float64)
     for number in range(int(transport.share(most, "world").max())):
         for link in links if number < len(pieces) else ():
             send_tensors(link, pieces[number])
         if not links and number < len(pieces):
-            named = {f"{number}.{part}": piece for part, piece in enumerate(pieces[number])}
-            receive_tensors(_link(transport, source, rank), named)
+            receive_tensors(_link(transport, source, rank), pieces[number])
         # with all ranks, as nobody waits for another longer than its timeout
         transport.share(torch.zeros(0, dtype=torch.float64), "world")
 
@@ -118,19 +118,6 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         name: xxhash.xxh3_128_hexdigest(as_bytes(tensor).numpy().data) + str(describe("", tensor))
         for name, tensor in tensors.items()
     }
-
-
-def _pieces(tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """Views of all bytes, in groups of at most `_PIECE_NBYTES`."""
-    groups, room = list[list[Tensor]](), 0
-    for tensor in tensors.values():
-        for part in torch.split(as_bytes(tensor), _PIECE_NBYTES):
-            if part.numel() > room:
-                groups.append([])
-                room = _PIECE_NBYTES
-            groups[-1].append(part)
-            room -= part.numel()
-    return groups
 
 
 def _link(transport: Transport, source: int, target: int) -> Link:

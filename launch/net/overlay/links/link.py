@@ -204,10 +204,12 @@ class Link:
             self.has_left = True
 
     def give_up(self, reason: str) -> None:
-        """Break all streams: who uses them learns at once."""
+        """Break all streams: who uses them learns at once. Who is gone is not missed again."""
+        is_gone = self.is_lost or self.has_left
         self._disconnect()
         self.is_lost = True
-        self._on_change(self, "lost", reason)
+        if not is_gone:
+            self._on_change(self, "lost", reason)
         self.restart()
 
     def tick(self, now_s: float, late_s: float) -> None:

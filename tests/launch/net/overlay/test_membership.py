@@ -71,7 +71,10 @@ def test_refusals_have_reasons() -> None:
     assert "none of the run's machines (a, b) is lost, so c cannot" in refusal("c", 0)
     early = Membership("a", 2)
     early.join(host("a"))
-    assert "has not begun" in early.refusal(Hello(purpose="join", name="b", hosts=0))
+    spare = Hello(purpose="join", name="b", hosts=0)
+    assert "has not begun" in early.refusal(spare)
+    assert early.is_spare(spare), "it may wait"
+    assert early.place(spare, ["a"]) is None
 
 
 def test_only_one_that_comes_later_may_have_the_place_of_a_lost_host() -> None:
