@@ -3,7 +3,6 @@
 import time
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,11 @@ def test_replicas_of_local_steps_go_on_and_let_one_in(
     records = read_metrics(tmp_path / "run/metrics.jsonl")
     counts = [record.samples for record in records]
     assert counts[LOST + 1 :].count(4) >= 1
-    since = pairwise(records[third["begins"] - 1 :])
-    whole = {now.samples for now, then in since if now.epoch == then.epoch}
-    assert whole == {6}, "but for the last step of an epoch"
+    since = records[third["begins"] - 1 :]
+    whole = {
+        now.samples for now, then in zip(since, since[2:], strict=False) if now.epoch == then.epoch
+    }
+    assert whole == {6}, "but for the last two steps of an epoch: all have one in each"
     by_epoch = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
     assert by_epoch[0] == 120
 
