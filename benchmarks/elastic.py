@@ -45,8 +45,8 @@ KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     **dict.fromkeys(("goodput", "samples", "in steps", "standing still"), ".3f"),
     **dict.fromkeys(("faults", "losses", "joins"), ".0f"),
-    **dict.fromkeys(("kill to next step s", "worst s"), ".2f"),
-    **dict.fromkeys(("join stands still s", "join worst s", "calm step s"), ".2f"),
+    **dict.fromkeys(("kill to next step s", "worst s", "join stands still s"), ".2f"),
+    **dict.fromkeys(("join worst s", "calm step s"), ".2f"),
 }
 _RUN = """
 [model]

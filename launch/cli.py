@@ -24,6 +24,7 @@ from thinpipe.launch.config.cli_options import (
     SetOption,
     check_environment,
     hide_types_of_flags,
+    is_rank,
     refuse,
     run_app,
 )
@@ -198,7 +199,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts, join)
     try:
         machines.check(meet=not dry_run)
-        is_rank = machines.is_rank()
+        machines.leave_place()
         check_environment()
         files_of(config_path)
         if join is not None and resume:
@@ -207,7 +208,7 @@ def train(  # noqa: PLR0913  # one parameter per option
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ValueError as error:
         refuse(error)
-    if not (dry_run or is_rank):
+    if not dry_run:
         _warm_up(f"reading {config_path}", show=show)
     from thinpipe.launch.checkpoint.resume import Resume
     from thinpipe.launch.start import start_run
@@ -234,12 +235,11 @@ def run_script(  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
         machines.check()
-        is_rank = machines.is_rank()
+        machines.leave_place()
         check_environment()
     except ValueError as error:
         refuse(error)
-    if not is_rank:
-        _warm_up(f"looking at {script}", show=show)
+    _warm_up(f"looking at {script}", show=show)
     from thinpipe.launch.start import start_program
 
     start_program(main, script, arguments or [], machines, show=show)
@@ -247,6 +247,8 @@ def run_script(  # one parameter per option
 
 def _warm_up(doing: str, *, show: int) -> None:
     """Let the process that ranks are forked from import while this one checks; say so."""
+    if is_rank():
+        return
     leave_first_process()  # before any other is started
     outlive_terminal()
     if show >= 0 and sys.stdout.isatty():

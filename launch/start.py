@@ -13,7 +13,13 @@ from rich.console import Console
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.config.cli_options import Machines, refuse, share_of, started_by_torch
+from thinpipe.launch.config.cli_options import (
+    Machines,
+    is_rank,
+    refuse,
+    share_of,
+    started_by_torch,
+)
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -24,11 +30,7 @@ from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.net.machines import Joins
-from thinpipe.launch.net.ranks.elastic import (
-    Nodes,
-    run_local,
-    run_node,
-)
+from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
 from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError
@@ -59,7 +61,7 @@ def start_run(
         config = load_config(config_path, overrides)
         if show >= config.world_size and not dry_run:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
-        if machines.is_rank() and not dry_run:
+        if is_rank() and not dry_run:
             _check_supervised(config)
             _run_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)
@@ -85,11 +87,11 @@ def _check_supervised(config: RunConfig) -> None:
 
 
 def _shares_of_newcomer(config: RunConfig, machines: Machines) -> list[preflight.Share]:
-    """The ranks of a replica that a machine which joins may have; numbered as those of a second
-    one, as the first has rank 0, which writes.
+    """The ranks that a machine which joins may have: never 0, which writes, so those of a second
+    replica, or of a pipeline without replicas the ones after the first.
     """
     if config.checkpoint.ram_every is not None:
-        return [range(machines.ranks or 1)]
+        return [range(1, 1 + (machines.ranks or 1))]
     whole = config.pipeline.pipeline_ranks
     ranks = machines.ranks or whole
     if ranks > whole:
@@ -128,7 +130,7 @@ def start_program(
     main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
 ) -> NoReturn:
     """Run your own program on all ranks of this machine, or under torchrun as one."""
-    if machines.is_rank():
+    if is_rank():
         end_with_parent()
         keep_freed_memory()
         os.environ.setdefault(SHOW, str(show))

@@ -37,11 +37,7 @@ def run_file(
 def measure(
     task: Task, layout: LayoutName, method: str, *, texts: tuple[Path, Path], seed: int, lr: float
 ) -> dict[str, Any]:
-    """A row: losses and bytes of every step, held-out losses of every epoch.
-
-    Raises:
-        RuntimeError: the run failed, or skipped a step.
-    """
+    """A row: losses and bytes of every step, held-out losses of every epoch; errors as `train`."""
     settings = run_file(task, layout, method, texts=texts, seed=seed, lr=lr)
     with TemporaryDirectory() as folder:
         records = train(settings, Path(folder))

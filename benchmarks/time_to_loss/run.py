@@ -3,13 +3,12 @@
     python -m benchmarks.time_to_loss --train valid.txt --eval test.txt --smollm2 FOLDER \
         --json rows.jsonl
 
-Three parts, each of which adds rows to FILE; rows that it has are not measured again, so it may
-take several sittings. `losses`: real runs of every method, all ranks on this machine. `seconds`:
-steps over emulated links with real messages and a slept GPU (as root: it makes networks). `hours`:
-their sum for a whole run, and a table by link. `plan`: what `thinpipe plan` knows of losses, a file
-in its folder. `whole`: runs over links, computed here, against such a sum. A method has arrived if
-its held-out loss ends at most .01 nats above fp32's. Without `--smollm2` the task is a GPT-2 shape
-from scratch.
+Parts add rows to FILE; what it has is not measured again, so it may take several sittings.
+`losses`: real runs of every method, all ranks on this machine. `seconds`: steps over emulated links
+with real messages and a slept GPU (as root: it makes networks). `hours`: their sum for a whole run,
+and a table by link. `plan`: what `thinpipe plan` knows of losses, a file in its folder. `whole`:
+runs over links, computed here, against such a sum. A method has arrived if its held-out loss ends
+at most .01 nats above fp32's. Without `--smollm2` the task is a GPT-2 shape from scratch.
 """
 
 import argparse
@@ -155,9 +154,12 @@ def _untimed(
 
 
 def _compare(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
-    for layout, method, rate in product(options.layouts, options.methods, options.rates):
-        row = losses.compare(task, layout, method, rate, texts=(options.train, options.eval))
-        rows.add("whole", {"task": task.name, "method": method, "rate": rate, **row})
+    texts = (options.train, options.eval)
+    for layout, rate in product(options.layouts, options.rates):
+        for method in _wanted(options, METHODS[layout]):
+            about = {"task": task.name, "layout": layout, "method": method, "rate": rate}
+            if not rows.has("whole", **about):
+                rows.add("whole", about | losses.compare(task, layout, method, rate, texts=texts))
 
 
 def _wanted(options: argparse.Namespace, names: Iterable[str]) -> list[str]:

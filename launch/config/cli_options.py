@@ -73,14 +73,13 @@ class Machines:
     def alone(self) -> bool:
         return self.count == 1 and self.rdzv is None and self.join is None
 
-    def is_rank(self) -> bool:
-        """Whether this process is one. Told where machines meet, it starts some, though its
-        environment gives it a place, as that of `thinpipe shaped`: it leaves that.
+    def leave_place(self) -> None:
+        """Told where machines meet, this process starts ranks and is none, though its environment
+        gives it a place, as that of `thinpipe shaped`.
         """
         if not self.alone and not started_by_torch():
             for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT"):
                 os.environ.pop(name, None)
-        return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
     def check(self, *, meet: bool = True) -> None:
         """Reject several machines without a place to `meet`, and shares of one.
@@ -105,6 +104,11 @@ class Machines:
                 f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here; add "
                 "them, or remove --ranks"
             )
+
+
+def is_rank() -> bool:
+    """Whether this process is one: torchrun and `run_local` set its environment."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def started_by_torch() -> bool:

@@ -93,7 +93,7 @@ def receive_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
         link.expect(0, sum(part.numel() for part in piece) + CHECKSUM_NBYTES)
         data = opened(link.take(0), number)
         if data is None:
-            raise TransportError("weights came damaged")
+            raise TransportError(f"weights came damaged, in piece {number}")
         fill(piece, data)
 
 

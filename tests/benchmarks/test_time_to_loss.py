@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,7 @@ from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.run import main
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
-from tests.launch.lab.conftest import namespaces, net
 from thinpipe.launch.config.run import RunConfig
-
-__all__ = ["namespaces", "net"]
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +114,20 @@ def test_losses_are_those_of_a_run_and_are_measured_once(
     assert out.read_text(encoding="utf-8") == before
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("namespaces")
-def test_runs_over_links_are_timed_as_a_whole(task: Task, texts: tuple[Path, Path]) -> None:
+def test_a_run_over_links_is_composed_of_a_short_ones_steps(
+    task: Task, texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each epoch by its own median; a first step that is slow counts for itself alone."""
+
+    def train(settings: Any, _folder: Path, *over: str) -> list[SimpleNamespace]:
+        assert over == ("shaped", "--hosts", "4", "--rate", "100mbit", "--")
+        steps = settings["data"]["train_sequences"] // task.batch
+        seconds = [9.0, *[2.0] * (steps - 1), *[0.5] * steps]
+        return [SimpleNamespace(step_s=s, epoch=1 + n // steps) for n, s in enumerate(seconds)]
+
+    monkeypatch.setattr(losses, "train", train)
     found = losses.compare(task, "pipeline", "AQ-SGD 3/6", "100mbit", texts=texts)
-    assert min(found["seconds"], found["composed"]) > 0
+    assert (found["seconds"], found["composed"]) == (257.0, 250.0)
 
 
 def test_plan_is_told_the_gaps_that_are_known(tmp_path: Path) -> None:

@@ -215,7 +215,6 @@ def join(
         problem = _wrong_number(world, mesh)
     lobby = Lobby(mesh.world_size if is_part else world, wait_s, tell, problem)
     met, network = meet(network_config, rank, world, lobby, wait_s=wait_s)
-    place = store_address()  # after `meet`, which may have joined a network of the run's own
     run = find_run(met, wait_s, tell) if token else ""
     if token and is_part:
         token, mesh = _be_part(PrefixStore(run, met), token, mesh, rank, world, wait_s)
@@ -223,7 +222,7 @@ def join(
     prefix = f"{run}/{token}/" if token else ""
     name = prefix + fresh_name(PrefixStore(prefix, met), rank, world, lobby, wait_s=wait_s)
     store = PrefixStore(name, met)
-    host = network_config.own_name()
+    place, host = store_address(), network_config.own_name()  # `meet` may have changed both
     who = f"rank {rank} on {host}"
     announce(place, name, host, rank)
     if rank == 0:

@@ -22,7 +22,7 @@ from thinpipe.pipeline.wire.header import DesyncError
 
 _T = TypeVar("_T")
 _WAITED = 0.9
-"""Of the time that ranks wait for each other: less, and it was not those here that were late."""
+"""Of the time that ranks wait for each other: after less, an error says nothing of who is late."""
 
 
 class Sections(Generations):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.cli_options import Machines, run_app
+from thinpipe.launch.config.cli_options import Machines, is_rank, run_app
 from thinpipe.launch.host.packages import versions
 
 
@@ -131,8 +131,10 @@ def test_who_is_told_where_machines_meet_is_no_rank(monkeypatch: pytest.MonkeyPa
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "thinpipe")
-    assert Machines(2, "host0:29500").is_rank()
+    Machines(2, "host0:29500").leave_place()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert Machines().is_rank()
-    assert not Machines(join="host0:29500").is_rank()
+    Machines().leave_place()
+    assert is_rank()
+    Machines(join="host0:29500").leave_place()
+    assert not is_rank()
     assert not {*place} & {*os.environ}

@@ -342,6 +342,20 @@ def test_a_peer_that_breaks_the_rules_is_given_up(key: Path, what: str) -> None:
         until(lambda: any(state == "lost" for _, state, _ in pair.events))
 
 
+def test_who_was_given_up_is_not_given_up_again_as_another_has_its_name(key: Path) -> None:
+    with Pair(key) as pair:
+
+        def twice() -> None:
+            pair.a.give_up("gone")
+            pair.a.give_up("another has its name")
+
+        pair.call(twice)
+        until(lambda: any(state == "lost" for _, state, _ in pair.events))
+        reasons = [reason for _, state, reason in pair.events if state == "lost"]
+        assert "gone" in reasons
+        assert "another has its name" not in reasons
+
+
 def test_a_refusal_means_nothing_where_the_peer_never_was(
     key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
