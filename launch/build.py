@@ -32,12 +32,12 @@ from thinpipe.launch.optimizer import (
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
+from thinpipe.pipeline.comm.tied import TiedWeight
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
-from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD
 
 if TYPE_CHECKING:

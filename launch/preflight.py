@@ -14,7 +14,7 @@ from thinpipe.launch.host.device import check_gpus, choose_device
 from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.optimizer import check_optimizer
-from thinpipe.launch.trained.model import check_start
+from thinpipe.launch.trained.source import check_start
 
 Share = Sequence[int]
 """Ranks that one machine has."""
@@ -62,9 +62,11 @@ def check(
     *,
     resume: bool = False,
     show: Callable[[Ready], None] | None = None,
+    room: bool = True,
 ) -> Ready:
     """Check all that can be known before there are ranks. With `show` the run is only counted:
-    that comes before room is checked, and a GPU need not be here.
+    that comes before room is checked, and a GPU need not be here. Without `room` its ranks find out
+    whether there is any, which takes them less time.
     """
     ready = check_settings(config, shares, resume=resume, counted=show is not None)
     if show is None:
@@ -72,7 +74,8 @@ def check(
         check_gpus(config.pipeline.device, config.pipeline.devices_per_rank, len(shares[0]))
     else:
         show(ready)
-    check_room(ready, shares)
+    if room:
+        check_room(ready, shares)
     return ready
 
 

@@ -1,4 +1,7 @@
-"""Starts `thinpipe train` and `thinpipe run` once their options are read."""
+"""Starts `thinpipe train` and `thinpipe run` once their options are read.
+
+A rank imports what trains only here: machines that start ranks do without.
+"""
 
 import os
 import sys
@@ -12,7 +15,6 @@ from rich.console import Console
 
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.cli_options import (
     Machines,
     is_rank,
@@ -23,22 +25,13 @@ from thinpipe.launch.config.cli_options import (
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.corpus import Corpus, check_data
 from thinpipe.launch.host.allocator import keep_freed_memory
-from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.net.machines import Joins
 from thinpipe.launch.net.ranks.elastic import Nodes, run_local, run_node
 from thinpipe.launch.net.ranks.fork_server import end_with_parent
-from thinpipe.launch.net.ranks.group import joins
-from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW
-from thinpipe.launch.run.ending import end_failed
-from thinpipe.launch.run.run import RankRun
-from thinpipe.launch.run.script import look_at, run_as_rank
-from thinpipe.launch.trained.cli import show_samples
 
 Main = Callable[[], None]
 
@@ -63,7 +56,9 @@ def start_run(
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
         if is_rank() and not dry_run:
             _check_supervised(config)
-            _run_rank(config, after_restart(resume), show=show)
+            from thinpipe.launch.rank import train_as_rank
+
+            train_as_rank(config, after_restart(resume), show=show)
         _check_elastic(config, machines)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if machines.join is not None:
@@ -72,7 +67,7 @@ def start_run(
             shown = partial(_show_needs, shares, max(0, show))
             preflight.check(config, shares, resume=resume.wanted, show=shown)
             sys.exit()
-        preflight.check(config, shares, resume=resume.wanted)
+        preflight.check(config, shares, resume=resume.wanted, room=machines.join is None)
         sys.exit(_start(main, config, len(shares[0]), machines, show=show))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
@@ -130,6 +125,8 @@ def start_program(
     main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
 ) -> NoReturn:
     """Run your own program on all ranks of this machine, or under torchrun as one."""
+    from thinpipe.launch.run.script import look_at, run_as_rank
+
     if is_rank():
         end_with_parent()
         keep_freed_memory()
@@ -180,53 +177,3 @@ def _show_needs(shares: Sequence[preflight.Share], samples: int, ready: prefligh
         show_host(console, config, sequences, share)
     for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
         typer.echo(note)
-
-
-def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
-    end_with_parent()
-    keep_freed_memory()
-    os.environ[SHOW] = str(show)
-    try:
-        trained = _train_rank(config, resume, show=show)
-        if os.environ.get("LOCAL_RANK", "0") == str(show):
-            texts = show_samples(config)
-            if texts and trained and os.environ["RANK"] == "0" and not joins():
-                from thinpipe.launch.run.report import add_samples
-
-                add_samples(config.run.path, texts)
-    except BaseException as error:
-        end_failed(error, config, clear=(ValueError, HandshakeError))
-    end_now(0)
-
-
-def _train_rank(config: RunConfig, resume: Resume, *, show: int) -> bool:
-    """Train as one rank of a run, under the environment that torchrun sets; whether any was left.
-
-    The rank with local rank `show` shows progress on each host; all ranks have the same numbers.
-
-    Raises:
-        ConfigError, HandshakeError, CheckpointError: the run cannot start.
-        PeerError: a peer failed; start again with `resume`.
-    """
-    corpus, problem = _load(config)
-    facts = {"data": corpus.digests if corpus else None}
-    epochs = corpus.epochs(config) if corpus else config.train.epochs
-    with RankRun(config, resume, show=show, facts=facts, problem=problem) as run:
-        for _ in run.epochs(epochs):
-            assert corpus is not None, "no rank joins if one has a problem"
-            for batch in run.batches_of(corpus.train, config.train.batch_size):
-                run.step(batch)
-            done = run.epoch + 1
-            due = done % config.eval.every_epochs == 0 or done == epochs
-            if due and not run.done_before:
-                run.evaluate_on(corpus.evaluation)
-        return not run.done_before
-
-
-def _load(config: RunConfig) -> tuple[Corpus | None, str | None]:
-    """The samples, or what keeps this rank from starting."""
-    try:
-        check_folder(config.run.path)
-        return check_data(config), None
-    except (ValueError, OSError, ImportError) as error:
-        return None, explain(error)

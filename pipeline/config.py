@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, WrapValidator, model_validator
 
+from thinpipe.pipeline.orders import DEPTH
 from thinpipe.pipeline.precision import DeviceName, Precision
-from thinpipe.pipeline.schedule import DEPTH
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.told import Direction, ScheduleName

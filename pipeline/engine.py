@@ -23,18 +23,19 @@ from thinpipe.pipeline.comm.channel import Channel, Microbatch, Pass
 from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.guard import CutDirection, Guard
 from thinpipe.pipeline.comm.message import Mode
+from thinpipe.pipeline.comm.tied import TiedWeight
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.evaluation import evaluate, evaluating
 from thinpipe.pipeline.loss import NextToken, Objective
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import Measures
+from thinpipe.pipeline.orders import DEPTH, fit_microbatches
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.schedule import DEPTH, build_schedule, fit_microbatches, pass_order
+from thinpipe.pipeline.schedule import build_schedule, pass_order
 from thinpipe.pipeline.shards import Shards
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals, square_norm
-from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, ComputeEvent, ScheduleName
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)

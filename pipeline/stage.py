@@ -28,7 +28,7 @@ from thinpipe.pipeline.comm.channel import (
     Pass,
 )
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.schedule import PassOrder
+from thinpipe.pipeline.orders import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
 from thinpipe.pipeline.wire.header import DesyncError
 from thinpipe.pipeline.wire.told import ComputeEvent, EventKind

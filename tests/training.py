@@ -17,7 +17,7 @@ from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import build_layers
-from thinpipe.pipeline.schedule import ZERO_BUBBLE, fit_microbatches
+from thinpipe.pipeline.orders import ZERO_BUBBLE, fit_microbatches
 from thinpipe.pipeline.step_stats import StepTotals
 from thinpipe.pipeline.wire.told import ScheduleName
 

@@ -34,7 +34,7 @@ from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
-from thinpipe.pipeline.schedule import DEPTH
+from thinpipe.pipeline.orders import DEPTH
 
 _LIMIT_S = 3600.0
 _FULL_STAGES = [2, 4, 8]

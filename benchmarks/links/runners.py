@@ -26,7 +26,8 @@ from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.schedule import DEPTH, build_schedule
+from thinpipe.pipeline.orders import DEPTH
+from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.wire.told import BACKWARD, FORWARD, ScheduleName
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, size_error
-from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.schedule import stage_to_rank
+from thinpipe.pipeline.orders import stage_to_rank
 from thinpipe.pipeline.wire.told import DIRECTIONS
+
+if TYPE_CHECKING:
+    from thinpipe.launch.components import Built
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ def module_of(stage: Any) -> nn.Module:
     return module
 
 
-def parameter_names(built: Built) -> list[list[str]]:
+def parameter_names(built: "Built") -> list[list[str]]:
     """All names of each parameter, in the order of the optimizer's state."""
     names: dict[int, list[str]] = {}
     for stage in built.stages:
@@ -110,7 +112,7 @@ def parameter_names(built: Built) -> list[list[str]]:
     return [names[id(p)] for group in built.optimizer.param_groups for p in group["params"]]
 
 
-def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh) -> None:
+def restore(built: "Built", folder: Path, before: Layout, now: Layout, mesh: Mesh) -> None:
     """Fill `built` from a checkpoint of layout `before`.
 
     Its folder must hold all parts, or with another number of replicas those of one.
@@ -254,7 +256,7 @@ def load_module(
     )
 
 
-def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> list[str]:
+def _load_optimizer(built: "Built", saved: ReplicaState, own_rows: OwnRows) -> list[str]:
     """Load the saved state of every own parameter; return the names without one."""
     state = built.optimizer.state_dict()
     names, stateless = parameter_names(built), []
@@ -286,7 +288,7 @@ def _boundaries(
     return found
 
 
-def _load_boundaries(built: Built, boundaries: Mapping[str, Any]) -> None:
+def _load_boundaries(built: "Built", boundaries: Mapping[str, Any]) -> None:
     """Load the states of own channels.
 
     With another number of replicas they include samples of other replicas, which are never used.

@@ -8,7 +8,7 @@ from thinpipe.gradcomp.registry import brings_optimizer
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
-from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
+from thinpipe.pipeline.orders import ZERO_BUBBLE, stage_to_rank
 
 
 def check_devices(pipeline: PipelineConfig, model: ModelSection) -> None:

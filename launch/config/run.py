@@ -55,7 +55,7 @@ from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.models.transformer import TransformerConfig
-from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
+from thinpipe.pipeline.orders import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.pipeline.schedule import fit_microbatches, rank_orders
+from thinpipe.pipeline.orders import fit_microbatches, rank_orders
 
 
 def samples_at_once(config: RunConfig) -> int:

@@ -23,6 +23,7 @@ from thinpipe.launch.checkpoint.reshard import (
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.trained.source import source_of
 from thinpipe.pipeline.models.own.example import Functions
 from thinpipe.pipeline.models.paths import user_path
 
@@ -174,27 +175,6 @@ def save_safetensors(trained: Trained, file: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def check_start(config: RunConfig) -> None:
-    """Check that the run that `model.from_run` names can be read, without reading weights.
-
-    Raises:
-        ConfigError: it is this run's own folder, or not a run's.
-        CheckpointError: it has no complete checkpoint.
-    """
-    source = _source(config)
-    if source is None:
-        return
-    if source == config.run.path:
-        raise ConfigError(
-            f"model.from_run = {source}: is this run's own folder; continue it with --resume, or "
-            "name another run.folder"
-        )
-    if not (source / "config.toml").is_file():
-        raise ConfigError(f"model.from_run = {source}: holds no config.toml; name a run's folder")
-    if checkpoint.newest(source / "checkpoints") is None:
-        raise CheckpointError(f"model.from_run = {source}: no checkpoint was saved there")
-
-
 def start_from_run(built: Built, config: RunConfig) -> str | None:
     """Give this rank's stages the weights of `model.from_run`; return a note, if it is set.
 
@@ -203,7 +183,7 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
     Raises:
         ConfigError, CheckpointError: as `read_trained`, or it trained another model.
     """
-    source = _source(config)
+    source = source_of(config)
     if source is None:
         return None
     trained, own_rows = read_trained(source), rows_of(built.engine.transport.mesh)
@@ -237,8 +217,3 @@ def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
                 f'model.tie_embeddings = "exact": {tied_to} and {name} of {trained.folder} were '
                 'trained as separate weights and differ; use tie_embeddings = "untied"'
             )
-
-
-def _source(config: RunConfig) -> Path | None:
-    name = config.model.from_run
-    return user_path(name).resolve() if name else None

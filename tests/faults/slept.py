@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """A residual."""
-        if torch.is_grad_enabled() and x_BTD.device.type != "meta":
+        if torch.is_grad_enabled() and type(x_BTD) is Tensor and not x_BTD.is_meta:
             time.sleep(_SAMPLE_S * len(x_BTD))
         return x_BTD + self.mix(x_BTD).tanh()
 

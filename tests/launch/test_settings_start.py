@@ -16,7 +16,7 @@ from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.host import check_host
-from thinpipe.launch.trained.model import check_start
+from thinpipe.launch.trained.source import check_start
 
 pytestmark = pytest.mark.dist
 

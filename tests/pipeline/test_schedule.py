@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from thinpipe.pipeline.schedule import (
+from thinpipe.pipeline.orders import (
     check_schedule,
     fit_microbatches,
     single_stage_order,
@@ -49,6 +50,15 @@ def test_placement_goes_round_or_turns_back() -> None:
     assert stage_to_rank("Interleaved1F1B", stages=4, ranks=2) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert stage_to_rank("ZBVZeroBubble", stages=4, ranks=2) == {0: 0, 1: 1, 2: 1, 3: 0}
     assert stage_to_rank("Deep1F1B", stages=3, ranks=3) == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize(("name", "style"), [("LoopedBFS", "loop"), ("ZBVZeroBubble", "v")])
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (8, 4), (9, 3)])
+def test_stages_are_where_torch_runs_them(
+    name: ScheduleName, style: str, stages: int, ranks: int
+) -> None:
+    placed = stage_to_rank(name, stages=stages, ranks=ranks)
+    assert placed == generate_stage_to_rank_mapping(ranks, stages, style)
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Deep1F1B"])

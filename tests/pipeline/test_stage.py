@@ -13,7 +13,8 @@ from tests.training import batch, config, train_steps
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.transformer import build_layers
-from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
+from thinpipe.pipeline.orders import stage_to_rank
+from thinpipe.pipeline.schedule import build_schedule
 
 pytestmark = pytest.mark.dist
 

@@ -26,7 +26,7 @@ from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel, step_bound
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.pipeline.schedule import DEPTH
+from thinpipe.pipeline.orders import DEPTH
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 _TIMES = (1, 2, 4)  # of the run file's microbatches; each is a search of its own

@@ -17,7 +17,7 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
-from thinpipe.pipeline.schedule import DEPTH, Action, rank_orders, stage_to_rank
+from thinpipe.pipeline.orders import DEPTH, Action, rank_orders, stage_to_rank
 from thinpipe.pipeline.wire.told import ScheduleName
 
 _MEASURED_REPLICAS = 8

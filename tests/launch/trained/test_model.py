@@ -19,12 +19,12 @@ from thinpipe.launch.data.tokenizer import load_tokenizer
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.generate import Sampling, _Writer, generate, sample_lines
 from thinpipe.launch.trained.model import (
-    check_start,
     load,
     read_trained,
     save_safetensors,
     start_from_run,
 )
+from thinpipe.launch.trained.source import check_start
 from thinpipe.pipeline.batch import Batch, Samples
 
 
