@@ -195,7 +195,7 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
     options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
     with (
         tempfile.TemporaryDirectory() as place,
-        ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms")) as net,
+        ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay=given.delay)) as net,
     ):
         folder = Path(place)
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
@@ -277,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--every-s", type=float, default=30.0, help="a fault (default 30)")
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
     command.add_argument("--interval", type=int, default=30, help="of local steps (default 30)")
+    command.add_argument("--delay", default="1ms", help="each way (default 1ms)")
     command.add_argument("--stages", type=int, choices=[1, 2], default=1, help="of a replica")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
     records, rows = Records(options.json), []

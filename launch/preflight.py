@@ -66,7 +66,7 @@ def check(
 ) -> Ready:
     """Check all that can be known before there are ranks. With `show` the run is only counted:
     that comes before room is checked, and a GPU need not be here. Without `room` its ranks find out
-    whether there is any, which takes them less time.
+    whether there is any.
     """
     ready = check_settings(config, shares, resume=resume, counted=show is not None)
     if show is None:

@@ -1,6 +1,6 @@
 """Starts `thinpipe train` and `thinpipe run` once their options are read.
 
-A rank imports what trains only here: machines that start ranks do without.
+Ranks alone import what trains, and `run`, whose program says what it needs.
 """
 
 import os
@@ -56,21 +56,36 @@ def start_run(
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
         if is_rank() and not dry_run:
             _check_supervised(config)
-            from thinpipe.launch.rank import train_as_rank
-
-            train_as_rank(config, after_restart(resume), show=show)
-        _check_elastic(config, machines)
-        shares = preflight.shares_here(config, machines.count, machines.ranks)
-        if machines.join is not None:
-            shares = _shares_of_newcomer(config, machines)
-        if dry_run:
-            shown = partial(_show_needs, shares, max(0, show))
-            preflight.check(config, shares, resume=resume.wanted, show=shown)
-            sys.exit()
-        preflight.check(config, shares, resume=resume.wanted, room=machines.join is None)
-        sys.exit(_start(main, config, len(shares[0]), machines, show=show))
+        else:
+            _start_here(main, config, machines, resume, show=show, dry_run=dry_run)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+    from thinpipe.launch.rank import train_as_rank
+
+    train_as_rank(config, after_restart(resume), show=show)
+
+
+def _start_here(  # as `start_run`
+    main: Main,
+    config: RunConfig,
+    machines: Machines,
+    resume: Resume,
+    *,
+    show: int,
+    dry_run: bool,
+) -> NoReturn:
+    _check_elastic(config, machines)
+    shares = preflight.shares_here(config, machines.count, machines.ranks)
+    if machines.join is not None:
+        shares = _shares_of_newcomer(config, machines)
+    if dry_run:
+        shown = partial(_show_needs, shares, max(0, show))
+        preflight.check(config, shares, resume=resume.wanted, show=shown)
+        sys.exit()
+    # the ranks of a whole replica check it, too, before they meet those of the run: in less time
+    whole = machines.join is not None and config.checkpoint.ram_every is None and len(shares) == 1
+    preflight.check(config, shares, resume=resume.wanted, room=not whole)
+    sys.exit(_start(main, config, len(shares[0]), machines, show=show))
 
 
 def _check_supervised(config: RunConfig) -> None:
@@ -85,13 +100,15 @@ def _shares_of_newcomer(config: RunConfig, machines: Machines) -> list[preflight
     """The ranks that a machine which joins may have: never 0, which writes, so those of a second
     replica, or of a pipeline without replicas the ones after the first.
     """
-    if config.checkpoint.ram_every is not None:
-        return [range(1, 1 + (machines.ranks or 1))]
-    whole = config.pipeline.pipeline_ranks
-    ranks = machines.ranks or whole
-    if ranks > whole:
-        raise ConfigError(f"--ranks = {ranks}: with --join a machine brings {whole} or fewer ranks")
-    return [range(first, first + ranks) for first in range(whole, 2 * whole - ranks + 1)]
+    end = whole = config.pipeline.pipeline_ranks
+    first, ranks = 1, machines.ranks or 1
+    if config.checkpoint.ram_every is None:
+        first, end, ranks = whole, 2 * whole, machines.ranks or whole
+    if ranks > end - first:
+        raise ConfigError(
+            f"--ranks = {ranks}: with --join a machine brings {end - first} or fewer ranks"
+        )
+    return [range(start, start + ranks) for start in range(first, end - ranks + 1)]
 
 
 def _check_elastic(config: RunConfig, machines: Machines) -> None:

@@ -251,9 +251,7 @@ class RankRun:
             check_batch_size(config, samples)
             check_stream(config, samples)
             config = sized_for(config, samples)
-            if session.local_rank == 0:  # for all ranks of its host
-                notices = check_host(config, len(samples), ranks_here())
-            check_gpu(config, len(samples), ranks_here(), local_rank=session.local_rank)
+            notices = _check_room(config, len(samples), session.local_rank)
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}
@@ -288,6 +286,24 @@ class RankRun:
         if self._training is None:
             raise ValueError(f"{what}: nothing was trained yet; use it after run.batches")
         return self._training
+
+
+def _check_room(config: RunConfig, sequences: int, local_rank: int) -> list[str]:
+    """What to know of this host, which has room for its ranks.
+
+    Raises:
+        ValueError: it has not.
+    """
+    ranks = ranks_here()
+    if joins():
+        if (
+            config.checkpoint.ram_every is not None
+        ):  # the launcher has checked: no place is free yet
+            return []
+        # numbered as those of replica 0 until it is let in, but they write nothing
+        ranks = [rank + config.pipeline.pipeline_ranks for rank in ranks]
+    check_gpu(config, sequences, ranks, local_rank=local_rank)
+    return check_host(config, sequences, ranks) if local_rank == 0 else []  # for all of its host
 
 
 def _kind(config: RunConfig) -> type[Training]:

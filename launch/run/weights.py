@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,7 +19,8 @@ from thinpipe.pipeline.comm.transport import WEIGHTS
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
-_PIECE_NBYTES = 16 << 20  # sent at a time, so that a slow link brings one within the timeout
+PIECE_NBYTES = 4 << 20
+"""Sent at a time, so that a slow link brings it within the timeout: 1 Mbit/s in half a minute."""
 
 
 def save_model(session: Session, built: Built, path: Path) -> None:
@@ -74,12 +74,16 @@ def describe(name: str, tensor: Tensor) -> list[object]:
 
 def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
     """Send CPU tensors, a piece at a time; returns when all are under way."""
-    numbers = count()
-    for piece in in_pieces(tensors, _PIECE_NBYTES):
-        number = next(numbers)
-        link.begin_pass(number)
-        link.send(0, sealed(torch.cat(piece), number))
-    link.begin_pass(next(numbers))  # waits for the last
+    number = -1
+    for number, piece in enumerate(in_pieces(tensors, PIECE_NBYTES)):
+        send_piece(link, number, piece)
+    link.begin_pass(number + 1)  # waits for the last
+
+
+def send_piece(link: Link, number: int, piece: Sequence[Tensor]) -> None:
+    """Send one of `in_pieces`, once those before it are sent."""
+    link.begin_pass(number)
+    link.send(0, sealed(torch.cat([*piece]), number))
 
 
 def receive_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
@@ -88,17 +92,29 @@ def receive_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
     Raises:
         TransportError: the sender is gone, or something came damaged.
     """
-    for number, piece in enumerate(in_pieces(tensors, _PIECE_NBYTES)):
-        link.begin_pass(number)
-        link.expect(0, sum(part.numel() for part in piece) + CHECKSUM_NBYTES)
-        data = opened(link.take(0), number)
-        if data is None:
-            raise TransportError(f"weights came damaged, in piece {number}")
-        fill(piece, data)
+    for number, piece in enumerate(in_pieces(tensors, PIECE_NBYTES)):
+        receive_piece(link, number, piece)
+
+
+def receive_piece(link: Link, number: int, piece: Sequence[Tensor]) -> None:
+    """Fill one of `in_pieces`.
+
+    Raises:
+        TransportError: the sender is gone, or it came damaged.
+    """
+    link.begin_pass(number)
+    link.expect(0, sum(part.numel() for part in piece) + CHECKSUM_NBYTES)
+    data = opened(link.take(0), number)
+    if data is None:
+        raise TransportError(f"weights came damaged, in piece {number}")
+    fill(piece, data)
 
 
 def in_pieces(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Views of all bytes, in pieces of at most so many: to send one costs a round trip."""
+    """Views of all bytes, in pieces of at most so many: to send one costs a round trip.
+
+    Tensors that are to be filled must be contiguous; none is split only to fill a piece.
+    """
     piece, room = list[Tensor](), most
     for tensor in tensors:
         for part in torch.split(as_bytes(tensor), most):

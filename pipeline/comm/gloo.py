@@ -66,7 +66,9 @@ class GlooTransport:
         check_world(pipeline_ranks, replicas, dist.get_world_size(), shards=shards)
         self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank(), shards)
         self.pipeline_group = self._group(self.mesh.pipeline, "pipeline")
-        self._backward = self._group(self.mesh.pipeline, "pipeline")
+        self._backward = self.pipeline_group
+        if pipeline_ranks > 1:
+            self._backward = self._group(self.mesh.pipeline, "pipeline")
         self.shard_group = self.pipeline_group
         if shards > 1:
             self.shard_group = self._group(self.mesh.stage_shards, "exchange")

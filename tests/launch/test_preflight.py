@@ -10,6 +10,8 @@ from thinpipe.launch import preflight
 from thinpipe.launch.config.cli_options import Machines
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.memory.host import host_needs
+from thinpipe.launch.run.run import _check_room
 from thinpipe.launch.start import _shares_of_newcomer
 
 MISTAKES = {
@@ -30,7 +32,14 @@ HOW = {
     "start": [],
     "dry run": ["--dry-run"],
     "several machines": ["--nnodes", "2", "--rdzv", "127.0.0.1:1"],
+    "a spare": ["--join", "127.0.0.1:1", "--set", "checkpoint.ram_every=5"],
+    "a part of a replica": [
+        *("--join", "127.0.0.1:1", "--ranks", "1"),
+        *("--set", "elastic.min_replicas=1", "--set", "pipeline.replicas=2"),
+    ],
 }
+for _name in ("a spare", "a part of a replica"):
+    HOW[_name] += ["--set", "pipeline.cuts=[1]"]
 
 
 @pytest.fixture
@@ -48,6 +57,7 @@ def run_file(tmp_path: Path) -> Path:
         *((mistake, "start") for mistake in MISTAKES),
         *((mistake, "dry run") for mistake in ("data", "host")),
         *((mistake, "several machines") for mistake in ("folder", "optimizer")),
+        *(("host", how) for how in ("a spare", "a part of a replica")),
     ],
 )
 def test_each_start_refuses_what_cannot_start(run_file: Path, mistake: str, how: str) -> None:
@@ -87,6 +97,31 @@ def test_of_several_machines_one_need_not_have_checkpoints_or_writers(run_file: 
     assert len(ready.corpus.train) == 24
     with pytest.raises(ValueError, match="trackio"):
         preflight.check_settings(run, [range(2)], resume=True)
+
+
+def test_a_spare_may_have_each_place_but_the_first() -> None:
+    run = made(pipeline={"cuts": [1, 2, 3]}, checkpoint={"ram_every": 5})
+    spares = [Machines(join="host0:29500", ranks=ranks) for ranks in (None, 2, 4)]
+    assert [[*share] for share in _shares_of_newcomer(run, spares[0])] == [[1], [2], [3]]
+    assert [[*share] for share in _shares_of_newcomer(run, spares[1])] == [[1, 2], [2, 3]]
+    with pytest.raises(ConfigError, match="--ranks = 4: with --join a machine brings 3 or fewer"):
+        _shares_of_newcomer(run, spares[2])
+
+
+def test_ranks_of_a_whole_replica_find_out_whether_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = made(pipeline={"cuts": [1], "replicas": 2}, elastic={"min_replicas": 1})
+    monkeypatch.setattr("thinpipe.launch.run.run.joins", lambda: True)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    needed = host_needs(run, 24, [2, 3]).total
+    assert needed < host_needs(run, 24, [0, 1]).total  # which reports
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed)
+    _check_room(run, 24, 0)
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="do not fit"):
+        _check_room(run, 24, 0)
 
 
 def test_a_machine_that_joins_writes_nothing(run_file: Path) -> None:

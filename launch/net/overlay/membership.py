@@ -85,7 +85,7 @@ class Membership:
         known = self._hosts.get(hello.name)
         names = ", ".join(self.peer_list.names)
         if not hello.hosts and not self.peer_list.is_complete:
-            return "the run has not begun; start this machine as its others, with --nnodes"
+            return "the run has not begun: start a machine of it with --nnodes; a spare may wait"
         if not hello.hosts and known is None:
             return (
                 f"none of the run's machines ({names}) is lost, so {hello.name} cannot take the "

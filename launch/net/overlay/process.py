@@ -131,7 +131,10 @@ class _News:
     def take(self, event: Mapping[str, Any], needed: int) -> Iterator[str]:
         kind, message = event["event"], event.get("message", "")
         if kind == "spare" and not self.refused:
-            yield "no machine of the run is lost; waiting for one whose place is free"
+            yield (
+                "waiting as a spare until a machine of the run is lost; start one that it begins "
+                "with as the others, with --nnodes"
+            )
         if kind in ("spare", "refused"):
             self.refused = message
         if kind == "refused":

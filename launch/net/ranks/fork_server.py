@@ -33,6 +33,7 @@ _FORKED = "thinpipe.launch.net.ranks.forked"
 PRELOADED = (
     "thinpipe.launch.start",
     "thinpipe.launch.rank",
+    "thinpipe.launch.run.script",
     "thinpipe.launch.data.load",
     "thinpipe.pipeline.wire.kernels.cpu.uniform",
     "thinpipe.pipeline.wire.kernels.cpu.rows",

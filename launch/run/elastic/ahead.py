@@ -208,7 +208,7 @@ class Taker:
         held = sum(tensor.nbytes for tensor in pack_state(_weights_of(built))[1].values())
         self._most = _MOST_PER_VALUE * values + held + _MOST_BESIDES
         self.came = 0
-        """Tensors so far: who waits sees that it goes on."""
+        """Headers and pieces so far: who waits sees that it goes on."""
         self.steps = 0
         self.has_state = self._is_late = False
         self._changes = threading.Lock()

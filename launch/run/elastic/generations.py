@@ -261,14 +261,16 @@ class Generations:
 
     def _not_at(self, point: str, wait_s: float, is_over: Callable[[], bool]) -> set[int]:
         """Members that are not lost, and do not come to this point within so many seconds."""
-        limit_s, missing = time.monotonic() + wait_s, {*self._members}
-        while missing and not is_over() and time.monotonic() < limit_s:
-            key = f"{point}/{self._generation}"
-            missing = {m for m in missing if not self._store.check([f"{key}/{m}"])}
+        limit_s = time.monotonic() + wait_s
+        while True:
             with self._news.changed:  # a loss counts once connections are broken
-                missing -= self._news.lost.keys()
-            time.sleep(_POLL_S * bool(missing))  # not once all have come
-        return missing
+                awaited = {*self._members} - self._news.lost.keys()
+            keys = {member: f"{point}/{self._generation}/{member}" for member in awaited}
+            if not keys or self._store.check([*keys.values()]):  # one round trip for all
+                return set()
+            if is_over() or time.monotonic() > limit_s:
+                return {member for member, key in keys.items() if not self._store.check([key])}
+            time.sleep(_POLL_S)
 
     def _blames_newcomers(self, error: TransportError) -> bool:
         """Whether there are some, who must not end the run: they count as lost."""
@@ -289,8 +291,8 @@ class Generations:
         return members
 
     def _posts(self, members: Sequence[int]) -> list[dict[str, Any]]:
-        key = f"ready/{self._generation}"
-        return [json.loads(self._store.get(f"{key}/{member}")) for member in members]
+        keys = [f"ready/{self._generation}/{member}" for member in members]
+        return [*map(json.loads, self._store.multi_get(keys))]
 
     def _choose(self, silent: Set[int]) -> list[int]:
         """The next members: replicas of which no rank is lost, or `silent` for too long."""

@@ -15,12 +15,13 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.run.elastic.copies import Packed
 from thinpipe.launch.run.weights import (
+    PIECE_NBYTES,
     as_bytes,
     describe,
     in_pieces,
     make_described,
-    receive_tensors,
-    send_tensors,
+    receive_piece,
+    send_piece,
 )
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
@@ -29,8 +30,6 @@ SENT = Path("the state that another rank sent")
 """Where errors say that it is from."""
 _MOMENTS = "state['optimizer']['state']"
 """How the names of an optimizer's moments begin."""
-_PIECE_NBYTES = 4 << 20
-"""Sent at a time: on 1 Mbit/s in half a minute."""
 
 
 def bring_up(
@@ -101,15 +100,17 @@ def _exchange(
     transport: Transport, source: int, links: Sequence[Link], tensors: Mapping[str, Tensor]
 ) -> None:
     """Send tensors over `links`, or fill them, if there are none; a collective."""
-    pieces, rank = [*in_pieces(tensors.values(), _PIECE_NBYTES)], transport.mesh.rank
+    pieces, rank = [*in_pieces(tensors.values(), PIECE_NBYTES)], transport.mesh.rank
     most = torch.tensor([len(pieces)], dtype=torch.float64)
     for number in range(int(transport.share(most, "world").max())):
         for link in links if number < len(pieces) else ():
-            send_tensors(link, pieces[number])
+            send_piece(link, number, pieces[number])
         if not links and number < len(pieces):
-            receive_tensors(_link(transport, source, rank), pieces[number])
+            receive_piece(_link(transport, source, rank), number, pieces[number])
         # with all ranks, as nobody waits for another longer than its timeout
         transport.share(torch.zeros(0, dtype=torch.float64), "world")
+    for link in links:
+        link.begin_pass(len(pieces))  # waits for the last
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
