@@ -108,12 +108,13 @@ class Decentral(BaseSync):
     def _launch(self, average: Callable[[FlatBucket, Tensor, ExchangeKey], Tensor]) -> None:
         number, buckets = self._exchanges, self._buckets
         self._exchanges += 1
-        self._overlap.launch(
-            lambda: [
-                average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
-                for bucket in buckets
-            ]
-        )
+        self._overlap.launch_each([partial(_averaged, average, b, number) for b in buckets])
+
+
+def _averaged(
+    average: Callable[[FlatBucket, Tensor, ExchangeKey], Tensor], bucket: FlatBucket, number: int
+) -> Tensor:
+    return average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
 
 
 def _mean(peers: Peers, _bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.comm.transport import LANES, Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.exchange_header import (
@@ -42,6 +42,10 @@ class ExchangeKey:
     step: int
     bucket: int
     digest: int = 0
+
+    @property
+    def lane(self) -> int:
+        return self.bucket % LANES
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,14 @@ def reduce_sharded(
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
     outgoing = {peer: messages[peer] for peer in _others(peers)}
-    incoming = peers.exchange(outgoing, list(outgoing), codec.capacity(targets[me].numel()))
+    longest = codec.capacity(targets[me].numel())
+    incoming = peers.exchange(outgoing, list(outgoing), longest, key.lane)
     total_n = frames.total(incoming, seen[me], TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
     message = frames.pack(answer_n, result_n, FROM_SERVER, me)
     longest = max(codec.capacity(target.numel()) for target in targets)
-    incoming = _to_all(peers, message, longest)
+    incoming = _to_all(peers, key, message, longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n
     for peer, answer in incoming.items():
@@ -103,7 +108,7 @@ def gather_sum(
     frames = Frames(key, codec)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, TO_SERVER, peers.rank)
-    incoming = _to_all(peers, message, codec.capacity(target_N.numel()))
+    incoming = _to_all(peers, key, message, codec.capacity(target_N.numel()))
     return frames.total(incoming, seen_N, TO_SERVER, peers.rank), seen_N
 
 
@@ -113,7 +118,7 @@ def gather_bytes(
     """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's."""
     frames, me = Frames(key, codec), peers.rank
     message = frames.pack(mine_N, seen_N, TO_SERVER, me)
-    incoming = {me: message, **_to_all(peers, message, codec.capacity(mine_N.numel()))}
+    incoming = {me: message, **_to_all(peers, key, message, codec.capacity(mine_N.numel()))}
     return [frames.payload(incoming[rank], TO_SERVER, rank) for rank in range(peers.size)]
 
 
@@ -130,18 +135,17 @@ def swap(
     frames = Frames(key, codec)
     seen_N = torch.empty_like(mine_N) if seen_N is None else seen_N
     message = frames.pack(mine_N, seen_N, TO_SERVER, peers.rank)
-    incoming = peers.exchange(
-        dict.fromkeys(others, message), list(dict.fromkeys(others)), codec.capacity(mine_N.numel())
-    )
+    sources, longest = list(dict.fromkeys(others)), codec.capacity(mine_N.numel())
+    incoming = peers.exchange(dict.fromkeys(others, message), sources, longest, key.lane)
     found = {peer: torch.empty_like(mine_N) for peer in incoming}
     for peer, theirs in incoming.items():
         frames.unpack(theirs, found[peer], TO_SERVER, peer)
     return found
 
 
-def _to_all(peers: Peers, message: Tensor, capacity: int) -> dict[int, Tensor]:
+def _to_all(peers: Peers, key: ExchangeKey, message: Tensor, capacity: int) -> dict[int, Tensor]:
     others = _others(peers)
-    return peers.exchange(dict.fromkeys(others, message), others, capacity)
+    return peers.exchange(dict.fromkeys(others, message), others, capacity, key.lane)
 
 
 def _others(peers: Peers) -> list[int]:

@@ -46,6 +46,7 @@ class GradientSync(BaseSync):
 
     replicas_equal = True
     overlaps = False  # the gradients that come last have the time of none
+    _takes_lanes = True
 
     def __init__(
         self,
@@ -119,7 +120,8 @@ class GradientSync(BaseSync):
                 parameter.grad = torch.zeros_like(parameter)
         key, gradients = ExchangeKey(self._step, bucket.index), self._gradients(bucket)
         reduce, reducer = self._reduce, self._reducer  # the thread must not keep `self` alive
-        self._overlap.launch(lambda: reduce(reducer, bucket, gradients(), key))
+        lane = key.lane if self._takes_lanes else 0
+        self._overlap.launch(lambda: reduce(reducer, bucket, gradients(), key), lane)
 
     @staticmethod
     def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:

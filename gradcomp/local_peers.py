@@ -1,12 +1,15 @@
 """Replicas in one process, for experiments and tests: real messages, without a network."""
 
 import queue
+import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 
 from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.transport import LANES
 from thinpipe.pipeline.wire.exchange_header import payload_nbytes
 from thinpipe.pipeline.wire.header import DesyncError
 
@@ -19,23 +22,29 @@ class LocalPeers:
 
     rank: int
     size: int
-    mailboxes: dict[tuple[int, int], "queue.SimpleQueue[Tensor]"]
+    mailboxes: dict[tuple[int, int, int], "queue.SimpleQueue[Tensor]"]
     timeout_s: float = 60.0
     bytes_sent: int = 0
     exchanges: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
-        self.exchanges += 1
+        with self._counting:
+            self.exchanges += 1
+            self.bytes_sent += sum(message.numel() for message in outgoing.values())
         for peer, message in outgoing.items():
-            self.mailboxes[self.rank, peer].put(message.clone())
-            self.bytes_sent += message.numel()
-        return {peer: self._receive(peer, capacity) for peer in sources}
+            self.mailboxes[self.rank, peer, lane].put(message.clone())
+        return {peer: self._receive(peer, capacity, lane) for peer in sources}
 
-    def _receive(self, peer: int, capacity: int) -> Tensor:
+    def _receive(self, peer: int, capacity: int, lane: int) -> Tensor:
         try:
-            message = self.mailboxes[peer, self.rank].get(timeout=self.timeout_s)
+            message = self.mailboxes[peer, self.rank, lane].get(timeout=self.timeout_s)
         except queue.Empty:
             raise TransportError(
                 f"replica {peer} -> replica {self.rank}: no message in {self.timeout_s} s"
@@ -50,8 +59,7 @@ class LocalPeers:
 
 def local_peers(size: int, *, timeout_s: float = 60.0) -> list[LocalPeers]:
     """Both ends of everything, one element per replica."""
-    edges = [(source, target) for source in range(size) for target in range(size)]
-    mailboxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
-        edge: queue.SimpleQueue() for edge in edges
+    mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {
+        edge: queue.SimpleQueue() for edge in product(range(size), range(size), range(LANES))
     }
     return [LocalPeers(rank, size, mailboxes, timeout_s) for rank in range(size)]

@@ -5,22 +5,25 @@ checkpoint holds what was found, and a restored run applies that: no exchange is
 must hold, too, what a method keeps of an exchange whose job has ended.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinpipe.pipeline.comm.transport import LANES
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _KEY = "under_way"
+_ALL = -1
+"""The lane of what waits for all others."""
 _END_S = 120.0  # for a job whose connections are broken: it encodes to its end
 
 
 class Overlap:
-    """Jobs that exchange, in the order in which they were launched.
+    """Jobs that exchange; those of a lane in the order in which they were launched.
 
     What a job returns is a tensor, or lists and tuples of what a checkpoint can hold. After a
     failure every call that waits raises it.
@@ -28,11 +31,36 @@ class Overlap:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
+        self._workers: dict[int, Worker] = {}
+        self._side_stream = SideStream(device)
         self._jobs: list[Future[tuple[Any, CudaEvent]]] = []
 
-    def launch(self, job: Callable[[], Any]) -> None:
-        """Run `job` after those before it, and after what is queued on the device now."""
+    def launch(self, job: Callable[[], Any], lane: int = 0) -> None:
+        """Run `job` after those before it in its lane, and after what is queued on the device."""
+        self._jobs.append(self._worker(lane).submit(self._ordered(job)))
+
+    def launch_each(
+        self, jobs: Sequence[Callable[[], Any]], combine: Callable[[list[Any]], Any] = list
+    ) -> None:
+        """Run the jobs of buckets 0, 1, ..., each in its lane, as one job, which fails when all are
+        over if one did. `combine` makes one result of theirs.
+        """
+        each = [(self._worker(n % LANES), self._ordered(job)) for n, job in enumerate(jobs)]
+
+        def all_of_them() -> Any:
+            found = [worker.submit(job) for worker, job in each]
+            wait(found)
+            return combine([future.result()[0] for future in found])
+
+        self._jobs.append(self._worker(_ALL).submit(self._ordered(all_of_them)))
+
+    def _worker(self, lane: int) -> Worker:
+        if lane not in self._workers:
+            self._workers[lane] = Worker("gradcomp")
+        return self._workers[lane]
+
+    def _ordered(self, job: Callable[[], Any]) -> Callable[[], tuple[Any, CudaEvent]]:
+        """The job after what is queued on the device now, and what tells when it is done there."""
         # names, not `self`: the thread would keep this object, and so itself, alive
         side_stream, queued = self._side_stream, self._side_stream.now()
 
@@ -40,7 +68,7 @@ class Overlap:
             with side_stream.after(queued):
                 return job(), side_stream.now()
 
-        self._jobs.append(self._worker.submit(run))
+        return run
 
     @property
     def is_empty(self) -> bool:

@@ -121,7 +121,9 @@ class Cocktail(BaseSync):
             return
         for bucket in self._buckets:
             bucket.check_storage()
-        self._overlap.launch(partial(self._exchange_all, self._exchanges))
+        owned = zip(self._buckets, self._parts, self._errors, strict=True)
+        jobs = [partial(self._exchange, *each, self._exchanges) for each in owned]
+        self._overlap.launch_each(jobs, _as_pair)
         if not self._config.delayed:
             self._join()
 
@@ -167,11 +169,6 @@ class Cocktail(BaseSync):
             bucket.capture()
         self._captured = True
 
-    def _exchange_all(self, number: int) -> tuple[list[Any], None]:
-        """What was found for each bucket; changes nothing. Checkpoints hold it as a pair."""
-        owned = zip(self._buckets, self._parts, self._errors, strict=True)
-        return [self._exchange(*each, number) for each in owned], None
-
     def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
         return [
             random_subset(
@@ -187,7 +184,7 @@ class Cocktail(BaseSync):
     def _exchange(
         self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, number: int
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing.
+        """Steps 1 and 2 of a bucket, on a communication thread; changes nothing.
 
         Returns the fields of `Reduced`, as a checkpoint can hold them.
         """
@@ -221,6 +218,11 @@ class Cocktail(BaseSync):
         for each in zip(parts, subsets, found.seen, found.results, strict=True):
             bucket.apply(*each)
         subsets[self._peers.rank].scatter(found.left_n, error_n)
+
+
+def _as_pair(found: list[Any]) -> tuple[list[Any], None]:
+    """As checkpoints hold it."""
+    return found, None
 
 
 def _parts(local_N: Tensor, size: int) -> list[slice]:

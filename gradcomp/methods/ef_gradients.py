@@ -60,6 +60,7 @@ class DelayedGradientSync(GradientSync):
     """
 
     overlaps = True
+    _takes_lanes = False  # what one bucket keeps would keep what another has begun
 
     _unapplied: Sequence[Tensor] = ()  # what gradients are, until the step counts
 

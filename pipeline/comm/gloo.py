@@ -4,6 +4,7 @@ Forward and backward messages of a pipeline travel on groups of their own, so th
 behind the other; so do control vectors, and exchanges between replicas.
 """
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
@@ -189,7 +190,7 @@ class GlooTransport:
 
 
 class GlooPeers:
-    """The ranks of two groups, which nothing else may use meanwhile.
+    """The ranks of two groups, which nothing else may use meanwhile; a lane is a tag in both.
 
     Both groups hold all ranks; messages to higher ones travel on the first, those to lower ones on
     the second. With a single one, gloo's own message that a receive is posted would queue behind
@@ -201,6 +202,7 @@ class GlooPeers:
     ) -> None:
         self._what = what
         self.bytes_sent = 0
+        self._counting = threading.Lock()
         self.reset(groups)
 
     def reset(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
@@ -208,7 +210,11 @@ class GlooPeers:
         self._groups = groups
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
         """Send and receive everything at once; a payload's receive is posted when its length is
         known, as gloo ends a process that is sent more.
@@ -216,27 +222,29 @@ class GlooPeers:
         headers = {}
         for peer in sorted(sources):
             header = torch.empty(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8)
-            headers[peer] = (self._receive(header, peer), header)
+            headers[peer] = (self._receive(header, peer, lane), header)
         works = []
         for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
             edge, group = self._edge(self.rank, peer), self._groups[peer < self.rank]
             message = outgoing[peer]
             for part in (message[:EXCHANGE_HEADER_NBYTES], message[EXCHANGE_HEADER_NBYTES:]):
-                works.append((edge, isend(part, group, peer, edge=edge)))
+                works.append((edge, isend(part, group, peer, edge=edge, tag=lane)))
         incoming = {}
         for peer, (work, header) in headers.items():
             edge = self._edge(peer, self.rank)
             wait(work, edge=edge)
             incoming[peer] = self._message(header, peer, capacity)
             payload = incoming[peer][EXCHANGE_HEADER_NBYTES:]
-            works.append((edge, self._receive(payload, peer)))
+            works.append((edge, self._receive(payload, peer, lane)))
         for edge, work in works:
             wait(work, edge=edge)
-        self.bytes_sent += sum(message.numel() for message in outgoing.values())
+        with self._counting:
+            self.bytes_sent += sum(message.numel() for message in outgoing.values())
         return incoming
 
-    def _receive(self, buffer: Tensor, peer: int) -> dist.Work:
-        return irecv(buffer, self._groups[self.rank < peer], peer, edge=self._edge(peer, self.rank))
+    def _receive(self, buffer: Tensor, peer: int, lane: int) -> dist.Work:
+        edge = self._edge(peer, self.rank)
+        return irecv(buffer, self._groups[self.rank < peer], peer, edge=edge, tag=lane)
 
     def _message(self, header: Tensor, peer: int, capacity: int) -> Tensor:
         length = payload_nbytes(header)

@@ -21,8 +21,17 @@ cuts the ranks of this pipeline."""
 CPU = torch.device("cpu")
 
 
+LANES = 4
+"""An exchange waits four times for the link's delay: so many buckets wait at the same time. Each
+takes the memory of some five buckets meanwhile."""
+
+
 class Peers(Protocol):
-    """This rank's end of the exchanges between `size` ranks, numbered from 0. Not thread-safe."""
+    """This rank's end of the exchanges between `size` ranks, numbered from 0.
+
+    Exchanges of unlike lanes, below `LANES`, may be under way at once, each in a thread; those of
+    a lane follow each other, in the same order on all ranks.
+    """
 
     rank: int
     size: int
@@ -30,7 +39,11 @@ class Peers(Protocol):
     """Bytes handed to the network so far, headers included."""
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
         """Send each message (uint8, by target), return one message of every source.
 

@@ -64,9 +64,13 @@ class Through:
         return int(self.inner.bytes_sent)
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = self.inner.exchange(outgoing, sources, capacity)
+        found: dict[int, Tensor] = self.inner.exchange(outgoing, sources, capacity, lane)
         return found
 
 

@@ -182,11 +182,15 @@ class Moving(Through):
     broken: bool = False
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
         if self.broken:
             raise TransportError("replica 1 -> replica 0: lost")
-        return super().exchange(outgoing, sources, capacity)
+        return super().exchange(outgoing, sources, capacity, lane)
 
 
 def moved(state: Any, rank: int, size: int) -> Any:

@@ -29,6 +29,7 @@ class JoiningStore(Store):
         super().__init__()
         self._store, self._is_incomplete, self._wait_s = store, is_incomplete, wait_s
         self._came: dict[str, bytes] = {}
+        self._counted: dict[str, int] = {}
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
@@ -39,7 +40,10 @@ class JoiningStore(Store):
         return self._came.pop(key)
 
     def add(self, key: str, value: int) -> int:
-        return self._store.add(key, value)
+        """What was counted is known: of those who add to it, the last knows that all have."""
+        if value:
+            self._counted[key] = self._store.add(key, value)
+        return self._counted[key]
 
     def check(self, keys: list[str]) -> bool:
         return self._store.check(keys)

@@ -22,10 +22,14 @@ class SlowPeers(LocalPeers):
     open: threading.Event
 
     def exchange(
-        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
     ) -> dict[int, Tensor]:
         assert self.open.wait(WAIT_S)
-        return super().exchange(outgoing, sources, capacity)
+        return super().exchange(outgoing, sources, capacity, lane)
 
 
 def test_two_messages_are_encoded_ahead_and_no_more() -> None:

@@ -1,0 +1,93 @@
+"""Buckets are exchanged at the same time, as far as there are lanes; the delayed ones in turn."""
+
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gradcomp.replicas import Through, all_of
+from tests.waiting import PATIENCE_S
+from thinpipe.gradcomp.exchange import EXACT
+from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.methods.ef_gradients import DelayedGradientSync
+from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.pipeline.comm.transport import LANES
+
+REPLICAS = 2
+
+
+@dataclass
+class Counting(Through):
+    """Knows the most exchanges that were under way at once; waits until there are `awaited`."""
+
+    awaited: threading.Barrier | None = None
+    under_way: int = 0
+    most: int = 0
+
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        sources: Collection[int],
+        capacity: int,
+        lane: int = 0,
+    ) -> dict[int, Tensor]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        if self.awaited is not None:
+            self.awaited.wait(PATIENCE_S)
+        found = super().exchange(outgoing, sources, capacity, lane)
+        self.under_way -= 1
+        return found
+
+
+@pytest.mark.parametrize("kind", [GradientSync, DelayedGradientSync])
+def test_a_bucket_in_each_lane_is_exchanged_at_the_same_time(kind: type[GradientSync]) -> None:
+    together = kind is GradientSync
+    ends = [Counting(peers) for peers in local_peers(REPLICAS)]
+    parameters = [[nn.Parameter(torch.zeros(8)) for _ in range(2 * LANES)] for _ in ends]
+    syncs = []
+    for own, end in zip(parameters, ends, strict=True):
+        end.awaited = threading.Barrier(LANES) if together else None
+        syncs.append(kind(own, end, AllReduce(end, EXACT), 32))
+
+    def step(rank: int) -> None:
+        syncs[rank].begin_step(0, 1)
+        for number, parameter in enumerate(parameters[rank]):
+            (parameter * (rank + number)).sum().backward()  # type: ignore[no-untyped-call]
+        syncs[rank].before_step()
+        syncs[rank].finish()
+
+    all_of(range(REPLICAS), step)
+    assert [end.most for end in ends] == [LANES if together else 1] * REPLICAS
+    for own in parameters if together else ():
+        sums = [float(parameter.grad[0]) for parameter in own if parameter.grad is not None]
+        assert sums == [2.0 * number + 1 for number in range(2 * LANES)]
+
+
+@pytest.mark.parametrize("method", ["cocktail", "decentralized"])
+def test_buckets_of_parameters_take_lanes_too(method: str) -> None:
+    ends = [Counting(peers) for peers in local_peers(REPLICAS)]
+    parameters = [[nn.Parameter(torch.ones(8)) for _ in range(2 * LANES)] for _ in ends]
+    options = parse_options(method, {"bucket_mb": 32e-6})
+    syncs = [
+        load_method(method).build(options, own, end)
+        for own, end in zip(parameters, ends, strict=True)
+    ]
+    for end in ends:
+        end.awaited = threading.Barrier(LANES)
+
+    def step(rank: int) -> None:
+        for number in range(2):
+            syncs[rank].begin_step(number, 1)
+            for parameter in parameters[rank]:
+                parameter.grad = torch.ones(8)
+            syncs[rank].before_step()
+            syncs[rank].after_step()
+        syncs[rank].finish()
+
+    all_of(range(REPLICAS), step)
+    assert [end.most for end in ends] == [LANES] * REPLICAS
