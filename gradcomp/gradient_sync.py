@@ -90,6 +90,7 @@ class GradientSync(BaseSync):
 
     def abandon(self) -> None:
         self.settle()
+        self._overlap.close()
         self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
         self._reducer.drop()
 

@@ -172,6 +172,7 @@ class LocalSteps(BaseSync):
 
     def abandon(self) -> None:
         self.settle()
+        self._overlap.close()
         self._overlap, self._counts = Overlap(self._device), False
         self._outer.drop()
 

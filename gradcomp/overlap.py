@@ -31,13 +31,14 @@ class Overlap:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._workers: dict[int, Worker] = {}
-        self._side_stream = SideStream(device)
+        self._lanes: dict[int, tuple[Worker, SideStream]] = {}
+        self._side_stream = SideStream(device)  # of the thread that calls
         self._jobs: list[Future[tuple[Any, CudaEvent]]] = []
 
     def launch(self, job: Callable[[], Any], lane: int = 0) -> None:
         """Run `job` after those before it in its lane, and after what is queued on the device."""
-        self._jobs.append(self._worker(lane).submit(self._ordered(job)))
+        worker, stream = self._lane(lane)
+        self._jobs.append(worker.submit(_after_queue(stream, job)))
 
     def launch_each(
         self, jobs: Sequence[Callable[[], Any]], combine: Callable[[list[Any]], Any] = list
@@ -45,30 +46,32 @@ class Overlap:
         """Run the jobs of buckets 0, 1, ..., each in its lane, as one job, which fails when all are
         over if one did. `combine` makes one result of theirs.
         """
-        each = [(self._worker(n % LANES), self._ordered(job)) for n, job in enumerate(jobs)]
+        lanes = [self._lane(number % LANES) for number in range(len(jobs))]
+        each = [
+            (worker, _after_queue(stream, job))
+            for (worker, stream), job in zip(lanes, jobs, strict=True)
+        ]
+        all_worker, all_stream = self._lane(_ALL)
 
         def all_of_them() -> Any:
             found = [worker.submit(job) for worker, job in each]
             wait(found)
-            return combine([future.result()[0] for future in found])
+            results = [future.result() for future in found]
+            for _, finished in results:
+                all_stream.wait(finished)
+            return combine([value for value, _ in results])
 
-        self._jobs.append(self._worker(_ALL).submit(self._ordered(all_of_them)))
+        self._jobs.append(all_worker.submit(_after_queue(all_stream, all_of_them)))
 
-    def _worker(self, lane: int) -> Worker:
-        if lane not in self._workers:
-            self._workers[lane] = Worker("gradcomp")
-        return self._workers[lane]
+    def close(self) -> None:
+        """End the threads, of which one that has failed keeps all that its job used."""
+        for worker, _ in self._lanes.values():
+            worker.stop(0.0)
 
-    def _ordered(self, job: Callable[[], Any]) -> Callable[[], tuple[Any, CudaEvent]]:
-        """The job after what is queued on the device now, and what tells when it is done there."""
-        # names, not `self`: the thread would keep this object, and so itself, alive
-        side_stream, queued = self._side_stream, self._side_stream.now()
-
-        def run() -> tuple[Any, CudaEvent]:
-            with side_stream.after(queued):
-                return job(), side_stream.now()
-
-        return run
+    def _lane(self, lane: int) -> tuple[Worker, SideStream]:
+        if lane not in self._lanes:
+            self._lanes[lane] = Worker("gradcomp"), SideStream(self._device)
+        return self._lanes[lane]
 
     @property
     def is_empty(self) -> bool:
@@ -126,6 +129,17 @@ class Overlap:
             job: Future[tuple[Any, CudaEvent]] = Future()
             job.set_result((_moved(value, self._device), self._side_stream.now()))
             self._jobs.append(job)
+
+
+def _after_queue(stream: SideStream, job: Callable[[], Any]) -> Callable[[], tuple[Any, CudaEvent]]:
+    """The job after what is queued on the device now, and what tells when it is done there."""
+    queued = stream.now()
+
+    def run() -> tuple[Any, CudaEvent]:
+        with stream.after(queued):
+            return job(), stream.now()
+
+    return run
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ tied to DistributedDataParallel and its all-reduce; here its sums travel as all 
 Parameters that `rank` columns would not make at least twice as small travel as they are.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from thinpipe.pipeline.comm.transport import Peers
 
 _Named = tuple[str, list[Tensor]]
 """A parameter's name and its views of the target, the result and this replica's part of it."""
+_LINALG = threading.Lock()
+"""torch loads CUDA's linear algebra in the first call; made by two threads it fails (#90613)."""
 
 REPLICAS_EQUAL = True
 GOES_ON = True
@@ -61,7 +64,8 @@ class PowerSGD(FeedbackReducer):
         P = [target @ self._start(name, target) for name, (target, _, _) in matrices]
         keys = (ExchangeKey(2 * key.step, key.bucket), ExchangeKey(2 * key.step + 1, key.bucket))
         sums = self._sum([*P, *(target for _, (target, _, _) in plain)], keys[0])
-        P = [torch.linalg.qr(total)[0] for total in sums[: len(matrices)]]
+        with _LINALG:
+            P = [torch.linalg.qr(total)[0] for total in sums[: len(matrices)]]
         Q = [M.T @ p for (_, (M, _, _)), p in zip(matrices, P, strict=True)]
         for (name, (_, result, own)), p, mine, total in zip(
             matrices, P, Q, self._sum(Q, keys[1]), strict=True

@@ -44,6 +44,7 @@ class FailingPeers(Through):
     fail_at: int = -1
     late: bool = False
     calls: int = 0
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def exchange(
         self,
@@ -52,8 +53,10 @@ class FailingPeers(Through):
         capacity: int,
         lane: int = 0,
     ) -> dict[int, Tensor]:
-        self.calls += 1
-        if self.calls != self.fail_at:
+        with self.counting:
+            self.calls += 1
+            call = self.calls
+        if call != self.fail_at:
             return super().exchange(outgoing, sources, capacity, lane)
         if self.late:
             super().exchange(outgoing, sources, capacity, lane)
@@ -84,7 +87,7 @@ def start(method: str, options: dict[str, Any]) -> tuple[Replicas, FailingPeers]
     """Three replicas after a good step; the second one's end can be made to fail."""
     failed = threading.Event()
     peers: list[Any] = [
-        PatientPeers(rank, 3, peer.mailboxes, timeout_s=0.1, failed=failed)
+        PatientPeers(rank, 3, peer.mailboxes, timeout_s=1.0, failed=failed)
         for rank, peer in enumerate(local_peers(3))
     ]
     peers[1] = FailingPeers(peers[1])

@@ -2,19 +2,20 @@
 
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.gradcomp.replicas import Through, all_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from thinpipe.gradcomp.exchange import EXACT
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.methods.ef_gradients import DelayedGradientSync
 from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.transport import LANES
 
 REPLICAS = 2
@@ -27,6 +28,7 @@ class Counting(Through):
     awaited: threading.Barrier | None = None
     under_way: int = 0
     most: int = 0
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def exchange(
         self,
@@ -35,12 +37,14 @@ class Counting(Through):
         capacity: int,
         lane: int = 0,
     ) -> dict[int, Tensor]:
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
+        with self.counting:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
         if self.awaited is not None:
             self.awaited.wait(PATIENCE_S)
         found = super().exchange(outgoing, sources, capacity, lane)
-        self.under_way -= 1
+        with self.counting:
+            self.under_way -= 1
         return found
 
 
@@ -91,3 +95,19 @@ def test_buckets_of_parameters_take_lanes_too(method: str) -> None:
 
     all_of(range(REPLICAS), step)
     assert [end.most for end in ends] == [LANES] * REPLICAS
+
+
+def test_threads_of_an_exchange_that_failed_end() -> None:
+    (end, _) = local_peers(2, timeout_s=0.01)
+    parameters = [nn.Parameter(torch.zeros(8)) for _ in range(LANES)]
+    sync = GradientSync(parameters, end, AllReduce(end, EXACT), 32)
+    before = {*threading.enumerate()}
+    sync.begin_step(0, 1)
+    for parameter in parameters:
+        (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+    threads = {*threading.enumerate()} - before
+    assert len(threads) == LANES
+    with pytest.raises(TransportError):
+        sync.before_step()
+    sync.abandon()
+    until(lambda: not any(thread.is_alive() for thread in threads))

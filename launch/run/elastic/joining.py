@@ -41,7 +41,7 @@ class JoiningStore(Store):
 
     def add(self, key: str, value: int) -> int:
         """What was counted is known: of those who add to it, the last knows that all have."""
-        if value:
+        if value or key not in self._counted:
             self._counted[key] = self._store.add(key, value)
         return self._counted[key]
 
