@@ -82,10 +82,19 @@ def _start_here(  # as `start_run`
         shown = partial(_show_needs, shares, max(0, show))
         preflight.check(config, shares, resume=resume.wanted, show=shown)
         sys.exit()
-    # the ranks of a whole replica check it, too, before they meet those of the run: in less time
-    whole = machines.join is not None and config.checkpoint.ram_every is None and len(shares) == 1
-    preflight.check(config, shares, resume=resume.wanted, room=not whole)
+    _check(config, machines, shares, resume)
     sys.exit(_start(main, config, len(shares[0]), machines, show=show))
+
+
+def _check(
+    config: RunConfig, machines: Machines, shares: Sequence[preflight.Share], resume: Resume
+) -> None:
+    joins, is_spare = machines.join is not None, config.checkpoint.ram_every is not None
+    # the ranks of a whole replica check it, too, before they meet those of the run: in less time
+    later = joins and (is_spare or len(shares) == 1)
+    ready = preflight.check(config, shares, resume=resume.wanted, room=not later)
+    for share in shares if joins and is_spare else ():  # it cannot choose its place
+        preflight.check_room(ready, [share])
 
 
 def _check_supervised(config: RunConfig) -> None:

@@ -7,12 +7,13 @@ import pytest
 from tests.commands import Command
 from tests.training import config as made
 from thinpipe.launch import preflight
+from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.config.cli_options import Machines
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory.host import host_needs
 from thinpipe.launch.run.run import _check_room
-from thinpipe.launch.start import _shares_of_newcomer
+from thinpipe.launch.start import _check, _shares_of_newcomer
 
 MISTAKES = {
     "folder": (["run.folder={file}"], "run.folder = "),
@@ -106,6 +107,24 @@ def test_a_spare_may_have_each_place_but_the_first() -> None:
     assert [[*share] for share in _shares_of_newcomer(run, spares[1])] == [[1, 2], [2, 3]]
     with pytest.raises(ConfigError, match="--ranks = 4: with --join a machine brings 3 or fewer"):
         _shares_of_newcomer(run, spares[2])
+
+
+def test_a_spare_must_have_room_for_every_place(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That with the head needs more than the others."""
+    data = {"path": str(run_file.parent / "text.txt"), "train_sequences": 24}
+    run = made(data=data, pipeline={"cuts": [1, 2, 3]}, checkpoint={"ram_every": 5})
+    spare = Machines(join="host0:29500")
+    places = _shares_of_newcomer(run, spare)
+    run = preflight.check_settings(run, places).config
+    needs = [host_needs(run, 24, place).total for place in places]
+    assert needs[-1] > needs[0]
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needs[-1])
+    _check(run, spare, places, Resume(False, None))
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needs[0])
+    with pytest.raises(ConfigError, match="do not fit"):
+        _check(run, spare, places, Resume(False, None))
 
 
 def test_ranks_of_a_whole_replica_find_out_whether_there_is_room(
