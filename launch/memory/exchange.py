@@ -15,7 +15,7 @@ from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _SHAPES = ((1024, 256), (1024,), (256, 512))
-_STEPS = 4  # or the whole periods that have as many, of a method that exchanges now and then
+_STEPS = 4
 _TRAIN = TrainConfig()
 
 
@@ -35,8 +35,13 @@ class ExchangeCost:
     rounds: int = 1
 
 
-def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> ExchangeCost:
-    """Count what a method sends between replicas in this process, with random moves."""
+def measure_exchange(
+    method: str, options: dict[str, Any], replicas: int, *, steps: int = _STEPS
+) -> ExchangeCost:
+    """Count what a method sends between replicas in this process, with random moves.
+
+    Over so many `steps`, or whole periods of a method that exchanges now and then.
+    """
     config = parse_options(method, options)
     learning = int(getattr(config, "warmup_steps", 0)) and 1
     if learning:
@@ -51,7 +56,7 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
         built.append((sync, parameters, own or torch.optim.SGD(parameters, _TRAIN.lr), generator))
     period = int(getattr(config, "interval", 1))
     warmup = learning + period + 1
-    steps = period * ceil(_STEPS / period)
+    steps = period * ceil(steps / period)
     sent, before = [], 0
     with ThreadPoolExecutor(replicas) as pool:
         for step in range(warmup + steps):

@@ -177,11 +177,12 @@ def on_rank(
 
 
 def exchange_cost(config: RunConfig) -> ExchangeCost | None:
-    """Cost of the replicas' exchange, measured with a few numbers."""
+    """Cost of the replicas' exchange, measured with a few numbers in one step."""
     replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
     if replicas == 1 or config.method == "none":
         return None
-    return measure_exchange(config.method, config.method_options.model_dump(), replicas)
+    # all is there after a step: what is kept does not grow
+    return measure_exchange(config.method, config.method_options.model_dump(), replicas, steps=1)
 
 
 def stage_cuts(config: RunConfig) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_S = 5.0
 """An agreement may be lost with a rank."""
-_POLL_S = 0.05  # a state takes seconds to send, in training
+_POLL_S = 0.02
 _CONNECT_S = 15.0
 """For a newcomer that has said that it is there; without it all is sent when it is let in."""
 

@@ -56,6 +56,10 @@ class _Operation:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch imports its compiler to skip it: a second of each command's start
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
@@ -64,7 +68,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        outputs = func(*args, **(kwargs or {}))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        draws = is_random and func.overloadpacket.__name__.endswith("_")
+        # torch's draws without values import its compiler, too
+        outputs = args[0] if draws else func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
         given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -79,7 +86,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tree_map(_freeze, outputs),
                 frozenset(reads),
                 frozenset(writes),
-                random=torch.Tag.nondeterministic_seeded in func.tags,
+                random=is_random,
                 fills=func.overloadpacket.__name__ not in _UNINITIALISED,
             )
             self.operations.append(operation)

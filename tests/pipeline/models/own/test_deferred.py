@@ -1,6 +1,8 @@
 """Values of a deferred model: those that its constructor says, whichever part is computed."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -129,3 +131,15 @@ def test_constructors_that_look_at_values_are_rejected() -> None:
         DeferredModel(looks, "mine:model")
     with pytest.raises(ValueError, match=r"returned int, not a module"):
         DeferredModel(lambda: 3, "mine:model")  # type: ignore[arg-type, return-value]
+
+
+def test_usual_layers_are_built_without_torchs_compiler() -> None:
+    """Its import takes a second, which each command would need."""
+    code = """
+import sys
+from torch import nn
+from thinpipe.pipeline.models.own.deferred import DeferredModel
+DeferredModel(lambda: nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9)), "model")
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
