@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.harness import Records, command_line, format_table, quantiles
 from benchmarks.single_process import in_process
+from thinpipe.launch.config.caches import row_nbytes
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.host.words import format_bytes
-from thinpipe.launch.memory.rows import row_nbytes
 from thinpipe.pipeline.batch import Batch
 
 TIERS = ("ram", "disk")

@@ -14,13 +14,13 @@ from thinpipe.gradcomp.registry import build_optimizer, load_method
 from thinpipe.launch.best import Best
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.caches import memory_folder, row_nbytes, sample_capacity
 from thinpipe.launch.config.model import shares_casts
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
-from thinpipe.launch.memory.rows import memory_folder, row_nbytes, sample_capacity
 from thinpipe.launch.optimizer import (
     Named,
     OptimizerFactory,

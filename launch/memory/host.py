@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from thinpipe.launch.config.caches import End, memory_folder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
@@ -16,11 +17,9 @@ from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, on_rank, rank_memory
 from thinpipe.launch.memory.rows import (
-    End,
     HostBytes,
     busiest,
     check_memory,
-    memory_folder,
     name_ranks,
     needs,
     plan_memory,

@@ -4,47 +4,28 @@ A rank's budget is divided so that each end of a cut on it holds equally many sa
 capacity of the two ends of a cut counts. In RAM, the rows that a step writes count too.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.caches import (
+    End,
+    batch_of_rank,
+    cache_ends,
+    memory_folder,
+    sample_capacity,
+)
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import device_type, gpu_count
 from thinpipe.launch.host.disk import free_nbytes
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
-from thinpipe.pipeline.models.paths import user_path
-from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 
 _ROWS_IN_FLIGHT = 4
 """Per sample of a step with rows on disk: old, new, prefetched, and being written."""
-
-
-@dataclass(frozen=True)
-class End:
-    """The memory at one end of a direction of a cut.
-
-    It holds `held` of the `samples` that a replica visits.
-    """
-
-    cut: int
-    direction: Direction
-    side: Literal["sender", "receiver"]
-    position: int
-    row_nbytes: int
-    samples: int
-    held: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.held * self.row_nbytes
 
 
 @dataclass(frozen=True)
@@ -59,38 +40,10 @@ class HostBytes:
     disk: int
 
 
-def row_nbytes(config: RunConfig, spec: Spec) -> int:
-    """Bytes per sample at one end of a direction; 0 for boundaries without a memory."""
-    return spec.row_nbytes(*config.message_shape)
-
-
-def sample_capacity(config: RunConfig, position: int) -> int | None:
-    """Samples that the budget of a rank holds at each of its ends; None without a budget.
-
-    Raises:
-        ConfigError: it is too small for a single sample.
-    """
-    budget = config.memory.budget
-    per_sample = _per_sample(config, position)
-    if budget is None or not per_sample:
-        return None
-    in_progress = 0 if config.memory.tier == "disk" else _batch(config)
-    samples = budget // per_sample - in_progress
-    if samples < 1:
-        most = max(_per_sample(config, end.position) for end in _ends(config))
-        raise ConfigError(
-            f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
-            f"pipeline rank {position}, and {in_progress} more are written during a step; use "
-            f"{_rounded_up((in_progress + 1) * most)} or more, the boundaries' memory at 8 or 4 "
-            "bits, or another kind of boundary"
-        )
-    return samples
-
-
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike."""
     samples = sequences // config.pipeline.dp_size
-    ends = _ends(config)
+    ends = cache_ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
     planned = []
     for end in ends:
@@ -105,7 +58,7 @@ def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> H
     ends = list(ends)
     here = [end for position in positions for end in ends if end.position == position]
     held = sum(end.nbytes for end in here)
-    batch = _batch(config) * sum(end.row_nbytes for end in here)
+    batch = batch_of_rank(config) * sum(end.row_nbytes for end in here)
     if config.memory.tier == "disk":
         return HostBytes(rows=held, ram=_ROWS_IN_FLIGHT * batch, disk=held)
     return HostBytes(rows=held, ram=2 * held + batch, disk=0)
@@ -199,41 +152,6 @@ def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterato
         parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "
         parts += "rows written during a step"
     yield f"RAM {format_bytes(found.ram)} of {format_bytes(free_memory())} free ({parts})"
-
-
-def memory_folder(config: RunConfig) -> Path:
-    """Folder for the files of the disk tier."""
-    folder = config.memory.folder
-    return config.run.path if folder is None else user_path(folder).resolve()
-
-
-def _ends(config: RunConfig) -> list[End]:
-    """Every memory, still empty, of the cuts between two ranks."""
-    ranks, found = config.stage_ranks, []
-    for stage, cut in enumerate(config.pipeline.cuts):
-        upper, lower = ranks[stage], ranks[stage + 1]
-        for direction in DIRECTIONS:
-            row = row_nbytes(config, config.specs[cut, direction])
-            if not row or upper == lower:
-                continue
-            source, target = (upper, lower) if direction == "forward" else (lower, upper)
-            found.append(End(cut, direction, "sender", source, row, samples=0, held=0))
-            found.append(End(cut, direction, "receiver", target, row, samples=0, held=0))
-    return found
-
-
-def _per_sample(config: RunConfig, position: int) -> int:
-    return sum(end.row_nbytes for end in _ends(config) if end.position == position)
-
-
-def _rounded_up(nbytes: int) -> str:
-    """Rounded up to three digits, as a size that a run file can contain."""
-    step = max(1, 10 ** (len(str(nbytes)) - 3))
-    return format_bytes(math.ceil(nbytes / step) * step)
-
-
-def _batch(config: RunConfig) -> int:
-    return config.train.batch_size // config.pipeline.dp_size
 
 
 def busiest(nbytes: Sequence[int], per_rank: int) -> int:

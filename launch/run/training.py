@@ -18,13 +18,14 @@ from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
+from thinpipe.launch.config.caches import memory_folder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.streams.stream import Sampler, StreamSampler, position
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
-from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
+from thinpipe.launch.memory.rows import memory_notices, plan_memory
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
 from thinpipe.launch.run.connections import Connections

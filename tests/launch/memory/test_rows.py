@@ -11,6 +11,7 @@ from benchmarks.single_process import in_process
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.boundary import BoundaryConfig
+from thinpipe.launch.config.caches import row_nbytes, sample_capacity
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory import rows as planned
@@ -19,8 +20,6 @@ from thinpipe.launch.memory.rows import (
     memory_notices,
     needs,
     plan_memory,
-    row_nbytes,
-    sample_capacity,
 )
 
 PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
