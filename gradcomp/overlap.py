@@ -5,12 +5,13 @@ checkpoint holds what was found, and a restored run applies that: no exchange is
 must hold, too, what a method keeps of an exchange whose job has ended.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.comm.transport import LANES
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
@@ -88,14 +89,10 @@ class Overlap:
         found = [job.result() for job in self._jobs[:count]]
         del self._jobs[:count]
         for value, finished in found:
-            for tensor in _tensors(value) if finished is not None else ():
-                self._side_stream.hand_over(tensor, finished)
+            for leaf in tree_leaves(value) if finished is not None else ():
+                if isinstance(leaf, Tensor):
+                    self._side_stream.hand_over(leaf, finished)
         return [value for value, _ in found]
-
-    def drop(self) -> None:
-        """Forget what is under way, once it is over."""
-        self.wait()
-        self._jobs = []
 
     def settle(self) -> None:
         """Wait until nothing is under way, whatever came of it.
@@ -124,10 +121,12 @@ class Overlap:
                 "this checkpoint holds an exchange between replicas in the form of an earlier "
                 "version; go on from it with that version, or start with model.from_run"
             )
-        self.drop()
+        self.wait()
+        self._jobs = []
         for value in state[_KEY]:
             job: Future[tuple[Any, CudaEvent]] = Future()
-            job.set_result((_moved(value, self._device), self._side_stream.now()))
+            here = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), value)
+            job.set_result((here, self._side_stream.now()))
             self._jobs.append(job)
 
 
@@ -140,19 +139,3 @@ def _after_queue(stream: SideStream, job: Callable[[], Any]) -> Callable[[], tup
             return job(), stream.now()
 
     return run
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value

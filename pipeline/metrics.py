@@ -6,14 +6,13 @@ tallies are added (or, for `spearman`, laid end to end) once the evaluation is o
 Axes: N answers that count, C classes or labels, K numbers of a tally.
 """
 
-import json
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from thinpipe.pipeline.batch import IGNORED_TARGET
@@ -240,23 +239,14 @@ class Measures:
             self._add(name, metric.tally(outputs, targets).double().cpu())
 
     def packed(self) -> bytes:
-        shapes = {name: list(tally.shape) for name, tally in self._tallies.items()}
-        data = b"".join(
-            array("d", tally.flatten().tolist()).tobytes() for tally in self._tallies.values()
-        )
-        return json.dumps(shapes).encode() + b"\n" + data
+        return save({name: tally.contiguous() for name, tally in self._tallies.items()})
 
     def values(self, packed: Sequence[bytes]) -> dict[str, float]:
         """Every metric of what all ranks packed; NaN where no rank counted anything."""
         self._tallies = {}
         for data in packed:
-            header, _, rest = data.partition(b"\n")
-            at = 0
-            for name, shape in json.loads(header).items():
-                count = math.prod(shape)
-                numbers = array("d", rest[at : at + 8 * count])
-                at += 8 * count
-                self._add(name, torch.tensor(numbers, dtype=torch.float64).view(shape))
+            for name, tally in load(data).items():
+                self._add(name, tally)
         return {
             name: metric.value(self._tallies[name]) if name in self._tallies else math.nan
             for name, metric in self.metrics.items()

@@ -1,16 +1,8 @@
-"""Table (Markdown) of the convergence benchmark.
+"""Table (Markdown) of the convergence benchmark; every seed needs its baseline."""
 
-    python -m benchmarks.fidelity.report out.jsonl more.jsonl
-
-Results of several files are merged; every seed needs its baseline.
-"""
-
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Row, read_results, summary
+from benchmarks.harness import Row, summary
 
 BASELINE = "fp32"
 LOSSES = ("loss", "held out", "held out, compressed")
@@ -37,20 +29,3 @@ def table(rows: Sequence[Row]) -> str:
     known = {*_COLUMNS, *LOSSES, "before"}
     scores = {name: ".3f" for row in rows for name in row.numbers if name not in known}
     return summary(rows, _COLUMNS | scores)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """What --json wrote."""
-    return [Row(**result) for result in read_results(path)]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Table of rows that were recorded before, from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity.report")
-    parser.add_argument("records", type=Path, nargs="+", help="files that --json wrote")
-    options: Any = parser.parse_args(arguments)
-    print(table([row for path in options.records for row in read_rows(path)]))
-
-
-if __name__ == "__main__":
-    main()

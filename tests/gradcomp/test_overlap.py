@@ -36,20 +36,13 @@ def test_what_was_found_survives_a_restart_and_saving_takes_nothing() -> None:
         assert (number, values.tolist(), nothing) == (1, [0, 1, 2], None)
 
 
-@pytest.mark.parametrize("call", ["join", "wait", "save", "drop"])
+@pytest.mark.parametrize("call", ["join", "wait", "save"])
 def test_a_failure_is_raised_by_all_that_wait(call: str) -> None:
     overlap = Overlap(CPU)
     overlap.launch(fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cut"):
             getattr(overlap, call)()
-
-
-def test_what_is_dropped_is_not_joined() -> None:
-    overlap = Overlap(CPU)
-    overlap.launch(lambda: 1)
-    overlap.drop()
-    assert overlap.join() == []
 
 
 @pytest.mark.parametrize("state", [{}, {"owed": True}, {"under_way": None}])

@@ -1,6 +1,5 @@
 """Pipelines side by side: AQ-SGD across the cuts and CocktailSGD between replicas, together."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -113,57 +112,6 @@ def run_of(method: str) -> Any:
         boundary=AQSGD,
         gradcomp={"method": method, method: options},
     )
-
-
-def train_with(rank: int, methods: list[str]) -> dict[str, tuple[list[float], bool, float]]:
-    """Losses of five steps, whether a run that starts at the third does the same, held-out loss."""
-    held_out, found = share(batch([50, 51, 52]), rank // 2, 2), {}
-
-    def steps(built: Any, first: int, last: int) -> list[float]:
-        return [
-            built.engine.train_step(share(batch(ids), rank // 2, 2), step).loss
-            for step, ids in list(enumerate(BATCHES))[first:last]
-        ]
-
-    def end(built: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
-        built.sync.finish()
-        return loss, weights(built)
-
-    for method in methods:
-        whole, resumed = start(run_of(method)), start(run_of(method))
-        losses = steps(whole, 0, 3)
-        distribute(resumed, copy.deepcopy(collect(whole)), NOWHERE)
-        losses += steps(whole, 3, 5)
-        same = steps(resumed, 3, 5) == losses[3:]
-        (loss, one), (other_loss, other) = end(whole), end(resumed)
-        same = same and loss == other_loss and all(torch.equal(one[n], other[n]) for n in one)
-        found[method] = (losses, same, loss)
-    return found
-
-
-def check_beside_compressed_cuts(ranks: Ranks, methods: list[str]) -> None:
-    found = ranks(4, train_with, methods)
-    for method in methods:
-        evaluations = {rank[method][2] for rank in found}
-        assert len(evaluations) == 1, method
-        for losses, same, _ in (rank[method] for rank in found):
-            assert all(math.isfinite(loss) for loss in losses), method
-            assert same, method
-
-
-QUICK = ["decentralized", "demo", "diloco", "powersgd"]
-"""Of each way to exchange one; every method resumes in `tests/launch/checkpoint` too."""
-
-
-@pytest.mark.slow
-def test_methods_train_and_resume_beside_compressed_cuts(ranks: Ranks) -> None:
-    check_beside_compressed_cuts(ranks, QUICK)
-
-
-@pytest.mark.slow
-def test_every_method_trains_and_resumes_beside_compressed_cuts(ranks: Ranks) -> None:
-    check_beside_compressed_cuts(ranks, [name for name in method_names() if name not in QUICK])
 
 
 def train_tied_and_adapted(rank: int, models: dict[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from benchmarks.fidelity.finetuning import (
     read_corpus,
     sizes,
 )
-from benchmarks.fidelity.report import BASELINE, LOSSES, read_rows, table
-from benchmarks.harness import Records, Row, with_gaps
+from benchmarks.fidelity.report import BASELINE, LOSSES, table
+from benchmarks.harness import Records, Row, read_results, with_gaps
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 TINY = Scale(
@@ -88,7 +88,7 @@ def test_methods_start_from_the_same_weights_and_send_what_their_codecs_say(
     later = sum(epoch.nbytes for epoch in delta[1:])
     assert rows[1].numbers["x fp32"] == pytest.approx(8 * CUTS * VALUES * 2 / later)
     assert rows[1].numbers["x fp32, whole run"] < rows[1].numbers["x fp32"]
-    assert read_rows(path) == rows
+    assert [Row(**row) for row in read_results(path)] == rows
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[1]["config"]["run"]["boundary"][0]["forward"]["bits"] == 3
     assert len({row.numbers["before"] for row in rows}) == 1
@@ -107,7 +107,7 @@ def test_the_methods_that_are_named_are_run_and_no_others(
     files = ["--train", str(texts[0]), "--eval", str(tmp_path / "eval")]
     named = ["--methods", "direct fw2/bw4", "--seeds", "1", "--pretrain-steps", "2"]
     main(["--quick", *files, *words, *named, "--json", str(tmp_path / "out.jsonl")])
-    rows = read_rows(tmp_path / "out.jsonl")
+    rows = [Row(**row) for row in read_results(tmp_path / "out.jsonl")]
     assert [row.method for row in rows] == [BASELINE, "direct fw2/bw4"]
     said = capsys.readouterr().out
     assert f"{BASELINE} is measured too: the others are compared with it" in said

@@ -280,14 +280,6 @@ def test_mixtures_of_text_follow_the_weights(tmp_path: Path, packing: bool | Non
     assert training.digest == again != other
 
 
-def test_mixtures_of_labelled_texts_follow_the_weights(tmp_path: Path) -> None:
-    paths = [_write(tmp_path, f"{name}.tsv", COLA.replace("Sent", name)) for name in "ab"]
-    sources = [{"path": path, "weight": w} for path, w in zip(paths, (1, 3), strict=True)]
-    training, held_out = load(_config(None, sources=sources))
-    found = [text[0] for text, _ in _texts(training)]
-    assert (found.count("a"), found.count("b"), len(held_out)) == (12, 36, 8)
-
-
 def test_mixtures_and_packing_reach_the_sets(tmp_path: Path) -> None:
     paths = [
         _write(tmp_path, f"{name}.jsonl", "".join(

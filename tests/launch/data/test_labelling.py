@@ -95,20 +95,6 @@ def test_bytes_of_the_longer_text_go_first(
     assert fitted.truncated == (len(fitted.ids) < first + (0 if second is None else second + 1))
 
 
-def test_padding_and_truncation_of_the_file_are_not_applied(tmp_path: Path) -> None:
-    """As in all-MiniLM-L6-v2: padded to 128 tokens, every text would be one of padding."""
-    save_wordpieces(tmp_path, list("abcdefgh"))
-    file = tmp_path / "tokenizer.json"
-    held = json.loads(file.read_text(encoding="utf-8"))
-    held["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None,
-                       "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}  # fmt: skip
-    held["truncation"] = {"max_length": 4, "stride": 0, "strategy": "LongestFirst",
-                          "direction": "Right"}  # fmt: skip
-    file.write_text(json.dumps(held))
-    fitted = load_tokenizer(str(tmp_path)).fitted("a b c", None, 20)
-    assert fitted.ids == [2, 4, 5, 6, 3]
-
-
 def test_every_length_is_cut_as_transformers_does(tmp_path: Path) -> None:
     whole = save_wordpieces(tmp_path, list("abcdefgh"))
     ours = load_tokenizer(str(tmp_path))
