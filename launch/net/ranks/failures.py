@@ -1,15 +1,16 @@
 """The first failure of a run: every rank learns of it within moments."""
 
-import json
 import signal
 import threading
 import time
 from collections.abc import Callable
+from itertools import count, takewhile
+from operator import itemgetter
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.store import await_key
+from thinpipe.launch.net.ranks.store import Log
 
 _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
@@ -18,7 +19,6 @@ _STUCK_S = 10.0  # a main thread inside gloo may never return
 _SETTLE_S = 140.0
 """Beyond the time that ranks wait for each other: they notice a loss first, and end what they
 encode (`gradcomp/overlap.py`)."""
-_FIRST = "1"
 LOST, OUT = 75, 76
 """Exit codes of a rank that is well, but that the others go on without; `OUT` if that is so of all
 ranks of its machine, which then need not wait for the end of the run.
@@ -29,12 +29,11 @@ class Failures:
     """The failures of a run, in its store, in the order in which they were reported."""
 
     def __init__(self, store: Store, who: str) -> None:
-        self._store, self._who = PrefixStore("failures", store), who
+        self._log, self._who = Log(store, "failures"), who
 
     def report(self, message: str, *, cause: bool) -> None:
         """Publish what failed here. A connection that broke is seldom the cause, an error is."""
-        number = self._store.add("count", 1)
-        self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
+        self._log.add([not cause, self._who, message])
 
     def first(self, since_s: float, ended: Callable[[], bool]) -> str:
         """The first cause, or else the first failure, and whose it is.
@@ -57,11 +56,10 @@ class Failures:
         return self._found()[1]
 
     def _found(self) -> tuple[bool, str | None]:
-        numbers = range(1, self._store.add("count", 0) + 1)
-        keys = [str(number) for number in numbers if self._store.check([str(number)])]
-        if not keys:
+        found = [self._log.get(number) for number in takewhile(self._log.has, count(1))]
+        if not found:
             return False, None
-        no_cause, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
+        no_cause, who, message = min(found, key=itemgetter(0))  # the first of them
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
@@ -70,7 +68,7 @@ class Failures:
         Raises:
             RuntimeError: the store is gone.
         """
-        await_key(self._store, _FIRST)
+        self._log.get(1)
 
 
 def doubted(generation: int) -> int:
@@ -83,6 +81,7 @@ class Losses:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("losses", store)
+        self._log = Log(self._store, "log")
 
     def open(self, wait_s: float) -> None:
         """From here on the run may go on; its ranks wait `wait_s` seconds for each other."""
@@ -98,21 +97,20 @@ class Losses:
 
     def report(self, rank: int, message: str) -> None:
         """Publish what ended a rank, unless that is known."""
-        if self._store.add(f"reported/{rank}", 1) == 1:
-            number = self._store.add("count", 1)
-            self._store.set(str(number), json.dumps([rank, message]))
+        if not self.has(rank):
+            self._log.add([rank, message])
+            self._store.set(f"reported/{rank}", "")
 
     def doubt(self, generation: int) -> None:
         """Say that a rank of a generation is silent; who is waiting need not wait any longer."""
         self.report(doubted(generation), "")
 
     def has(self, rank: int) -> bool:
-        return int(self._store.add(f"reported/{rank}", 0)) > 0
+        return bool(self._store.check([f"reported/{rank}"]))
 
     def wait(self, number: int) -> tuple[int, str]:
         """The rank that was lost as number so many, from 1, and what ended it; waits for it."""
-        await_key(self._store, str(number))
-        rank, message = json.loads(self._store.get(str(number)))
+        rank, message = self._log.get(number)
         return int(rank), str(message)
 
     def settle(self, rank: int, *, goes_on: bool, out: bool = False) -> None:

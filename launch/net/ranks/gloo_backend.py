@@ -107,12 +107,15 @@ def _listening(address: str) -> set[int]:
 def break_connections(ports: Collection[int]) -> None:
     """Shut this process's connections to and from these ports of its own and others.
 
-    Who waits for a peer wakes up with an error; nothing that torch offers does that.
+    Who waits for a peer wakes up with an error; nothing that torch offers does that. The store,
+    whose port may be that of a peer on another machine, stays connected.
     """
+    store = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     for found in _sockets():
         with contextlib.suppress(OSError):  # not connected
-            ends = found.getsockname()[1], found.getpeername()[1]
-            if any(port in ports for port in ends):
+            ends = [end[:2] for end in (found.getsockname(), found.getpeername())]
+            is_store = store in [(host.removeprefix("::ffff:"), str(port)) for host, port in ends]
+            if not is_store and any(port in ports for _, port in ends):
                 found.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,10 +1,13 @@
 """torch's store, which listens at one address only: by itself it takes all of a machine's."""
 
+import json
+import secrets
 import socket
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FOREVER = timedelta(days=1)
 
@@ -32,3 +35,33 @@ def await_key(store: Store, key: str) -> None:
         except RuntimeError as error:
             if "timeout" not in str(error).lower():
                 raise
+
+
+class Log:
+    """What anybody has added to a log of a store, numbered from 1.
+
+    An entry takes the next number in one operation: a process that ends meanwhile leaves no number
+    without an entry, for which the others would wait.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = PrefixStore(name, store)
+
+    def add(self, entry: Any) -> None:
+        said = json.dumps([secrets.token_hex(8), entry])
+        number = 1 + self._store.add("count", 0)  # or a later one
+        while self._store.compare_set(str(number), "", said).decode() != said:
+            number += 1
+        self._store.add("count", 1)
+
+    def has(self, number: int) -> bool:
+        return bool(self._store.check([str(number)]))
+
+    def get(self, number: int) -> Any:
+        """The entry with this number; waits for it.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        await_key(self._store, str(number))
+        return json.loads(self._store.get(str(number)))[1]

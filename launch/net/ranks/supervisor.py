@@ -97,11 +97,11 @@ class _Said:
 def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
     """Kill a rank that the others go on without and that hangs; a thread."""
     store = None
-    with contextlib.suppress(RuntimeError):  # the store is gone, which ends the rank
-        while not ended.wait(_LOOK_S):
-            if (announced := said.last()) is None:
-                continue
-            host, port, name, _, rank = announced
+    while not ended.wait(_LOOK_S):
+        if (announced := said.last()) is None:
+            continue
+        host, port, name, _, rank = announced
+        with contextlib.suppress(RuntimeError):  # the store is late, or gone, which ends the rank
             store = store or connect_store((host, port), wait_s=_REPORT_S)
             losses = Losses(PrefixStore(name, store))
             if losses.is_open and losses.has(rank):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.launch.net.ranks.store import await_key
+from thinpipe.launch.net.ranks.store import Log, await_key
 
 _POLL_S, _ANSWER_S = 0.02, 5.0
 """Who does not answer holds up the next so long, and has to knock again."""
@@ -22,6 +22,7 @@ class Door:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("door", store)
+        self._knocks = Log(self._store, "knocks")
 
     def open(self, first: int) -> None:
         """From here on replicas may come; the ranks of these are numbered from `first` on."""
@@ -34,7 +35,7 @@ class Door:
         return [*range(end - count, end)]  # `add` gives each caller a range of its own
 
     def knock(self, numbers: Sequence[int]) -> None:
-        self._store.set(f"knock/{self._store.add('knocks', 1)}", json.dumps(numbers))
+        self._knocks.add([*numbers])
 
     def knocked(self, number: int) -> list[int]:
         """Who knocked as number so many, from 1; waits for it. Nobody, if it is no list of numbers.
@@ -42,10 +43,9 @@ class Door:
         Raises:
             RuntimeError: the store is gone.
         """
-        await_key(self._store, f"knock/{number}")
         try:
-            numbers = json.loads(self._store.get(f"knock/{number}"))
-        except ValueError:
+            numbers = self._knocks.get(number)
+        except (ValueError, LookupError, TypeError):
             return []
         whole = isinstance(numbers, list) and all(type(number) is int for number in numbers)
         return numbers if whole else []

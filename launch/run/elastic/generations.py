@@ -179,8 +179,8 @@ class Generations:
             self._news.generation += 1
             members = self._agree(post)
             self._settle(members, error)
-            self._be(members)
             try:
+                self._be(members)
                 self._form(f"generation{self._generation}")
             except TransportError as again:
                 error, tries = again, tries + (not self._news.is_incomplete())
@@ -284,10 +284,10 @@ class Generations:
         The first to see all others ready, or lost, says it for all.
         """
         self._store.set(f"ready/{self._generation}/{self._me}", json.dumps(post))
-        waiting = self._not_at("ready", self._wait_s, lambda: False)
+        said = f"members/{self._generation}"
+        waiting = self._not_at("ready", self._wait_s, lambda: self._store.check([said]))
         chosen = json.dumps(self._choose(waiting))
-        said = self._store.compare_set(f"members/{self._generation}", "", chosen)
-        members: list[int] = json.loads(said)
+        members: list[int] = json.loads(self._store.compare_set(said, "", chosen))
         return members
 
     def _posts(self, members: Sequence[int]) -> list[dict[str, Any]]:
@@ -309,7 +309,12 @@ class Generations:
         if self._news.is_incomplete():
             raise TransportError(f"rank {self._me}: another rank is lost")
         keys, size = PrefixStore(name, self._root), len(self._members)
-        self._joining = JoiningStore(keys, self._news.is_incomplete, self._wait_s)
+        generation = self._news.generation
+
+        def is_over() -> bool:  # also for a thread that torch leaves behind
+            return self._news.is_incomplete() or self._news.generation != generation
+
+        self._joining = JoiningStore(keys, is_over, self._wait_s)
         join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
         self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
         if self._news.break_if_incomplete():

@@ -55,9 +55,7 @@ class Hosts:
         """
         said = {m: json.loads(self._store.get(str(m))) for m in members if m not in self._names}
         self._firsts |= {member: first for member, (*_, first) in said.items()}
-        for name, holds, number, ports, _ in said.values():
-            if name != self.own and number is not None:
-                reach(number, ports)
+        for name, holds, _, ports, _ in said.values():
             self.ports |= {port for traffic, port in ports.items() if traffic != JOINING}
             self._holder = name if holds else self._holder
         with self._lock:
@@ -66,6 +64,9 @@ class Hosts:
             # made anew, not changed: a thread reads it (`_look`)
             names = self._names | {member: name for member, (name, *_) in said.items()}
             self._names = {member: names[member] for member in members}
+        for name, _, number, ports, _ in said.values():  # last: who cannot be reached has a name
+            if name != self.own and number is not None:
+                reach(number, ports)
 
     def reach(self, member: int) -> None:
         """Have a rank reached from here that is no member yet, or of which this is none.

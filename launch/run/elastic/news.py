@@ -81,12 +81,14 @@ class News:
             except RuntimeError:  # the store is gone, which ends the process
                 return
             with self.changed:
+                if rank in self.lost:  # two have said it
+                    continue
                 # else the next generation is there already
                 is_news = rank in self.members or rank == doubted(self.generation)
                 if rank >= 0:
                     self.lost[rank] = message
                 elif is_news:
-                    self._doubted = self.generation
+                    self._doubted = doubted(rank)  # that which it names
                 # under the lock, or a generation that forms meanwhile would lose its connections
                 if is_news:
                     break_connections(self._ports)

@@ -38,7 +38,6 @@ class RedoingTraining(ElasticTraining):
         self._call, newcomer = None, session.newcomer
         self._had = 0  # steps that were done before all went back
         self._in_step = False
-        self._epoch = 0
         if newcomer is not None:
             self._call = wait_for_call(newcomer, session.mesh, config.network.own_name())
             with answering(newcomer, self._call):
@@ -52,7 +51,6 @@ class RedoingTraining(ElasticTraining):
         if self._call is None:
             super().begin(stack)
             self._had = self._done
-            self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
             self._begin_copies(0, self._done)
         else:
             assert self._session.newcomer is not None, "it was called"
@@ -67,10 +65,6 @@ class RedoingTraining(ElasticTraining):
     @property
     def nothing_left(self) -> bool:
         return self._call is None and super().nothing_left
-
-    @property
-    def first_epoch(self) -> int:
-        return self._epoch
 
     @property
     def point(self) -> tuple[int, int] | None:

@@ -140,6 +140,8 @@ class Sections(Generations):
     def _choose(self, silent: Set[int]) -> list[int]:
         """As of any; if one waited too long for others, those who are late for it are left out."""
         chosen = super()._choose(silent)
+        if not chosen:
+            return chosen
         posts = dict(zip(chosen, self._posts(chosen), strict=True))
         most = max(post["steps"] for post in posts.values())
         late = {member for member, post in posts.items() if post["steps"] < most - 1}

@@ -55,6 +55,7 @@ class ElasticTraining(Training):
                 "and use --max-restarts"
             )
         super().begin(stack)
+        self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         self._givers: list[Giver] = []
@@ -73,6 +74,11 @@ class ElasticTraining(Training):
         else:
             self._checkpoints.check_own()
             self._come_in()
+
+    @property
+    def first_epoch(self) -> int:
+        """That in which the others are, of which no steps may be left."""
+        return self._epoch
 
     @property
     def goes_on_by(self) -> str:
@@ -195,7 +201,7 @@ class ElasticTraining(Training):
         before, store = self.agreement, PrefixStore(f"generation{change}", self._session.store)
         self.agreement = self._agreement(store, agreed)  # asked from here on, while `before` ends
         before.close(None if stops else self.agreement)
-        if self._elastic.loss:  # which `interrupt` may have told the one before
+        if self._elastic.trouble:  # which `interrupt` may have told the one before
             self.agreement.release()
 
     def _go_on(self, passes: int) -> None:
@@ -276,7 +282,7 @@ class ElasticTraining(Training):
         if self._taker is not None:
             self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
-        done, plan, save, skips = gather_json(transport, own)[0]
+        done, plan, save, skips, epoch = gather_json(transport, [*own, self._epoch])[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
         has = self._taker is not None and self._taker.has_state
         gives = transport.mesh.replica == 0
@@ -284,7 +290,7 @@ class ElasticTraining(Training):
             nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
             self._taker = None
-            self._done = self._agreed = done
+            self._done, self._agreed, self._epoch = done, done, epoch
             self._plan.take(plan, transport.mesh)
             self._changes.clear()  # which the plan has
             self._checkpoints.follow(*save)
@@ -334,12 +340,23 @@ class ElasticTraining(Training):
 
     def _admit_if_due(self) -> None:
         """Let newcomers in; part of a section, as a loss meanwhile may say again that they come."""
-        if self._admits and self._done < self.steps and self._sync.lets_in(self._done):
+        is_time = self._admits and self._done < self.steps and self._sync.lets_in(self._done)
+        if is_time and self._has_samples_for_more():
             self._elastic.admit()
             self._admits = False
             self._elastic.prove()  # if this rank was behind in that
 
+    def _has_samples_for_more(self) -> bool:
+        """Whether one more replica would get some of this epoch's: else it comes in the next.
+
+        With a mask, a sample of before fills a place.
+        """
+        steps = range(self._done, self._sampler.steps_of(self._epoch).stop)
+        left = sum(map(self._sampler.samples, steps))
+        return not self._config.model.is_own or left > self._session.mesh.replicas
+
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
+        self._epoch = self._sampler.epoch(step)
         engine, sampler, mesh = self.built.engine, self._sampler, self._session.mesh
         alone = not self._sync.due(step)
         has_met = self._sync.meet(step, self._hold)

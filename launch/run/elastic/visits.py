@@ -101,27 +101,23 @@ class Elastic(Sections):
     def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
         """Wait to be let in."""
         place = self._transport.mesh.rank
-        asks, before = place == 0, (0, 0)
+        is_asked, before = False, (0, 0)
 
         def check() -> bool:
-            nonlocal asks, before
+            nonlocal is_asked, before
             newcomer.check()
             if self._news.is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            if asks and (at := self._door.asked(own)):
-                self._run.check_own(at)
-                self._door.answer(own)
-                asks = False
-            if place == 0 and not asks and self._door.is_late(own):
+            is_asked = is_asked or self._answer(own, place)
+            if place == 0 and is_asked and self._door.is_late(own):
                 self._door.knock(own)
             last, before = before, (self._run.came, self._door.served())
             return last != before
 
-        self._run.take(partial(self._connect, place, self._me))
         try:
-            if asks:
+            if place == 0:
                 self._door.knock(own)
             how = self._door.enter(own, self._wait_s, check)
         except TimeoutError:
@@ -137,6 +133,17 @@ class Elastic(Sections):
         self._news.generation, self._done = how["generation"], how["done"]
         self._visits = how["visits"]
         self._tried, self._warm = self._visits, {*how["members"]}
+
+    def _answer(self, own: Sequence[int], place: int) -> bool:
+        """Be ready for a state once the run asks whether these are there; whether it has."""
+        if not (at := self._door.asked(own)):
+            return False
+        self._run.check_own(at)
+        # not before: the other end may come to others first, for longer than a connection waits
+        self._run.take(partial(self._connect, place, self._me))
+        if place == 0:
+            self._door.answer(own)
+        return True
 
     def _admit(self) -> None:
         if self._tried <= self._visits:

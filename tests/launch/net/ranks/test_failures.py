@@ -7,11 +7,13 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.commands import PATIENCE_S
 from tests.ranks import Ranks
 from thinpipe.launch.net.ranks.failures import LOST, OUT, Failures, Losses, death_by
+from thinpipe.launch.net.ranks.store import Log
 
 
 def fail(rank: int) -> str:
@@ -53,6 +55,26 @@ def test_a_rank_that_its_launcher_ends_does_not_wait_for_a_cause() -> None:
     Failures(store, "the supervisor").report("killed", cause=True)
     first = Failures(store, "rank 2").first(time.monotonic(), lambda: False)
     assert first == "the supervisor: killed"
+
+
+def test_who_ends_between_two_operations_leaves_no_gap_in_a_log() -> None:
+    store = HashStore()
+    ending = Log(store, "log")
+
+    class Ends:
+        compare_set = ending._store.compare_set
+
+        def add(self, key: str, value: int) -> int:
+            if value:
+                raise SystemExit
+            return int(store.add(f"log/{key}", value))
+
+    ending._store = Ends()  # type: ignore[assignment]
+    with pytest.raises(SystemExit):
+        ending.add("first")
+    log = Log(store, "log")
+    log.add("second")
+    assert [log.get(1), log.get(2), log.has(3)] == ["first", "second", False]
 
 
 def test_nobody_waits_for_what_none_will_settle() -> None:

@@ -38,7 +38,7 @@ def at_different_steps(rank: int, port: int) -> dict[str, Any]:
         for number in range(6):
             alone.append(elastic.together(partial(step, number), alone=True))
             if rank == 0 and number == 3:
-                store.wait(["losses/1"], timedelta(seconds=PATIENCE_S))
+                store.wait(["losses/log/1"], timedelta(seconds=PATIENCE_S))
                 time.sleep(1)  # in which it is heard of
         results.append(elastic.together(partial(shared, transport, rank)))
     except SystemExit:
@@ -135,7 +135,7 @@ def one_stage_is_behind(rank: int, port: int) -> dict[str, Any]:
         mine = torch.tensor([10.0 * number + rank], dtype=torch.float64)
         found: list[float] = transport.share(mine, "replica").flatten().tolist()
         if number == 1 and rank == 1:
-            store.wait(["losses/1"], timedelta(seconds=PATIENCE_S))
+            store.wait(["losses/log/1"], timedelta(seconds=PATIENCE_S))
             raise TransportError("rank 0 -> rank 1: lost")
         if number == 1 and rank == 0:
             store.set("has it", "")

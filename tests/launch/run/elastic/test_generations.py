@@ -18,8 +18,10 @@ from tests.training import config
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic import hosts
+from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -248,6 +250,38 @@ def test_what_cannot_go_on_is_refused_by_name(sections: dict[str, Any], message:
         config(**{**base, **sections})
     config(**base)
     config(**{**base, **sections, "elastic": {"min_replicas": 2}})
+
+
+@pytest.mark.parametrize(
+    ("own", "done", "expected"),
+    [(True, 0, True), (True, 1, False), (True, 2, True), (False, 1, True)],
+)
+def test_one_more_replica_needs_a_sample_of_the_epoch(own: bool, done: int, expected: bool) -> None:
+    """Two replicas, five samples, two in a step; where there are masks, one may be had twice."""
+    sampler = EpochSampler(5, batch_size=2, replicas=2, replica=0, seed=0, masks=not own)
+    training: Any = SimpleNamespace(
+        _sampler=sampler,
+        _done=done,
+        _epoch=sampler.epoch(done),
+        _config=SimpleNamespace(model=SimpleNamespace(is_own=own)),
+        _session=SimpleNamespace(mesh=SimpleNamespace(replicas=2)),
+    )
+    assert ElasticTraining._has_samples_for_more(training) == expected
+
+
+def test_a_machine_that_cannot_be_reached_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which the others are told of it."""
+
+    def reach(*_: Any) -> None:
+        raise OverlayError("its port is taken here")
+
+    monkeypatch.setattr(hosts, "reach", reach)
+    store = HashStore()
+    store.set("hosts/3", json.dumps(["b", False, 1, {}, 3]))
+    found = hosts.Hosts(store, 0, "a")
+    with pytest.raises(OverlayError):
+        found.now([0, 3])
+    assert found.of_all([3]) == {"b"}
 
 
 @pytest.mark.parametrize(

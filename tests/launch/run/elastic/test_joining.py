@@ -19,22 +19,23 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tests.launch.run.elastic.test_generations import RUN, SAMPLES, command
-from tests.launch.run.elastic.test_sections import Recorder
+from tests.launch.run.elastic.test_sections import Recorder, end
 from tests.ports import free_port
 from tests.processes import named
 from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.group import Newcomer
-from thinpipe.launch.run.elastic import door
+from thinpipe.launch.run.elastic import door, generations, hosts
 from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
-WORLD = 3
-KNOCKS = "door/knock"
+WORLD, UNREACHABLE = 3, -1
+KNOCKS = "door/knocks"
 _RAW = """
 [[boundary]]
 forward = { kind = "raw" }
@@ -100,9 +101,12 @@ def lost_then_joined(
 ) -> dict[str, Any]:
     """Rank 2 is lost in the second step, and ranks 3 and 4 come, one after the other.
 
-    `lost_meanwhile` is lost while rank 3 is let in: 1, 3, or nobody. Who knocks has `answer_s`.
+    `lost_meanwhile` is lost while rank 3 is let in: 1, 3, or nobody; or rank 1 cannot reach it.
+    Who knocks has `answer_s`.
     """
     door._ANSWER_S = answer_s
+    if lost_meanwhile == UNREACHABLE:
+        _cut_off(rank)
     store, run, elastic = connected(rank, port, comes=rank >= WORLD)
     results: list[float] = []
     if rank == lost_meanwhile:
@@ -119,7 +123,7 @@ def lost_then_joined(
             _admit(rank, store, run, elastic, "first")
         if rank != 4:
             results.append(elastic.together(run.step))
-        if lost_meanwhile == 3 or rank == 4:
+        if lost_meanwhile in (3, UNREACHABLE) or rank == 4:
             store.set("may come 4", "")
             if rank != 4:
                 _admit(rank, store, run, elastic, "second")
@@ -127,6 +131,17 @@ def lost_then_joined(
     except SystemExit:
         pass
     return {"results": results, "told": run.told, "hosts": elastic.hosts}
+
+
+def _cut_off(rank: int) -> None:
+    """Rank 3 has an address, where rank 1 does not reach it."""
+
+    def reach(*_: Any) -> None:
+        if rank == 1:
+            raise OverlayError("its port is taken here")
+
+    hosts.own_number, hosts.reach = lambda: 3 if rank == 3 else None, reach  # type: ignore[assignment]
+    generations.end_now = end  # type: ignore[assignment]
 
 
 def _admit(rank: int, store: Store, run: Run, elastic: Elastic, visit: str) -> None:
@@ -168,9 +183,11 @@ def test_a_rank_is_lost_while_another_is_let_in(ranks: Ranks) -> None:
 
 
 @pytest.mark.dist
-def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks) -> None:
+@pytest.mark.parametrize("how", [3, UNREACHABLE])
+def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks, how: int) -> None:
+    """Or one that a member cannot reach."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _, lost, fourth = ranks(5, lost_then_joined, store.port, 3)
+    first, second, _, lost, fourth = ranks(5, lost_then_joined, store.port, how)
     assert lost["results"] == []
     assert first["results"] == second["results"] == [3, 5, 7, 10]
     assert fourth["results"] == [10]
@@ -214,11 +231,11 @@ def test_a_newcomer_waits_until_another_is_served(ranks: Ranks) -> None:
     assert first == third == fourth == [6]  # the steps of 2, 1 and 3 replicas
 
 
-@pytest.mark.parametrize("said", ["", "{", "7", '["3"]', "[true]", "[3.5]"])
+@pytest.mark.parametrize("said", ["", "{", "7", "[7]", "[0, 7]", '[0, ["3"]]', "[0, [true]]"])
 def test_a_knock_that_is_no_list_of_numbers_is_nobody_s(said: str) -> None:
     """It must not end the thread that listens for the next."""
     store = HashStore()
-    store.set("door/knock/1", said)
+    store.set("door/knocks/1", said)
     assert Door(store).knocked(1) == []
 
 
