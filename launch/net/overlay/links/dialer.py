@@ -25,7 +25,7 @@ from thinpipe.launch.net.overlay.settings import SILENT_S
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # failures double the first, up to 0.5
 _LOOK_S = 20.0  # while the link works: at a peer that does not answer where it should be
 _SHORT_S = 2 * SILENT_S
-_REFUSED_S = 1.2  # a relay that is only busy still accepts connections
+_REFUSED_S = 0.25  # three tries: a relay that is only busy still accepts connections
 
 
 class Dialer:
