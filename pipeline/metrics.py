@@ -239,7 +239,9 @@ class Measures:
             self._add(name, metric.tally(outputs, targets).double().cpu())
 
     def packed(self) -> bytes:
-        return save({name: tally.contiguous() for name, tally in self._tallies.items()})
+        # clones: safetensors takes no two tensors that share memory
+        layout = torch.contiguous_format
+        return save({n: tally.clone(memory_format=layout) for n, tally in self._tallies.items()})
 
     def values(self, packed: Sequence[bytes]) -> dict[str, float]:
         """Every metric of what all ranks packed; NaN where no rank counted anything."""

@@ -82,6 +82,11 @@ def cache_ends(config: RunConfig) -> list[End]:
     return found
 
 
+def batch_of_rank(config: RunConfig) -> int:
+    """Samples of a step on a DP rank."""
+    return config.train.batch_size // config.pipeline.dp_size
+
+
 def _per_sample(config: RunConfig, position: int) -> int:
     return sum(end.row_nbytes for end in cache_ends(config) if end.position == position)
 
@@ -90,8 +95,3 @@ def _rounded_up(nbytes: int) -> str:
     """Rounded up to three digits, as a size that a run file can contain."""
     step = max(1, 10 ** (len(str(nbytes)) - 3))
     return format_bytes(math.ceil(nbytes / step) * step)
-
-
-def batch_of_rank(config: RunConfig) -> int:
-    """Samples of a step on a DP rank."""
-    return config.train.batch_size // config.pipeline.dp_size

@@ -40,7 +40,8 @@ def measure_exchange(
 ) -> ExchangeCost:
     """Count what a method sends between replicas in this process, with random moves.
 
-    Over so many `steps`, or whole periods of a method that exchanges now and then.
+    Over so many `steps` after a warm-up, rounded up to whole periods of a method that exchanges now
+    and then.
     """
     config = parse_options(method, options)
     learning = int(getattr(config, "warmup_steps", 0)) and 1

@@ -177,11 +177,11 @@ def on_rank(
 
 
 def exchange_cost(config: RunConfig) -> ExchangeCost | None:
-    """Cost of the replicas' exchange, measured with a few numbers in one step."""
+    """Cost of the replicas' exchange, measured with a few numbers; its bytes are rough."""
     replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
     if replicas == 1 or config.method == "none":
         return None
-    # all is there after a step: what is kept does not grow
+    # what is kept does not grow after the warm-up
     return measure_exchange(config.method, config.method_options.model_dump(), replicas, steps=1)
 
 

@@ -4,13 +4,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import count, takewhile
 from operator import itemgetter
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.store import Log
+from thinpipe.launch.net.ranks.store import StoreLog
 
 _GRACE_S, _CAUSE_S = 1.0, 5.0
 """How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
@@ -29,7 +29,8 @@ class Failures:
     """The failures of a run, in its store, in the order in which they were reported."""
 
     def __init__(self, store: Store, who: str) -> None:
-        self._log, self._who = Log(store, "failures"), who
+        self._log, self._who = StoreLog(store, "failures"), who
+        self._known: list[Any] = []
 
     def report(self, message: str, *, cause: bool) -> None:
         """Publish what failed here. A connection that broke is seldom the cause, an error is."""
@@ -56,10 +57,11 @@ class Failures:
         return self._found()[1]
 
     def _found(self) -> tuple[bool, str | None]:
-        found = [self._log.get(number) for number in takewhile(self._log.has, count(1))]
-        if not found:
+        while self._log.has(len(self._known) + 1):
+            self._known.append(self._log.get(len(self._known) + 1))
+        if not self._known:
             return False, None
-        no_cause, who, message = min(found, key=itemgetter(0))  # the first of them
+        no_cause, who, message = min(self._known, key=itemgetter(0))  # the first of them
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
@@ -81,7 +83,7 @@ class Losses:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("losses", store)
-        self._log = Log(self._store, "log")
+        self._log = StoreLog(self._store, "log")
 
     def open(self, wait_s: float) -> None:
         """From here on the run may go on; its ranks wait `wait_s` seconds for each other."""
@@ -96,7 +98,7 @@ class Losses:
         return bool(self._store.check(["open"])) and not self._store.check(["closed"])
 
     def report(self, rank: int, message: str) -> None:
-        """Publish what ended a rank, unless that is known."""
+        """Publish what ended a rank, unless that is known; two at a time may both do so."""
         if not self.has(rank):
             self._log.add([rank, message])
             self._store.set(f"reported/{rank}", "")

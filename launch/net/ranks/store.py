@@ -1,4 +1,6 @@
-"""torch's store, which listens at one address only: by itself it takes all of a machine's."""
+"""torch's store, and logs in it. It listens at one address only: by itself it takes all of a
+machine's.
+"""
 
 import json
 import secrets
@@ -37,11 +39,11 @@ def await_key(store: Store, key: str) -> None:
                 raise
 
 
-class Log:
-    """What anybody has added to a log of a store, numbered from 1.
+class StoreLog:
+    """Entries that anybody adds, numbered from 1.
 
-    An entry takes the next number in one operation: a process that ends meanwhile leaves no number
-    without an entry, for which the others would wait.
+    A number and its entry are written in one operation: a process that ends meanwhile leaves no
+    number without an entry, for which the others would wait.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -49,8 +51,8 @@ class Log:
 
     def add(self, entry: Any) -> None:
         said = json.dumps([secrets.token_hex(8), entry])
-        number = 1 + self._store.add("count", 0)  # or a later one
-        while self._store.compare_set(str(number), "", said).decode() != said:
+        number = 1 + self._store.add("count", 0)  # of which there may be more already
+        while self._store.compare_set(str(number), "", said) != said.encode():
             number += 1
         self._store.add("count", 1)
 

@@ -101,14 +101,18 @@ def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
         if (announced := said.last()) is None:
             continue
         host, port, name, _, rank = announced
-        with contextlib.suppress(RuntimeError):  # the store is late, or gone, which ends the rank
+        try:
             store = store or connect_store((host, port), wait_s=_REPORT_S)
             losses = Losses(PrefixStore(name, store))
-            if losses.is_open and losses.has(rank):
-                losses.settled(rank, ended.is_set)
-                if not ended.wait(_HANGS_S):
-                    os.kill(process, signal.SIGKILL)
-                return
+            if not (losses.is_open and losses.has(rank)):
+                continue
+            losses.settled(rank, ended.is_set)
+        except RuntimeError:  # the store is late, or gone, which ends the rank
+            store = None
+            continue
+        if not ended.wait(_HANGS_S):
+            os.kill(process, signal.SIGKILL)
+        return
 
 
 def _report(message: str, said: _Said) -> int:

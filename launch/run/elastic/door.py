@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.launch.net.ranks.store import Log, await_key
+from thinpipe.launch.net.ranks.store import StoreLog, await_key
 
-_POLL_S, _ANSWER_S = 0.02, 5.0
+_POLL_S, _ANSWER_S = 0.05, 5.0
 """Who does not answer holds up the next so long, and has to knock again."""
 
 
@@ -22,7 +22,7 @@ class Door:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("door", store)
-        self._knocks = Log(self._store, "knocks")
+        self._knocks = StoreLog(self._store, "knocks")
 
     def open(self, first: int) -> None:
         """From here on replicas may come; the ranks of these are numbered from `first` on."""
@@ -79,6 +79,7 @@ class Door:
 
     def begin(self, number: int, numbers: Sequence[int]) -> None:
         """Have the ranks of replica 0 send these their state, as number so many, from 1."""
+        self._store.set(f"gets/{numbers[0]}", "")
         self._store.set(f"begun/{number}", json.dumps(numbers))
 
     def begun(self, number: int) -> list[int]:
@@ -89,6 +90,10 @@ class Door:
         """
         await_key(self._store, f"begun/{number}")
         return self._said(f"begun/{number}")
+
+    def gets(self, numbers: Sequence[int]) -> bool:
+        """Whether these are to get it."""
+        return bool(self._store.check([f"gets/{numbers[0]}"]))
 
     def has_sent(self, number: int, place: int) -> None:
         """The rank at this place of replica 0 has sent nearly all, or cannot."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -43,6 +44,7 @@ class Hosts:
         """At which members listen, now or before, but for what is sent ahead to newcomers."""
         self._names: dict[int, str] = {}
         self._firsts: dict[int, int] = {}
+        self._unreached: dict[int, tuple[str, int | None, dict[Any, int]]] = {}
         self._holder = ""
         self._watch: HostWatch | None = None
         self._lock = threading.Lock()
@@ -64,9 +66,11 @@ class Hosts:
             # made anew, not changed: a thread reads it (`_look`)
             names = self._names | {member: name for member, (name, *_) in said.items()}
             self._names = {member: names[member] for member in members}
-        for name, _, number, ports, _ in said.values():  # last: who cannot be reached has a name
-            if name != self.own and number is not None:
-                reach(number, ports)
+        # last: who cannot be reached has a name, by which it is lost
+        self._unreached |= {m: (n, number, ports) for m, (n, _, number, ports, _) in said.items()}
+        for member in self._unreached.keys() & {*members}:
+            self._reach(*self._unreached[member])
+            del self._unreached[member]
 
     def reach(self, member: int) -> None:
         """Have a rank reached from here that is no member yet, or of which this is none.
@@ -75,6 +79,9 @@ class Hosts:
             RuntimeError: it did not say where it is in time, or this machine's relay is gone.
         """
         name, _, number, ports, _ = json.loads(self._store.get(str(member)))
+        self._reach(name, number, ports)
+
+    def _reach(self, name: str, number: int | None, ports: dict[Any, int]) -> None:
         if name != self.own and number is not None:
             reach(number, ports)
 

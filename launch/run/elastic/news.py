@@ -88,7 +88,7 @@ class News:
                 if rank >= 0:
                     self.lost[rank] = message
                 elif is_news:
-                    self._doubted = doubted(rank)  # that which it names
+                    self._doubted = doubted(rank)  # the generation: it is its own inverse
                 # under the lock, or a generation that forms meanwhile would lose its connections
                 if is_news:
                     break_connections(self._ports)

@@ -77,7 +77,7 @@ class ElasticTraining(Training):
 
     @property
     def first_epoch(self) -> int:
-        """That in which the others are, of which no steps may be left."""
+        """That which is under way, of which no steps may be left."""
         return self._epoch
 
     @property
@@ -282,7 +282,8 @@ class ElasticTraining(Training):
         if self._taker is not None:
             self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
-        done, plan, save, skips, epoch = gather_json(transport, [*own, self._epoch])[0]
+        own.append(self._epoch)
+        done, plan, save, skips, epoch = gather_json(transport, own)[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
         has = self._taker is not None and self._taker.has_state
         gives = transport.mesh.replica == 0
@@ -349,11 +350,12 @@ class ElasticTraining(Training):
     def _has_samples_for_more(self) -> bool:
         """Whether one more replica would get some of this epoch's: else it comes in the next.
 
-        With a mask, a sample of before fills a place.
+        Only models of one's own have no mask, with which a sample of before fills a place.
         """
         steps = range(self._done, self._sampler.steps_of(self._epoch).stop)
-        left = sum(map(self._sampler.samples, steps))
-        return not self._config.model.is_own or left > self._session.mesh.replicas
+        if not self._config.model.is_own or len(steps) > 1:  # each has one for each replica
+            return True
+        return sum(map(self._sampler.samples, steps)) > self._session.mesh.replicas
 
     def _train(self, batch: Batch, step: int) -> tuple[StepTotals, int, int]:
         self._epoch = self._sampler.epoch(step)

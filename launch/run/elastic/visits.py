@@ -101,18 +101,20 @@ class Elastic(Sections):
     def _knock(self, own: Sequence[int], newcomer: Newcomer) -> None:
         """Wait to be let in."""
         place = self._transport.mesh.rank
-        is_asked, before = False, (0, 0)
+        is_asked = takes = False
+        before = (0, 0)
 
         def check() -> bool:
-            nonlocal is_asked, before
+            nonlocal is_asked, takes, before
             newcomer.check()
             if self._news.is_incomplete():
                 raise TransportError(f"rank {self._me}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
-            is_asked = is_asked or self._answer(own, place)
-            if place == 0 and is_asked and self._door.is_late(own):
-                self._door.knock(own)
+            if not is_asked:
+                is_asked = self._answer(own, place)
+            elif not takes:
+                takes = self._take(own, place)
             last, before = before, (self._run.came, self._door.served())
             return last != before
 
@@ -135,15 +137,23 @@ class Elastic(Sections):
         self._tried, self._warm = self._visits, {*how["members"]}
 
     def _answer(self, own: Sequence[int], place: int) -> bool:
-        """Be ready for a state once the run asks whether these are there; whether it has."""
-        if not (at := self._door.asked(own)):
-            return False
-        self._run.check_own(at)
-        # not before: the other end may come to others first, for longer than a connection waits
-        self._run.take(partial(self._connect, place, self._me))
-        if place == 0:
-            self._door.answer(own)
-        return True
+        """Say that these are there once the run asks; whether it has."""
+        if at := self._door.asked(own):
+            self._run.check_own(at)
+            if place == 0:
+                self._door.answer(own)
+        return bool(at)
+
+    def _take(self, own: Sequence[int], place: int) -> bool:
+        """Take the state once it is sent, and not before: others may get theirs first, for longer
+        than a connection waits. Whether it is.
+        """
+        if self._door.gets(own):
+            self._run.take(partial(self._connect, place, self._me))
+            return True
+        if place == 0 and self._door.is_late(own):
+            self._door.knock(own)
+        return False
 
     def _admit(self) -> None:
         if self._tried <= self._visits:

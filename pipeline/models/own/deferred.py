@@ -69,9 +69,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        draws = is_random and func.overloadpacket.__name__.endswith("_")
-        # torch's draws without values import its compiler, too
-        outputs = args[0] if draws else func(*args, **(kwargs or {}))
+        fills = is_random and func.overloadpacket.__name__.endswith("_")
+        # torch's draws without values import its compiler, too; some tensors have values
+        draws_nothing = fills and args[0].device == _META
+        outputs = args[0] if draws_nothing else func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
         given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -99,6 +100,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = nn.init._no_grad_trunc_normal_
 
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if tensor.device != _META:
+                return draw(tensor, *args, **kwargs)
             storages = frozenset([_Ref.of(tensor).storage])
             arguments = ((_Ref.of(tensor), *args), kwargs)
             operation = _Operation(draw, arguments, (), storages, storages, random=True, fills=True)

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from tests.commands import PATIENCE_S
 from tests.ranks import Ranks
 from thinpipe.launch.net.ranks.failures import LOST, OUT, Failures, Losses, death_by
-from thinpipe.launch.net.ranks.store import Log
+from thinpipe.launch.net.ranks.store import StoreLog
 
 
 def fail(rank: int) -> str:
@@ -59,7 +59,7 @@ def test_a_rank_that_its_launcher_ends_does_not_wait_for_a_cause() -> None:
 
 def test_who_ends_between_two_operations_leaves_no_gap_in_a_log() -> None:
     store = HashStore()
-    ending = Log(store, "log")
+    ending = StoreLog(store, "log")
 
     class Ends:
         compare_set = ending._store.compare_set
@@ -72,7 +72,7 @@ def test_who_ends_between_two_operations_leaves_no_gap_in_a_log() -> None:
     ending._store = Ends()  # type: ignore[assignment]
     with pytest.raises(SystemExit):
         ending.add("first")
-    log = Log(store, "log")
+    log = StoreLog(store, "log")
     log.add("second")
     assert [log.get(1), log.get(2), log.has(3)] == ["first", "second", False]
 

@@ -133,6 +133,22 @@ def test_constructors_that_look_at_values_are_rejected() -> None:
         DeferredModel(lambda: 3, "mine:model")  # type: ignore[arg-type, return-value]
 
 
+def test_tensors_that_are_made_on_the_cpu_have_the_values_that_they_are_given() -> None:
+    """`torch.Tensor` knows no device but that."""
+
+    def make() -> nn.Sequential:
+        layer = nn.Linear(D, D, device="cpu")
+        layer.bias = nn.Parameter(torch.Tensor(D))
+        nn.init.uniform_(layer.bias, 3.0, 4.0)
+        nn.init.trunc_normal_(layer.weight, mean=8.0, a=7.0, b=9.0)
+        return nn.Sequential(layer)
+
+    model = DeferredModel(make, "model")
+    (layer,) = model.fill([*model.skeleton], seed=0, device="cpu")  # type: ignore[call-overload]
+    assert 3 <= layer.bias.min() <= layer.bias.max() <= 4
+    assert 7 <= layer.weight.min() <= layer.weight.max() <= 9
+
+
 def test_usual_layers_are_built_without_torchs_compiler() -> None:
     """Its import takes a second, which each command would need."""
     code = """
