@@ -40,7 +40,7 @@ _NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
-SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages")
+SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     **dict.fromkeys(("goodput", "samples", "in steps", "standing still"), ".3f"),
