@@ -104,7 +104,7 @@ def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
         try:
             store = store or connect_store((host, port), wait_s=_REPORT_S)
             losses = Losses(PrefixStore(name, store))
-            if not (losses.is_open and losses.has(rank)):
+            if not losses.has(rank):
                 continue
             losses.settled(rank, ended.is_set)
         except RuntimeError:  # the store is late, or gone, which ends the rank
@@ -128,8 +128,9 @@ def _report(message: str, said: _Said) -> int:
         losses, failures = Losses(store), Failures(store, who)
         if losses.is_open:
             losses.report(rank, f"{who}: {message}")
-            if code := losses.settled(rank, lambda: failures.known() is not None):
-                return code
+        # also if the others have ended meanwhile, without it
+        if losses.has(rank) and (code := losses.settled(rank, lambda: bool(failures.known()))):
+            return code
         failures.report(message, cause=True)
     except RuntimeError:
         print_error(f"{who}: the run's store is gone, so the others are not told")

@@ -108,10 +108,14 @@ def test_a_stop_ends_it_while_others_decide_whether_they_go_on() -> None:
     assert supervisor.returncode == -signal.SIGTERM
 
 
-def test_a_rank_that_others_go_on_without_is_killed_if_it_hangs() -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_others_go_on_without_is_killed_if_it_hangs(ends: bool) -> None:
+    """Also if their run ends before."""
     losses, supervisor = announced("os.kill(os.getpid(), 19)")
     losses.report(3, "no sign of life")
     losses.settle(3, goes_on=True, out=True)
+    if ends:
+        losses.close()
     _, error = supervisor.communicate(timeout=PATIENCE_S)
     assert supervisor.returncode == OUT
     assert "rank 3 on here: killed by signal 9" in error
