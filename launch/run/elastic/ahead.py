@@ -13,6 +13,7 @@ older by as long as that took.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ _MOST_AT_THE_END = 1 / 8
 """Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
 _LITTLE_NBYTES = 4 << 20
 """So much may be queued, however small the state: at 100 Mbit/s a third of a second."""
+_TELL_S = 5.0
 _MOST_PER_VALUE, _MOST_BESIDES = 24, 1 << 20
 """Bytes of an optimizer per trained value, and of names: a newcomer makes room for no more."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -131,17 +133,30 @@ class Giver:
             self._messages.clear()
             self._state, self._ended = None, True
 
-    def give(self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float) -> int:
+    def give(
+        self,
+        send: Callable[[Tensor], None],
+        close: Callable[[], None],
+        wait_s: float,
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> int:
         """Send all, until `end`; `close` is called when nothing is queued. The bytes sent.
+
+        `tell` is told how many bytes of the state are left.
 
         Raises:
             TransportError: the newcomer is gone, or this end has given up.
         """
 
+        left = 0
+
         def go_on(tensor: Tensor) -> None:
+            nonlocal left
             if self._has_given_up:  # what is left would be out of date
                 raise TransportError("steps come faster than they are sent")
             send(tensor)
+            left -= tensor.nbytes
+            tell(left)
 
         with self._changed:
             if not self._changed.wait_for(lambda: self._begun or self._ended, wait_s):
@@ -149,6 +164,7 @@ class Giver:
             if not self._begun:
                 return 0
         tree, tensors = pack_state(self._state)
+        left = self._nbytes
         self._state = None  # so that tensors go as they are sent
         sent = send_message(go_on, *_message({"tree": tree}, tensors))
         follows = self._built.sync.replicas_equal
@@ -201,9 +217,17 @@ class Giver:
 class Taker:
     """The newcomer's end: a thread that takes a state, and makes steps."""
 
-    def __init__(self, built: Built, connect: Callable[[], Callable[[Tensor], None]]) -> None:
-        """`connect` waits for the other end, and returns what fills a tensor with what comes."""
-        self._built, self._connect = built, connect
+    def __init__(
+        self,
+        built: Built,
+        connect: Callable[[], Callable[[Tensor], None]],
+        tell: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`connect` waits for the other end, and returns what fills a tensor with what comes.
+
+        `tell` is told how many bytes of the state are left.
+        """
+        self._built, self._connect, self._tell = built, connect, tell
         values = sum(p.numel() for group in built.optimizer.param_groups for p in group["params"])
         held = sum(tensor.nbytes for tensor in pack_state(_weights_of(built))[1].values())
         self._most = _MOST_PER_VALUE * values + held + _MOST_BESIDES
@@ -258,8 +282,9 @@ class Taker:
             self._step(header["groups"], list(tensors.values()))
         return True
 
-    def _has_come(self) -> None:
+    def _has_come(self, left: int) -> None:
         self.came += 1
+        self._tell(left)
 
     def _step(self, settings: Sequence[Any], parts: list[Tensor]) -> None:
         optimizer, left = self._built.optimizer, iter(parts)
@@ -271,6 +296,19 @@ class Taker:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+
+
+def now_and_then(say: Callable[[str], None], what: str) -> Callable[[int], None]:
+    """Says every five seconds how many bytes are left, if any are."""
+    told_s = time.monotonic()
+
+    def tell(left: int) -> None:
+        nonlocal told_s
+        if left > 0 and time.monotonic() > told_s + _TELL_S:
+            told_s = time.monotonic()
+            say(f"{what}: {left / 1e6:,.1f} MB are left")
+
+    return tell
 
 
 def _weights_of(built: Built) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def receive_header(move: Move, most: int) -> dict[str, Any]:
 
 
 def receive_tensors(
-    move: Move, header: dict[str, Any], most: int, came: Callable[[], None] = lambda: None
+    move: Move, header: dict[str, Any], most: int, came: Callable[[int], None] = lambda _: None
 ) -> dict[str, Tensor]:
-    """Take the tensors of a header, after which `came` is called now and then.
+    """Take the tensors of a header; `came` is told after each piece how many bytes are left.
 
     Raises:
         TransportError: the other end is gone.
@@ -60,13 +60,15 @@ def receive_tensors(
     """
     # on "meta" nothing is allocated: sizes are checked first
     offered = make_described(0, header["tensors"], "meta").values()
-    _check(sum(tensor.nbytes for tensor in offered), most)
+    left = sum(tensor.nbytes for tensor in offered)
+    _check(left, most)
     tensors = make_described(0, header["tensors"])
     for piece in in_pieces(tensors.values(), _PIECE_NBYTES):
         data = torch.empty(sum(part.numel() for part in piece), dtype=torch.uint8)
         move(data)
         fill(piece, data)
-        came()
+        left -= data.nbytes
+        came(left)
     return tensors
 
 

@@ -18,7 +18,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import Newcomer, tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
-from thinpipe.launch.run.elastic.ahead import Giver, Taker
+from thinpipe.launch.run.elastic.ahead import Giver, Taker, now_and_then
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
@@ -258,7 +258,8 @@ class ElasticTraining(Training):
         giver, start_s = Giver(self.built, ranks), time.perf_counter()
         self._givers.append(giver)
         try:
-            nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s)
+            tell = now_and_then(self.display.note, "a newcomer is sent its state, in training")
+            nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s, tell)
         finally:
             giver.close()
         if nbytes:
@@ -267,7 +268,8 @@ class ElasticTraining(Training):
 
     def take(self, connect: Callable[[], Pair]) -> None:
         """Take what `give` sends, in a thread."""
-        self._taker = Taker(self.built, lambda: connect()[1])
+        tell = now_and_then(self.display.note, "the state is on its way")
+        self._taker = Taker(self.built, lambda: connect()[1], tell)
 
     @property
     def came(self) -> int:

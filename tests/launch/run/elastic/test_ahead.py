@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinpipe.launch.run.elastic import ahead
-from thinpipe.launch.run.elastic.ahead import Giver, Taker
+from thinpipe.launch.run.elastic import ahead, messages
+from thinpipe.launch.run.elastic.ahead import Giver, Taker, now_and_then
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.weights import as_bytes
 from thinpipe.pipeline.comm.errors import TransportError
@@ -121,6 +121,27 @@ def test_of_local_steps_moments_come_once_and_the_global_model_as_it_is(
     assert taker.has_state == torch.equal(found, expected) == (not damaged)
     assert torch.equal(other.layer.weight, other_weight)
     assert bool(other.sync.common.eq(met).all()) == (not damaged or met == 0)
+
+
+def test_both_ends_say_how_much_of_a_state_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_PIECE_NBYTES", 20_000)  # two: the state has 33 kB
+    monkeypatch.setattr(ahead, "_TELL_S", -1.0)
+    built, other, coming, said = Built(), Built(), list[Tensor](), list[str]()
+    giver = Giver(built)  # type: ignore[arg-type]
+    assert gone_on(giver)
+    giver.end()
+    tell = now_and_then(said.append, "sent")
+    giver.give(lambda part: coming.append(part.clone()), lambda: None, 1, tell)
+    assert said[-1] == "sent: 0.0 MB are left"
+    said.clear()
+
+    def receive(tensor: Tensor) -> None:
+        tensor.copy_(coming.pop(0))
+
+    tell = now_and_then(said.append, "taken")
+    taker = Taker(other, lambda: receive, tell)  # type: ignore[arg-type]
+    taker._thread.join(20)
+    assert said == ["taken: 0.0 MB are left"]  # and nothing once all is there
 
 
 @pytest.mark.parametrize("steps", [1, 9])
