@@ -134,7 +134,7 @@ class ElasticTraining(Training):
         who = f"rank {self._session.mesh.rank} on {self._config.network.own_name()}"
         with suppress(RuntimeError):  # the store is gone: so is the run
             self._elastic.leave(f"{who}: asked to stop")
-        left = f"left the run after step {self._done}; the others go on"
+        left = f"left the run after step {self._done}; the others go on; --join brings it back"
         end_now(0, left if speaks() else "")
 
     @property

@@ -81,13 +81,16 @@ class EdgeTrace:
         return [s for two in pairwise(readings) for s in _samples(*two, start_s=readings[0][0])]
 
     def edges(self) -> list[EdgeNow]:
-        """This host's connections now, with bytes since the trace began."""
+        """This host's connections now to hosts of the run, with bytes since the trace began."""
         first, last = self._readings[:1], self._now
         if len(last) < 2:
             return []
 
+        links = last[1][1]
+        gone = {name for name, link in links.items() if link.get("left") or link.get("lost")}
+
         def nbytes(target: str, count: str) -> int:
-            return int(last[1][1][target][count] - first[0][1].get(target, {}).get(count, 0))
+            return int(links[target][count] - first[0][1].get(target, {}).get(count, 0))
 
         return [
             EdgeNow(
@@ -100,6 +103,7 @@ class EdgeTrace:
                 sample["silence_s"],
             )
             for sample in _samples(last[0], last[1], 0.0)
+            if sample["target"] not in gone
         ]
 
     def add(self, status: Status, now_s: float | None = None) -> None:

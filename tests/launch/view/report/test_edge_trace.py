@@ -84,3 +84,13 @@ def test_traces_of_all_hosts_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["label"] for line in chart["lines"]] == ["a \N{RIGHTWARDS ARROW} b", "resumed"]
     assert chart["columns"]["step"] == [*range(len(samples))]
     assert None not in chart["columns"]["resumed"], "every sample was resumed"
+
+
+def test_hosts_that_have_left_or_are_lost_are_no_silent_connections() -> None:
+    counts = dict.fromkeys(("sent_nbytes", "received_nbytes", "retransmitted", "resumed"), 1)
+    link = {**counts, "round_trip_s": 0.05, "silence_s": 40.0}
+    links = {"b": {**link, "left": True}, "c": link, "d": {**link, "lost": "silent"}}
+    trace = EdgeTrace(relay(0))
+    for now_s in (1.0, 2.0):
+        trace.add({"name": "a", "links": links}, now_s)
+    assert [edge.target for edge in trace.edges()] == ["c"]
