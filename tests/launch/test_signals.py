@@ -28,11 +28,6 @@ LAUNCHER_WAITS_S = 30
 """For ranks that were asked to end."""
 
 
-def left_in(folder: Path) -> list[Path]:
-    """But for the cache of torch's compiler, which is made whenever that is imported."""
-    return [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
-
-
 class OnTerminal:
     """A true `thinpipe train` on a terminal of its own, with its messages in a file.
 
@@ -53,7 +48,13 @@ class OnTerminal:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [*container, *command(run_file, *ENDLESS, f"--set=checkpoint.grace_s={GRACE_S}")],
-                env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(temporary),
+                    "OMP_NUM_THREADS": "1",
+                    # torch's compiler makes it as it is imported: by itself, in TMPDIR
+                    "TORCHINDUCTOR_CACHE_DIR": str(run_file.parent / "torchinductor"),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=self._terminal[1],
                 stderr=log,
@@ -127,9 +128,8 @@ class OnTerminal:
         assert len(steps) == 1, self.said
         (step,) = steps
         assert step == steps_of(self._run_file)
-        *early, first, last = self.said.splitlines()
-        late = "asked to stop: waiting for the other ranks"  # on a busy machine
-        assert all(line.startswith(late) for line in early), self.said
+        assert len(self.said.splitlines()) == 2, self.said
+        first, last = self.said.splitlines()
         assert first == f"asked to stop: step {step} is saved, then the run ends"
         in_time = f"stopped: everything up to step {step} is saved; continue "
         assert last.startswith((in_time, f"ended after {GRACE_S} s"))  # the report can take long
@@ -147,7 +147,7 @@ def test_nohup_a_closed_terminal_a_pause_and_ctrl_c(run_file: Path, temporary: P
         run.goes_on()
         os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C
         run.ended_in_order(128 + signal.SIGINT)
-    assert left_in(temporary) == []
+    assert [*temporary.iterdir()] == []
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_sigterm_to_every_process_or_a_closed_terminal_saves_and_ends(
     with OnTerminal(run_file, temporary) as run:
         run.strike(number) if number == signal.SIGTERM else run.close_terminal()
         run.ended_in_order(128 + number)
-    assert left_in(temporary) == []
+    assert [*temporary.iterdir()] == []
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_ctrl_c_again_ends_at_once(run_file: Path, temporary: Path) -> None:
         *_, last = run.said.splitlines()
         assert last == "ended at once: the run is at its last checkpoint"
         assert 1 < took_s < LAUNCHER_WAITS_S
-    assert left_in(temporary) == []
+    assert [*temporary.iterdir()] == []
 
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -201,4 +201,4 @@ def test_the_first_process_of_a_container_reaps_orphans_and_ends_in_order(
         wait_until(lambda: not orphan.is_running(), PATIENCE_S)
         first.send_signal(signal.SIGTERM)  # as `docker stop` does
         run.ended_in_order(128 + signal.SIGTERM)
-    assert left_in(temporary) == []
+    assert [*temporary.iterdir()] == []
