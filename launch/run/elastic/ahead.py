@@ -1,14 +1,15 @@
 """A replica's state goes to one that joins before that is let in, while training goes on.
 
-Each rank of replica 0 copies its weights and optimizer in RAM, between two steps. A thread sends
-the copy, behind all other traffic, and then the gradients of every step since: sums over the
-replicas, the same on all, without their zeros. With them the newcomer makes the same optimizer
-steps, and comes to what the others hold. Nothing relies on that: once it is let in, digests say
-which tensors differ, and those are sent while all wait (`state.py`). What fails here costs time.
+Each rank of replica 0 copies its weights and optimizer in RAM. A thread sends the copy, behind all
+other traffic, and then the gradients of every step since: sums over the replicas, the same on all,
+without their zeros. With them the newcomer makes the same optimizer steps, and comes to what the
+others hold. Nothing relies on that: once it is let in, digests say which tensors differ, and those
+are sent while all wait (`state.py`). What fails here costs time.
 
 Replicas that make local steps have each weights and moments of their own. A newcomer gets the
 global model, and again after each exchange, and replica 0's moments. Those stay, though they are
-older by as long as that took.
+older by as long as that took. They are copied between two steps; what only the optimizer's step
+changes is copied at once, while other steps of the optimizer wait.
 """
 
 import logging
@@ -19,9 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.base import base_of, saved_state
@@ -30,7 +30,13 @@ from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.host.resources import free_memory
-from thinpipe.launch.run.elastic.messages import receive_header, receive_tensors, send_message
+from thinpipe.launch.run.elastic.messages import (
+    receive_header,
+    receive_tensors,
+    send_message,
+    with_zeros,
+    without_zeros,
+)
 from thinpipe.launch.run.elastic.state import digests
 from thinpipe.launch.run.weights import describe
 from thinpipe.pipeline.comm.errors import TransportError
@@ -48,36 +54,76 @@ _LITTLE_NBYTES = 4 << 20
 _TELL_S = 5.0
 _MOST_PER_VALUE, _MOST_BESIDES = 24, 1 << 20
 """Bytes of an optimizer per trained value, and of names: a newcomer makes room for no more."""
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Tell = Callable[[int], None]
+"""Told how many bytes of a state are left."""
+
+
+class Givers:
+    """What a rank of replica 0 sends to each newcomer; its training calls `goes_on` and `end`."""
+
+    def __init__(self, built: Built, ranks: int = 1) -> None:
+        """`ranks` is how many of this machine may do the same at once."""
+        self._built, self._ranks, self._still = built, ranks, threading.Lock()
+        self._all: list[Giver] = []
+        built.optimizer.register_step_pre_hook(self._before_step)
+        built.optimizer.register_step_post_hook(self._after_step)
+
+    def give(
+        self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float, tell: Tell
+    ) -> int:
+        """As `Giver.give`, to one more; called by a thread."""
+        giver = Giver(self._built, self._ranks)
+        self._all.append(giver)
+        try:
+            if self._built.sync.replicas_equal and self._still.acquire(timeout=wait_s):
+                try:
+                    giver.begin()
+                finally:
+                    self._still.release()
+            return giver.give(send, close, wait_s, tell)
+        finally:
+            giver.close()
+
+    def goes_on(self, *, has_met: bool) -> None:
+        """Between two steps. `has_met`: replicas have exchanged something since the last call."""
+        for giver in [*self._all]:  # another thread adds some
+            if not giver.goes_on(has_met=has_met):
+                self._all.remove(giver)
+
+    def end(self) -> None:
+        """All wait for what is queued."""
+        for giver in [*self._all]:
+            giver.end()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """It sees gradients as the optimizer does: summed over replicas, and clipped."""
+        self._still.acquire()
+        for giver in [*self._all] if self._built.sync.replicas_equal else ():
+            giver.keep(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._still.release()
 
 
 class Giver:
-    """The end of a rank of replica 0, whose training calls `goes_on` and `end`, a thread `give`."""
+    """One of `Givers`."""
 
-    def __init__(self, built: Built, givers: int = 1) -> None:
-        """`givers` is how many ranks of this machine may do the same at once."""
-        self._built, self._givers, self._changed = built, givers, threading.Condition()
+    def __init__(self, built: Built, ranks: int = 1) -> None:
+        self._built, self._ranks, self._changed = built, ranks, threading.Condition()
         self._state: Any = None
         self._messages: deque[tuple[dict[str, Any], dict[str, Tensor]]] = deque()
         self._nbytes = self._queued_nbytes = 0
         self._begun = self._ended = self._has_given_up = False
-        self._hook: Any = None
 
-    def goes_on(self, *, has_met: bool) -> "Giver | None":
-        """Called between two steps: itself, as long as it has something to do.
-
-        `has_met`: replicas have exchanged something since the last call.
-        """
-        if self._ended:
-            if self._hook is not None:
-                self._hook.remove()
-            return None
-        with self._gives_up():
+    def goes_on(self, *, has_met: bool) -> bool:
+        """Whether it has something to do yet; see `Givers`."""
+        if not self._ended and not self._built.sync.replicas_equal:
             if not self._begun:
-                self._begin()
-            elif has_met and not self._built.sync.replicas_equal:
-                self._queue_weights()
-        return self
+                self.begin()
+            elif has_met:
+                with self._gives_up():
+                    self._queue_weights()
+        return not self._ended
 
     @contextmanager
     def _gives_up(self) -> Iterator[None]:
@@ -94,21 +140,18 @@ class Giver:
             self._has_given_up = self._ended = True
             self._changed.notify_all()
 
-    def _begin(self) -> None:
-        """Copy the state, if there is room."""
-        with self._built.sync.global_parameters():
+    def begin(self) -> None:
+        """Copy the state, if there is room; nothing changes it meanwhile."""
+        with self._gives_up(), self._built.sync.global_parameters():
             state = _weights_of(self._built) | {"optimizer": self._built.optimizer.state_dict()}
             self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
-            if free_memory() < _SPARE * self._nbytes * self._givers:
+            if free_memory() < _SPARE * self._nbytes * self._ranks:
                 self.end()
                 return
             self._state = snapshot(state)
-        if self._built.sync.replicas_equal:
-            # it sees gradients as the optimizer does: summed over replicas, and clipped
-            self._hook = self._built.optimizer.register_step_pre_hook(self._keep)
-        with self._changed:
-            self._begun = True
-            self._changed.notify_all()
+            with self._changed:
+                self._begun = not self._ended
+                self._changed.notify_all()
 
     def _queue_weights(self) -> None:
         """In place of those that have not been sent yet, if any are queued."""
@@ -138,7 +181,7 @@ class Giver:
         send: Callable[[Tensor], None],
         close: Callable[[], None],
         wait_s: float,
-        tell: Callable[[int], None] = lambda _: None,
+        tell: Tell = lambda _: None,
     ) -> int:
         """Send all, until `end`; `close` is called when nothing is queued. The bytes sent.
 
@@ -187,9 +230,9 @@ class Giver:
                 return header, parts
             return None if self._ended else ({"groups": []}, {})
 
-    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Queue the gradients of this step, but no more than a state has bytes: else give up."""
-        if not self._ended:
+        if self._begun and not self._ended:
             with self._gives_up():
                 settings, parts = self._step_of(optimizer)
                 named = {str(number): part for number, part in enumerate(parts)}
@@ -198,7 +241,7 @@ class Giver:
     def _step_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Tensor]]:
         settings, parts = list[Any](), list[Tensor]()
         for group in optimizer.param_groups:
-            thin = [_without_zeros(parameter.grad) for parameter in group["params"]]
+            thin = [without_zeros(parameter.grad) for parameter in group["params"]]
             plain = {key: v for key, v in group.items() if type(v) in (bool, int, float)}
             settings.append([plain, [len(some) for some in thin]])
             parts += [part for some in thin for part in some]
@@ -221,7 +264,7 @@ class Taker:
         self,
         built: Built,
         connect: Callable[[], Callable[[Tensor], None]],
-        tell: Callable[[int], None] = lambda _: None,
+        tell: Tell = lambda _: None,
     ) -> None:
         """`connect` waits for the other end, and returns what fills a tensor with what comes.
 
@@ -292,13 +335,13 @@ class Taker:
             group.update(plain)
             for parameter, count in zip(group["params"], counts, strict=True):
                 own = [next(left) for _ in range(count)]
-                parameter.grad = _with_zeros(own, parameter) if own else None
+                parameter.grad = with_zeros(own, parameter) if own else None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.steps += 1
 
 
-def now_and_then(say: Callable[[str], None], what: str) -> Callable[[int], None]:
+def now_and_then(say: Callable[[str], None], what: str) -> Tell:
     """Says every five seconds how many bytes are left, if any are."""
     told_s = time.monotonic()
 
@@ -343,25 +386,3 @@ def _load(built: Built, state: Mapping[str, Any]) -> None:
 
 def _nbytes_of(parts: Iterable[Tensor]) -> int:
     return sum(part.nbytes for part in parts)
-
-
-def _without_zeros(gradient: Tensor | None) -> list[Tensor]:
-    """Which values are not zero, a bit each, and these; all, if most are; nothing for none."""
-    if gradient is None:
-        return []
-    flat = gradient.detach().cpu().contiguous().flatten()
-    there = flat.view(_WHOLE[flat.element_size()]) != 0  # -0.0 is a value
-    values = flat[there]
-    if 2 * values.numel() > flat.numel():
-        return [flat.clone()]  # the gradient is gone before it is sent
-    return [torch.from_numpy(np.packbits(there.numpy())), values]
-
-
-def _with_zeros(parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].view_as(parameter).to(parameter.device)
-    bits, values = parts
-    there = torch.from_numpy(np.unpackbits(bits.numpy(), count=parameter.numel())).bool()
-    flat = torch.zeros(parameter.numel(), dtype=values.dtype)
-    flat[there] = values
-    return flat.view_as(parameter).to(parameter.device)

@@ -1,16 +1,18 @@
 """Messages over a connection of two ranks: a length, a header, which is JSON, and its tensors."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinpipe.launch.run.weights import as_bytes, fill, in_pieces, make_described
 
 _PIECE_NBYTES = 1 << 20
 """Sent at a time; a loss is noticed between two."""
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Move = Callable[[Tensor], None]
 """Sends a tensor, or fills one with what comes."""
@@ -70,6 +72,29 @@ def receive_tensors(
         left -= data.nbytes
         came(left)
     return tensors
+
+
+def without_zeros(gradient: Tensor | None) -> list[Tensor]:
+    """Which values are not zero, a bit each, and these; all, if most are; nothing for none."""
+    if gradient is None:
+        return []
+    flat = gradient.detach().cpu().contiguous().flatten()
+    there = flat.view(_WHOLE[flat.element_size()]) != 0  # -0.0 is a value
+    values = flat[there]
+    if 2 * values.numel() > flat.numel():
+        return [flat.clone()]  # the gradient is gone before it is sent
+    return [torch.from_numpy(np.packbits(there.numpy())), values]
+
+
+def with_zeros(parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
+    """What `without_zeros` was given, in the shape of that parameter."""
+    if len(parts) == 1:
+        return parts[0].view_as(parameter).to(parameter.device)
+    bits, values = parts
+    there = torch.from_numpy(np.unpackbits(bits.numpy(), count=parameter.numel())).bool()
+    flat = torch.zeros(parameter.numel(), dtype=values.dtype)
+    flat[there] = values
+    return flat.view_as(parameter).to(parameter.device)
 
 
 def _check(nbytes: int, most: int) -> None:

@@ -18,7 +18,7 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import Newcomer, tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
-from thinpipe.launch.run.elastic.ahead import Giver, Taker, now_and_then
+from thinpipe.launch.run.elastic.ahead import Givers, Taker, now_and_then
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training
@@ -58,7 +58,8 @@ class ElasticTraining(Training):
         self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
-        self._givers: list[Giver] = []
+        ranks = self._session.transport.mesh.pipeline_ranks
+        self._givers = Givers(self.built, ranks)
         self._changes: list[tuple[int, Mesh, str]] = []
         self._taker: Taker | None = None
         newcomer = self._session.newcomer
@@ -247,22 +248,16 @@ class ElasticTraining(Training):
         self._checkpoints.wait()
 
     def give(self, send: Callable[[Tensor], None], close: Callable[[], None]) -> None:
-        """Send this rank's state to a newcomer, from the next step on; called by another thread.
+        """Send this rank's state to a newcomer; called by another thread.
 
         Raises:
             TransportError: it is gone.
         """
         if self._config.pipeline.offload:  # its optimizer makes a step in parts
             return
-        ranks = self._session.transport.mesh.pipeline_ranks
-        giver, start_s = Giver(self.built, ranks), time.perf_counter()
-        self._givers.append(giver)
-        try:
-            tell = now_and_then(self.display.note, "a newcomer is sent its state, in training")
-            nbytes = giver.give(send, close, self._config.pipeline.peer_timeout_s, tell)
-        finally:
-            giver.close()
-        if nbytes:
+        start_s, wait_s = time.perf_counter(), self._config.pipeline.peer_timeout_s
+        tell = now_and_then(self.display.note, "a newcomer is sent its state, in training")
+        if nbytes := self._givers.give(send, close, wait_s, tell):
             took_s = time.perf_counter() - start_s
             self.display.note(f"sent {nbytes / 1e6:.1f} MB of state in {took_s:.1f} s, in training")
 
@@ -279,8 +274,7 @@ class ElasticTraining(Training):
     def bring_up(self, places: Sequence[int]) -> None:
         """Members at these places of the mesh get the state of replica 0; a collective."""
         transport, start_s = self._session.transport, time.perf_counter()
-        for giver in self._givers:
-            giver.end()
+        self._givers.end()
         if self._taker is not None:
             self._taker.finish(self._config.pipeline.peer_timeout_s)
         own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
@@ -368,9 +362,7 @@ class ElasticTraining(Training):
         def train() -> StepTotals:
             nonlocal sampler, mesh
             self._admit_if_due()
-            for giver in [*self._givers]:  # another thread adds some
-                if giver.goes_on(has_met=has_met) is None:
-                    self._givers.remove(giver)
+            self._givers.goes_on(has_met=has_met)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler, mesh = self._sampler, self._session.mesh
             assert own is not None, "a stream is refused"
