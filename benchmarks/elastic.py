@@ -12,7 +12,7 @@ second per step, as hosts share cores; launchers still slow the others down.
 *Goodput* is the number of steps, *samples* that of their samples, by those of a calm time before.
 *In steps*, by that of the calm time too: the time that steps would take if each took as long as
 most with as many samples, as exchanges of fewer replicas are quicker. *Standing still*: time
-without a step after a fault or for a join.
+without a step after a fault or for a join. *Join*: from its start to the end of its first step.
 """
 
 import json
@@ -46,7 +46,7 @@ _COLUMNS = {
     **dict.fromkeys(("goodput", "samples", "in steps", "standing still"), ".3f"),
     **dict.fromkeys(("faults", "losses", "joins"), ".0f"),
     **dict.fromkeys(("kill to next step s", "worst s", "join stands still s"), ".2f"),
-    **dict.fromkeys(("join worst s", "calm step s"), ".2f"),
+    **dict.fromkeys(("join worst s", "join s", "longest join s", "calm step s"), ".2f"),
 }
 _RUN = """
 [model]
@@ -81,9 +81,10 @@ class Faulty:
         self._back_s, self._joins, self._stages = given.back_s, joins, given.stages
         self._heal: dict[int, tuple[float, Callable[[], None]]] = {}
         self._back_at: dict[int, float] = {}
-        self._before: dict[int, int] = {}  # how often a host that comes back was let in before
+        self._before: dict[int, tuple[int, float]] = {}  # how often let in before, since when tried
         self._kinds: list[str] = []
         self.tries = 0  # to come back
+        self._came: list[tuple[float, int]] = []  # since when, after which step
         self.progress: list[tuple[float, int]] = []  # time, steps done
 
     def pass_time(self, until_s: float) -> None:
@@ -103,18 +104,27 @@ class Faulty:
         """Start a host's launcher if it has ended; whole is who was let in, or was not lost."""
         if host in self._run.codes and host not in self._heal:
             self.tries += 1
-            self._before[host] = self._joined(host)
+            self._before[host] = len(self._joined(host)), now
             ranks = ("--ranks", "1") if self._joins and self._stages > 1 else ()
             self._run.start(host, joins=self._joins, options=ranks)
         elif self._joins and host in self._before:
-            if self._joined(host) > self._before[host]:
+            before, since_s = self._before[host]
+            if joined := self._joined(host)[before:]:
+                self._came.append((since_s, joined[-1]))
                 del self._back_at[host], self._before[host]
         elif now > self._back_at[host] + _SETTLED_S:
             del self._back_at[host]
 
-    def _joined(self, host: int) -> int:
-        notes = _notes(self._run)
-        return sum("joined: " in note["text"] and f"host{host}," in note["text"] for note in notes)
+    def _joined(self, host: int) -> list[int]:
+        """After which steps."""
+        found = [note for note in _notes(self._run) if "joined: " in note["text"]]
+        return [note["step"] for note in found if f"host{host}," in note["text"]]
+
+    def joins_s(self) -> list[float]:
+        """From the start of each launcher that joined to the end of its first step."""
+        # a step is in the file, and counted, once the next has ended
+        ends = [[at for at, done in self.progress if done >= step] for _, step in self._came]
+        return [at[0] - since for at, (since, _) in zip(ends, self._came, strict=True) if at]
 
     def _note(self, now: float) -> None:
         if not self.progress or self._run.steps() != self.progress[-1][1]:
@@ -238,6 +248,7 @@ def _row(
     calm_share = faulty.usual_s(run.records()[begun:calm]) / (first_s - begin_s)
     killed = [s for kind in ("rank", "relay", "machine") for s in still[kind]]
     joined = [faulty.around(step) for step in _noted(run, "joined: ")]
+    joins = faulty.joins_s()
     numbers: dict[str, float | None] = {
         "goodput": (done - calm) / ((end_s - first_s) / calm_s),
         "samples": samples / (_BATCH * (end_s - first_s) / calm_s),
@@ -252,9 +263,12 @@ def _row(
         "worst s": max(killed, default=None),
         "join stands still s": median(joined) if joined else None,
         "join worst s": max(joined, default=None),
+        "join s": median(joins) if joins else None,
+        "longest join s": max(joins, default=None),
         "calm step s": calm_s,
     }
-    return Row(method, numbers, seed=seed, detail={"still_s": still, "joined_s": joined})
+    detail = {"still_s": still, "joined_s": joined, "joins_s": joins}
+    return Row(method, numbers, seed=seed, detail=detail)
 
 
 def _noted(run: HostsRun, what: str) -> list[int]:

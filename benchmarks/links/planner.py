@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from benchmarks.harness import (
     prediction_numbers,
     summary,
 )
-from benchmarks.links.ranks import Plan, RankResult, run_host
+from benchmarks.links.ranks import Plan, RankResult, keep_windows, run_host
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
 from thinpipe.aqsgd.config import AqsgdConfig
@@ -52,7 +51,6 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.wire.told import ScheduleName
 
 _LIMIT_S = 600.0
-_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 
 @dataclass(frozen=True)
@@ -120,11 +118,7 @@ def _slept(
 ) -> list[RankResult]:
     own = replace(shape, forward_s=case.stage_s[host], backward_s=2 * case.stage_s[host])
     plan = Plan(own, [method], [None], steps, delay_s=case.delay_s, keep_window=case.delay_s > 0)
-    return run_host(host, plan, _keep_rate)
-
-
-def _keep_rate(_: float | None) -> None:
-    """The network is created with its rate."""
+    return run_host(host, plan)
 
 
 def _measure_real(
@@ -138,7 +132,7 @@ def _measure_real(
 
 def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tuple[float, ...]]:
     """Run on one host: measure the blocks at the same time as the others, then train."""
-    _SLOW_START.write_text("0", encoding="utf-8")
+    keep_windows()
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
     transport = GlooTransport(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
     dist.barrier()

@@ -22,7 +22,7 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _TIMEOUT_S = 120.0
 _MARGIN_S = 0.05
-_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a host, not the machine
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,15 @@ def when_all_arrived(transport: GlooTransport) -> float:
     return float(transport.share(now, "world").max())
 
 
-def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
+def keep_windows() -> None:
+    """TCP keeps its windows while links are idle; of this host, not of the machine."""
+    _SLOW_START.write_text("0", encoding="utf-8")
+
+
+def run_host(host: int, plan: Plan, set_rate: SetRate = lambda _: None) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     if plan.keep_window:
-        _SLOW_START.write_text("0", encoding="utf-8")
+        keep_windows()
     with default_group(_TIMEOUT_S, plan.key):
         return run_rank(plan, set_rate)
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from benchmarks.harness import (
     prediction_numbers,
     summary,
 )
+from benchmarks.links.ranks import keep_windows
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.placement.dtfm_search import DtfmCost, DtfmSizes, genetic_search
@@ -43,7 +43,6 @@ from thinpipe.pipeline.wire.told import BACKWARD, FORWARD
 
 _LIMIT_S = 600.0
 _STAGES, _REPLICAS = 4, 2
-_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a host, not the machine
 _BY_NAME = {cuts.name: cuts for cuts in CUTS}
 _COCKTAIL = {"subset": 0.1, "topk": 0.2, "bits": 4}
 
@@ -143,7 +142,7 @@ def measure(cluster: Cluster, grid_RP: Ints, plan: Plan) -> tuple[float, ...]:
 
 
 def _host(host: int, grid_RP: Ints, speeds: Sequence[float], plan: Plan) -> list[RankResult]:
-    _SLOW_START.write_text("0", encoding="utf-8")
+    keep_windows()
     assert plan.shape is not None
     os.environ["RANK"] = str(int(np.flatnonzero(grid_RP.ravel() == host)[0]))
     os.environ["MASTER_ADDR"] = host_address(int(grid_RP[0, 0]))
@@ -152,11 +151,7 @@ def _host(host: int, grid_RP: Ints, speeds: Sequence[float], plan: Plan) -> list
         forward_s=plan.shape.forward_s / speeds[host],
         backward_s=plan.shape.backward_s / speeds[host],
     )
-    return run_host(host, replace(plan, shape=own), _keep_rate)
-
-
-def _keep_rate(_: float | None) -> None:
-    """The network is created with its rates."""
+    return run_host(host, replace(plan, shape=own))
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:

@@ -117,7 +117,7 @@ class _Runner:
         return self.sync.bytes_sent, cut
 
 
-def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
+def run_host(host: int, plan: Plan, set_rate: SetRate = lambda _: None) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     torch.set_num_threads(1)
     with default_group(_TIMEOUT_S):
