@@ -6,8 +6,8 @@ Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a 
 replica, or with `--stages 2` half of one. At intervals a host is struck that has no part of replica
 0: SIGKILL of its rank, of its relay or of all its processes at once, SIGSTOP of its rank for 20 s,
 or its link cut for 60 s. It comes back with `--join`, once its launcher has ended. `restarts` has
-no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`). Ranks compute by sleeping a
-second per step, as hosts share cores; launchers still slow the others down.
+no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`). Ranks compute by sleeping,
+as hosts share cores; launchers still slow the others down.
 
 *Goodput* is the number of steps, *samples* that of their samples, by those of a calm time before.
 *In steps*, by that of the calm time too: the time that steps would take if each took as long as
@@ -16,6 +16,7 @@ without a step after a fault or for a join. *Join*: from its start to the end of
 """
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -31,6 +32,7 @@ from typing import Any
 import psutil
 
 from benchmarks.harness import Records, Row, command_line, parse_options, summary
+from tests.faults import slept
 from tests.faults.hosts import HostsRun, kill_machine, unplug
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -40,7 +42,7 @@ _NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
-SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay")
+SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay", "step_s")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
 _COLUMNS = {
     **dict.fromkeys(("goodput", "samples", "in steps", "standing still"), ".3f"),
@@ -292,8 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
     command.add_argument("--interval", type=int, default=30, help="of local steps (default 30)")
     command.add_argument("--delay", default="1ms", help="each way (default 1ms)")
+    command.add_argument("--step-s", default="1", help="sleep of a step (default 1)")
     command.add_argument("--stages", type=int, choices=[1, 2], default=1, help="of a replica")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
+    os.environ[slept.STEP_S] = options.step_s
     records, rows = Records(options.json), []
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     for method in options.methods:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.checkpoint.run_folder import check_folder, earlier_runs
+from thinpipe.launch.checkpoint.run_folder import check_contents, check_folder, earlier_runs
 from thinpipe.launch.config.cli_options import share_of
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig
@@ -87,6 +87,8 @@ def check_settings(
     Large data of a run that is only `counted` are not read as a whole.
     """
     check_folder(config.run.path)
+    if not resume:
+        check_contents(config.run.path)
     if all(0 in share for share in shares):  # rank 0 writes
         check_writers(config.report.writers)
     config.model.check_files()

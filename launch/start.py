@@ -92,7 +92,7 @@ def _check(
     joins, is_spare = machines.join is not None, config.checkpoint.ram_every is not None
     # the ranks of a whole replica check it, too, before they meet those of the run: in less time
     later = joins and (is_spare or len(shares) == 1)
-    ready = preflight.check(config, shares, resume=resume.wanted, room=not later)
+    ready = preflight.check(config, shares, resume=resume.wanted or joins, room=not later)
     for share in shares if joins and is_spare else ():  # it cannot choose its place
         preflight.check_room(ready, [share])
 

@@ -43,6 +43,26 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
         raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
 
 
+def check_contents(path: Path) -> None:
+    """Check that a run can begin in a folder, where one may have been before.
+
+    Raises:
+        ConfigError: it holds files that are not a run's, or cannot be read.
+    """
+    try:
+        is_foreign = path.exists() and any(path.iterdir()) and not _has_mark(path)
+    except OSError as error:
+        raise ConfigError(f"run.folder = {path}: {disk.why(error, path)}") from error
+    if is_foreign:
+        raise ConfigError(
+            f"run.folder = {path}: holds files that are not a run's; choose another folder"
+        )
+
+
+def _has_mark(path: Path) -> bool:
+    return any((path / mark).exists() for mark in _MARKS)
+
+
 class RunFolder:
     """Locks the folder until `release` or the end of the process."""
 
@@ -90,11 +110,7 @@ class RunFolder:
                 if before is not None and not resume:
                     until_acquired.enter_context(before)  # no other run moves or locks it
                 if path.exists() and any(path.iterdir()) and not resume:
-                    if not any((path / mark).exists() for mark in _MARKS):
-                        return (
-                            f"run.folder = {path}: holds files that are not a run's; "
-                            "choose another folder"
-                        )
+                    check_contents(path)
                     self._aside = _move_aside(path)
                 path.mkdir(parents=True, exist_ok=True)
                 self._lock = before if before is not None and resume else _lock(path, me)
@@ -106,6 +122,8 @@ class RunFolder:
             return f"run.folder = {path}: another run is using it{who}"
         except OSError as error:
             return f"run.folder = {path}: {disk.why(error, path)}"
+        except ConfigError as error:
+            return str(error)
         return None
 
 

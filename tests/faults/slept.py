@@ -1,12 +1,15 @@
 """A model whose ranks compute by sleeping, as if each had a processor of its own."""
 
+import os
 import time
 
 import torch
 from torch import Tensor, nn
 
+STEP_S = "SLEPT_STEP_S"
+"""Environment variable: how long four samples of a replica take; by default a second."""
 _WIDTH, _BLOCKS = 256, 4
-_SAMPLE_S = 0.0625  # per block: four samples of a replica take a second
+_SAMPLE_S = float(os.environ.get(STEP_S, "1")) / 4 / _BLOCKS
 
 
 class Block(nn.Module):

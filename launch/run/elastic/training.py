@@ -132,7 +132,7 @@ class ElasticTraining(Training):
         """Tell the others, who go on, and end; at the end of a run nobody has to be told."""
         if self._finished:
             return
-        who = f"rank {self._session.mesh.rank} on {self._config.network.own_name()}"
+        who = f"rank {self._elastic.number} on {self._config.network.own_name()}"
         with suppress(RuntimeError):  # the store is gone: so is the run
             self._elastic.leave(f"{who}: asked to stop")
         left = f"left the run after step {self._done}; the others go on; --join brings it back"

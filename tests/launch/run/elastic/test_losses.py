@@ -21,9 +21,9 @@ from thinpipe.launch.run.elastic.training import ElasticTraining
 
 WORLD, LEAVES, EVERY = 4, 20, 16  # steps between two, of 400: the last is in before the end
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-LOCAL = {"async_average": 4, "diloco": 10, "sparse_loco": 10}
-"""Methods with local steps, and after how many they exchange."""
-METHODS = ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk", *LOCAL]
+OPTIONS = dict.fromkeys(["diloco", "sparse_loco"], "{interval=10, overlap=0}")
+"""Of methods that exchange more seldom than losses come; others have their defaults."""
+METHODS = ["allreduce", "async_average", "bytegrad", "ef_gradients", "powersgd", "topk", *OPTIONS]
 _PAUSE_S = 0.8
 """After a step while one comes: twenty newcomers take longer than 400 steps of this model."""
 
@@ -55,7 +55,7 @@ def held_out(
     """The loss in the end, how many generations there were, and how many replicas in the end."""
     store, number = TCPStore("127.0.0.1", port, is_master=False), [0, 0]
     churn, loss = Churn(store, rank, leaves, seed), float("nan")
-    options = f"{{interval={LOCAL[method]}, overlap=0}}" if method in LOCAL else "{}"
+    options = OPTIONS.get(method, "{}")
     settings = [f"gradcomp.method={method}", f"gradcomp.{method}={options}", f"run.seed={seed}"]
     settings += ["pipeline.replicas=4", "train.epochs=1", "data.eval_sequences=240"]
     settings += ["train.batch_size=8", "data.train_sequences=3200", "pipeline.peer_timeout_s=200"]
