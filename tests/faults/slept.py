@@ -23,7 +23,8 @@ class Block(nn.Module):
         """A residual."""
         if torch.is_grad_enabled() and type(x_BTD) is Tensor and not x_BTD.is_meta:
             time.sleep(_SAMPLE_S * len(x_BTD))
-        return x_BTD + self.mix(x_BTD).tanh()
+        moved: Tensor = self.mix(x_BTD)
+        return x_BTD + moved.tanh()
 
 
 def model() -> nn.Sequential:
