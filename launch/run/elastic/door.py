@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.ranks.store import StoreLog, await_key
 
-_POLL_S, _ANSWER_S = 0.05, 5.0
+_POLL_S, _ANSWER_S = 0.02, 5.0
 """Who does not answer holds up the next so long, and has to knock again."""
 
 
