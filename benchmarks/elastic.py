@@ -40,7 +40,7 @@ from thinpipe.launch.view.report.metrics import StepRecord
 
 _NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as all meet
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
-_STOPPED_S, _CUT_S, _SETTLED_S = 20.0, 60.0, 60.0
+_STOPPED_S, _CUT_S, _SETTLED_S, _SAVE_EVERY = 20.0, 60.0, 60.0, 50
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
 SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay", "step_s")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
@@ -69,7 +69,7 @@ batch_size = {batch}
 every_epochs = 1000
 [checkpoint]
 every_epochs = 1000
-every_steps = 50
+every_steps = {every}
 [network]
 patience_s = 3
 """
@@ -124,9 +124,10 @@ class Faulty:
 
     def joins_s(self) -> list[float]:
         """From the start of each launcher that joined to the end of its first step."""
-        # a step is in the file, and counted, once the next has ended
-        ends = [[at for at, done in self.progress if done >= step] for _, step in self._came]
-        return [at[0] - since for at, (since, _) in zip(ends, self._came, strict=True) if at]
+        # a step is in the file, and counted, once the next has ended, or it is saved
+        came = [(since, step) for since, step in self._came if step % _SAVE_EVERY]
+        ends = [[at for at, done in self.progress if done >= step] for _, step in came]
+        return [at[0] - since for at, (since, _) in zip(ends, came, strict=True) if at]
 
     def _note(self, now: float) -> None:
         if not self.progress or self._run.steps() != self.progress[-1][1]:
@@ -212,7 +213,7 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
         folder = Path(place)
         text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
         (folder / "text.txt").write_text(text, encoding="utf-8")
-        config = _RUN.format(text=folder / "text.txt", batch=_BATCH)
+        config = _RUN.format(text=folder / "text.txt", batch=_BATCH, every=_SAVE_EVERY)
         run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
         try:
             run.wait_for_step(_FIRST_STEPS)
@@ -294,10 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--back-s", type=float, default=20.0, help="until a join (default 20)")
     command.add_argument("--interval", type=int, default=30, help="of local steps (default 30)")
     command.add_argument("--delay", default="1ms", help="each way (default 1ms)")
-    command.add_argument("--step-s", default="1", help="sleep of a step (default 1)")
+    command.add_argument("--step-s", type=float, default=1.0, help="sleep of a step (default 1)")
     command.add_argument("--stages", type=int, choices=[1, 2], default=1, help="of a replica")
     options = parse_options(command, arguments, "quick", {"seeds": 1, "minutes": 2.5})
-    os.environ[slept.STEP_S] = options.step_s
+    os.environ[slept.STEP_S] = str(options.step_s)
     records, rows = Records(options.json), []
     settings = {name: value for name, value in vars(options).items() if name in SETTINGS}
     for method in options.methods:

@@ -61,6 +61,7 @@ def check(
     shares: Sequence[Share],
     *,
     resume: bool = False,
+    joins: bool = False,
     show: Callable[[Ready], None] | None = None,
     room: bool = True,
 ) -> Ready:
@@ -69,6 +70,8 @@ def check(
     whether there is any.
     """
     ready = check_settings(config, shares, resume=resume, counted=show is not None)
+    if not (resume or joins):
+        check_contents(config.run.path)
     if show is None:
         choose_device(config.pipeline.device)
         check_gpus(config.pipeline.device, config.pipeline.devices_per_rank, len(shares[0]))
@@ -87,8 +90,6 @@ def check_settings(
     Large data of a run that is only `counted` are not read as a whole.
     """
     check_folder(config.run.path)
-    if not resume:
-        check_contents(config.run.path)
     if all(0 in share for share in shares):  # rank 0 writes
         check_writers(config.report.writers)
     config.model.check_files()

@@ -80,7 +80,8 @@ def _start_here(  # as `start_run`
         shares = _shares_of_newcomer(config, machines)
     if dry_run:
         shown = partial(_show_needs, shares, max(0, show))
-        preflight.check(config, shares, resume=resume.wanted, show=shown)
+        joins = machines.join is not None
+        preflight.check(config, shares, resume=resume.wanted, joins=joins, show=shown)
         sys.exit()
     _check(config, machines, shares, resume)
     sys.exit(_start(main, config, len(shares[0]), machines, show=show))
@@ -92,7 +93,8 @@ def _check(
     joins, is_spare = machines.join is not None, config.checkpoint.ram_every is not None
     # the ranks of a whole replica check it, too, before they meet those of the run: in less time
     later = joins and (is_spare or len(shares) == 1)
-    ready = preflight.check(config, shares, resume=resume.wanted or joins, room=not later)
+    wanted = resume.wanted
+    ready = preflight.check(config, shares, resume=wanted, joins=joins, room=not later)
     for share in shares if joins and is_spare else ():  # it cannot choose its place
         preflight.check_room(ready, [share])
 

@@ -17,6 +17,7 @@ from thinpipe.launch.start import _check, _shares_of_newcomer
 
 MISTAKES = {
     "folder": (["run.folder={file}"], "run.folder = "),
+    "other files": (["run.folder={folder}"], "holds files that are not a run's"),
     "writers": (['report.writers=["trackio"]'], 'report.writers has "trackio": '),
     "from_run": (["model.from_run={folder}/none"], "model.from_run = "),
     "optimizer": (["train.optimizer=adamx"], 'train.optimizer = "adamx": no such optimizer'),
@@ -56,8 +57,8 @@ def run_file(tmp_path: Path) -> Path:
     ("mistake", "how"),
     [
         *((mistake, "start") for mistake in MISTAKES),
-        *((mistake, "dry run") for mistake in ("data", "host")),
-        *((mistake, "several machines") for mistake in ("folder", "optimizer")),
+        *((mistake, "dry run") for mistake in ("data", "host", "other files")),
+        *((mistake, "several machines") for mistake in ("folder", "optimizer", "other files")),
         *(("host", how) for how in ("a spare", "a part of a replica")),
     ],
 )
@@ -150,3 +151,12 @@ def test_a_machine_that_joins_writes_nothing(run_file: Path) -> None:
     run = run.model_copy(update={"report": write})
     joins = _shares_of_newcomer(run, Machines(join="host0:29500"))
     assert len(preflight.check_settings(run, joins).corpus.train) == 24
+
+
+def test_where_a_machine_joins_other_files_may_be(run_file: Path) -> None:
+    """Its folder is not moved away."""
+    run = made(data={"path": str(run_file.parent / "text.txt"), "train_sequences": 24})
+    run = run.model_copy(update={"run": run.run.model_copy(update={"folder": run_file.parent})})
+    preflight.check(run, [[0]], joins=True)
+    with pytest.raises(ConfigError, match="holds files that are not a run's"):
+        preflight.check(run, [[0]])

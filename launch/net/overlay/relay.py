@@ -255,7 +255,9 @@ class Relay:
         refusal = self._refusal(connection, hello)
         if refusal is not None:
             self._refused[refusal.refused] += 1
-            self._tell_refusal(f"{hello.name} ({source}): {refusal.refused}")
+            # but for peers that look for the one before, as long as a newcomer is not let in
+            if hello.purpose == "join" or self._coordinator is not None:
+                self._tell_refusal(f"{hello.name} ({source}): {refusal.refused}")
         if refusal is not None or hello.purpose == "probe":
             self._answer(connection, refusal or Welcome(), self._loop.close)
         elif hello.purpose == "join":

@@ -8,8 +8,8 @@ are sent while all wait (`state.py`). What fails here costs time.
 
 Replicas that make local steps have each weights and moments of their own. A newcomer gets the
 global model, and again after each exchange, and replica 0's moments. Those stay, though they are
-older by as long as that took. They are copied between two steps; what only the optimizer's step
-changes is copied at once, while other steps of the optimizer wait.
+older by as long as that took. Theirs is copied between two steps. That of equal replicas is copied
+at once, since only the optimizer's step changes it, and that waits.
 """
 
 import logging
@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.base import base_of, saved_state
@@ -59,14 +60,18 @@ Tell = Callable[[int], None]
 
 
 class Givers:
-    """What a rank of replica 0 sends to each newcomer; its training calls `goes_on` and `end`."""
+    """What a rank sends to newcomers; training calls `goes_on` and `end`, other threads `give`."""
 
-    def __init__(self, built: Built, ranks: int = 1) -> None:
-        """`ranks` is how many of this machine may do the same at once."""
-        self._built, self._ranks, self._still = built, ranks, threading.Lock()
+    def __init__(self, built: Built, ranks: int = 1, *, gives: bool = True) -> None:
+        """`ranks` is how many of this machine may do the same at once; without `gives` it never
+        does: it is not of replica 0, or a newcomer.
+        """
+        self._built, self._ranks = built, ranks
+        self._still, self._depth = threading.RLock(), 0  # a class of optimizer may step in another
         self._all: list[Giver] = []
-        built.optimizer.register_step_pre_hook(self._before_step)
-        built.optimizer.register_step_post_hook(self._after_step)
+        if gives:
+            built.optimizer.register_step_pre_hook(self._before_step)
+            built.optimizer.register_step_post_hook(self._after_step)
 
     def give(
         self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float, tell: Tell
@@ -75,14 +80,20 @@ class Givers:
         giver = Giver(self._built, self._ranks)
         self._all.append(giver)
         try:
-            if self._built.sync.replicas_equal and self._still.acquire(timeout=wait_s):
-                try:
-                    giver.begin()
-                finally:
-                    self._still.release()
+            if self._built.sync.replicas_equal:
+                self._begin(giver, wait_s)
             return giver.give(send, close, wait_s, tell)
         finally:
             giver.close()
+
+    def _begin(self, giver: "Giver", wait_s: float) -> None:
+        if not self._still.acquire(timeout=wait_s):
+            giver.end()
+            return
+        try:
+            giver.begin()
+        finally:
+            self._still.release()
 
     def goes_on(self, *, has_met: bool) -> None:
         """Between two steps. `has_met`: replicas have exchanged something since the last call."""
@@ -98,10 +109,13 @@ class Givers:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """It sees gradients as the optimizer does: summed over replicas, and clipped."""
         self._still.acquire()
-        for giver in [*self._all] if self._built.sync.replicas_equal else ():
-            giver.keep(optimizer)
+        self._depth += 1
+        if self._depth == 1 and self._built.sync.replicas_equal:
+            for giver in [*self._all]:
+                giver.keep(optimizer)
 
     def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
         self._still.release()
 
 
@@ -142,9 +156,12 @@ class Giver:
 
     def begin(self) -> None:
         """Copy the state, if there is room; nothing changes it meanwhile."""
+        if self._ended:
+            return
         with self._gives_up(), self._built.sync.global_parameters():
             state = _weights_of(self._built) | {"optimizer": self._built.optimizer.state_dict()}
-            self._nbytes = sum(tensor.nbytes for tensor in pack_state(state)[1].values())
+            held = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+            self._nbytes = _nbytes_of(held)
             if free_memory() < _SPARE * self._nbytes * self._ranks:
                 self.end()
                 return

@@ -58,11 +58,11 @@ class ElasticTraining(Training):
         self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
-        ranks = self._session.transport.mesh.pipeline_ranks
-        self._givers = Givers(self.built, ranks)
+        mesh, newcomer = self._session.mesh, self._session.newcomer
+        gives = newcomer is None and mesh.replica == 0
+        self._givers = Givers(self.built, mesh.pipeline_ranks, gives=gives)
         self._changes: list[tuple[int, Mesh, str]] = []
         self._taker: Taker | None = None
-        newcomer = self._session.newcomer
         store = newcomer.store if newcomer else self._session.store
         if self._session.writes_run_folder:
             tell_began(store, self._config.pipeline.cuts, self._plan.first_steps)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.waiting import until
 from thinpipe.launch.run.elastic import ahead, messages
 from thinpipe.launch.run.elastic.ahead import Giver, Givers, Taker, now_and_then
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -35,6 +36,15 @@ class Sync:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.common = state["common"]
+
+
+class Stage:
+    """What is asked of a stage."""
+
+    stage_index = 0
+
+    def __init__(self, module: nn.Module) -> None:
+        self.submod = module
 
 
 class Built:
@@ -92,7 +102,7 @@ def giving() -> tuple[Built, Giver]:
 def test_a_copy_is_made_in_the_middle_of_a_step_but_not_of_the_optimizers() -> None:
     """What it has not seen follows: the newcomer ends where the others do."""
     built, other, coming = Built(), Built(), list[Tensor]()
-    other.layer.load_state_dict(built.layer.state_dict())
+    built.stages, other.stages = [Stage(built.layer)], [Stage(other.layer)]
     givers, ended, copied = Givers(built), threading.Event(), threading.Event()  # type: ignore[arg-type]
 
     def send(part: Tensor) -> None:
@@ -116,15 +126,70 @@ def test_a_copy_is_made_in_the_middle_of_a_step_but_not_of_the_optimizers() -> N
     built.optimizer.step()
     givers.end()
     assert ended.wait(20)
-
-    def receive(tensor: Tensor) -> None:
-        tensor.copy_(coming.pop(0))
-
-    taker = Taker(other, lambda: receive)  # type: ignore[arg-type]
+    taker = Taker(other, lambda: lambda tensor: tensor.copy_(coming.pop(0)))  # type: ignore[arg-type]
     taker._thread.join(20)
     assert taker.steps == 1
-    state, expected = (one.optimizer.state_dict()["state"] for one in (other, built))
-    assert all(torch.equal(state[n]["exp_avg"], expected[n]["exp_avg"]) for n in expected)
+    assert other.layer.weight.equal(built.layer.weight)
+
+
+def test_of_local_steps_nothing_is_copied_before_training_comes_to_it() -> None:
+    """In the middle of a step weights may be those of one replica alone; it sends no gradients."""
+    built = Built()
+    built.sync.replicas_equal = False  # type: ignore[misc]
+    givers, sent = Givers(built), list[Tensor]()  # type: ignore[arg-type]
+    done = threading.Event()
+
+    def give() -> None:
+        givers.give(sent.append, done.set, 20.0, lambda _: None)
+
+    threading.Thread(target=give, daemon=True).start()
+    until(lambda: bool(givers._all))
+    built.step()
+    assert not sent
+    givers.goes_on(has_met=False)
+    assert done.wait(20)
+    count = len(sent)
+    built.step()
+    givers.end()
+    assert not givers._all[0]._messages
+    until(lambda: len(sent) > count)  # the end
+
+
+class Nested(torch.optim.SGD):
+    """Steps in the class above, whose step has hooks, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_optimizer_may_step_in_another_or_fail(fails: bool) -> None:
+    """A step is kept once; who cannot copy in time sends nothing, and training goes on."""
+    built, sent = Built(), list[Tensor]()
+    torch.optim.SGD(built.layer.parameters())  # from here on hooks are called in it
+    built.optimizer = Nested(built.layer.parameters(), lr=0.1)
+    givers, giver = Givers(built), Giver(built)  # type: ignore[arg-type]
+    giver.begin()
+    givers._all.append(giver)
+    if not fails:
+        built.step()
+        assert len(giver._messages) == 1
+        return
+    built.optimizer.zero_grad()
+    built.optimizer.param_groups[0]["lr"] = "none"
+    with pytest.raises(TypeError):
+        built.step()
+    built.optimizer.param_groups[0]["lr"] = 0.1
+    built.step()
+    taken = []
+    thread = threading.Thread(
+        target=lambda: taken.append(givers.give(sent.append, lambda: None, 0.1, lambda _: None))
+    )
+    thread.start()
+    thread.join(20)
+    assert taken == [0]
+    assert not sent
 
 
 @pytest.mark.parametrize("met", [0, 2])
