@@ -12,7 +12,7 @@ _SPINS = "10000"
 
 def main() -> None:
     """Run the command line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # our messages say it without C++ stacks
     _wait_briefly()
     if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: rich would print nothing
         del os.environ["COLUMNS"]
