@@ -16,7 +16,6 @@ from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.run import RankRun
-from thinpipe.launch.trained.cli import show_samples
 
 
 def train_as_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
@@ -27,6 +26,8 @@ def train_as_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     try:
         trained = _train(config, resume, show=show)
         if os.environ.get("LOCAL_RANK", "0") == str(show):
+            from thinpipe.launch.trained.cli import show_samples  # in the end
+
             texts = show_samples(config)
             if texts and trained and os.environ["RANK"] == "0" and not joins():
                 from thinpipe.launch.run.report import add_samples

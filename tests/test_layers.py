@@ -120,7 +120,8 @@ def test_folders_are_small() -> None:
 CEILINGS = {
     "thinpipe.launch.cli": 13,
     "thinpipe.launch.config.run": 39,
-    "thinpipe.launch.run.run": 158,
+    "thinpipe.launch.rank": 160,
+    "thinpipe.launch.run.run": 156,
     "thinpipe.launch.start": 122,
 }
 """Of our modules that an import leads to; lower one whenever that is reached."""

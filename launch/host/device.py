@@ -61,7 +61,7 @@ def _slow_bf16(name: DeviceName, precision: Precision) -> str | None:
         return None
     return (
         'note: pipeline.precision = "bf16": this processor has no instructions for it, and may '
-        'multiply 20 to 40 times slower than in fp32; use "fp32" unless memory is short'
+        'multiply many times slower than in fp32; use "fp32" unless memory is short'
     )
 
 

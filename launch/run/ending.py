@@ -18,6 +18,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.restarts import refuse_restarts
 from thinpipe.launch.net.ranks.session import PeerError, TerminatedError, speaks
@@ -68,9 +69,15 @@ def end_failed(
         print_error(f"{rank} failed:\n{_trace(error)}")
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if speaks() and config is not None and not quiet:
-        asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
-        print_error(f"{'stopped: ' * asked}{saved_so_far(config.run.path, resume)}")
+        print_error(_what_is_left(error, config, resume))
     end_now(code)
+
+
+def _what_is_left(error: BaseException, config: RunConfig, resume: str) -> str:
+    asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
+    if asked and joins() and not getattr(error, "has_begun", False):
+        return "stopped: this machine was not in the run yet"
+    return f"{'stopped: ' * asked}{saved_so_far(config.run.path, resume)}"
 
 
 def _retell(error: PeerError, config: RunConfig | None, resume: str) -> None:

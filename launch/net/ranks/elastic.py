@@ -26,7 +26,7 @@ from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.machines import Joins, several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
-from thinpipe.launch.net.ranks.failures import OUT, death_by
+from thinpipe.launch.net.ranks.failures import LOST, OUT, death_by
 from thinpipe.launch.net.ranks.network import HostNetwork, one_machine
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
@@ -167,7 +167,7 @@ def _launch(
         return 128 + int(stopped.sigval)
     if all(lost.values()):
         print_error(f"error: {_LEFT_OUT}")
-        return 1
+        return LOST
     return 0
 
 
@@ -178,7 +178,7 @@ def _failed(error: ChildFailedError) -> int:
     codes = [failure.exitcode for failure in error.failures.values()]
     if OUT in codes:
         print_error(f"error: {_LEFT_OUT}")
-        return 1
+        return LOST
     return next((code for code in codes if code > 0), 1)
 
 

@@ -210,7 +210,9 @@ def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
         words = "; ".join(
             f"{name.removeprefix('config.')} = {own}, the run has {its}" for name, own, its in found
         )
-        raise HandshakeError(f"--join: this machine has {words}; use the run's own file and data")
+        raise HandshakeError(
+            f"--join: this machine has {words}; use the run's own file, settings and data"
+        )
     return int(store.get("run_id"), 16)
 
 

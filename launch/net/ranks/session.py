@@ -110,9 +110,11 @@ class PeerError(RuntimeError):
 class TerminatedError(Exception):
     """The run was asked to stop; `code` is what this process exits with."""
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, number: int | None, *, has_begun: bool = True) -> None:
         """`number` is the signal that came here, None if it came to another rank."""
         super().__init__("asked to stop" if number else "another rank was asked to stop")
+        self.has_begun = has_begun
+        """Whether this rank has trained."""
         self.code = 1 if number is None else 128 + number
 
 
@@ -154,7 +156,7 @@ class StopFlag:
             TerminatedError: the flag is set.
         """
         if self.number is not None and self._stop is None:
-            raise TerminatedError(self.number)
+            raise TerminatedError(self.number, has_begun=False)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._stop is None:

@@ -23,6 +23,7 @@ _REPORT_S = 5.0  # to connect; other ranks wait as long for a cause (`_CAUSE_S` 
 _LOOK_S = 2.0  # short against `_HANGS_S`; each look is a request to the store
 _HANGS_S = 10.0
 """From when the others go on without a rank until it is killed, if it has not ended."""
+_HUNG = f"had not ended {_HANGS_S:.0f} s after the others went on without it, and was killed"
 _VMSTAT = Path("/proc/vmstat")
 
 
@@ -68,7 +69,8 @@ def supervise(be_rank: Callable[[], None]) -> bool:
     if code >= 0:
         sys.exit(code)
     if not asked:
-        code = _report(death_by(-code, out_of_memory=_memory_kills() > kills), said)
+        died = death_by(-code, out_of_memory=_memory_kills() > kills)
+        code = _report(_HUNG if said.hangs else died, said)
         if code == LOST:
             return True
         sys.exit(code)
@@ -84,6 +86,7 @@ class _Said:
     def __init__(self, reading: int) -> None:
         self._reading, self._lock = reading, threading.Lock()
         self._last: list[Any] | None = None
+        self.hangs = False
         os.set_blocking(reading, False)  # a child of the rank's may hold the other end
 
     def last(self) -> list[Any] | None:
@@ -111,6 +114,7 @@ def _end_if_lost(process: int, said: _Said, ended: threading.Event) -> None:
             store = None
             continue
         if not ended.wait(_HANGS_S):
+            said.hangs = True
             os.kill(process, signal.SIGKILL)
         return
 

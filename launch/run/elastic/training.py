@@ -104,7 +104,9 @@ class ElasticTraining(Training):
         )
 
     def _come_in(self) -> None:
-        self.display.note("waiting for the run to let this replica in")
+        wait_s = self._config.pipeline.peer_timeout_s
+        limit = f"at most {wait_s:.0f} s (pipeline.peer_timeout_s)"
+        self.display.note(f"waiting for the run to let this replica in once it lacks one, {limit}")
         self._elastic.join()
         self._admits, self.start = False, self._done
 

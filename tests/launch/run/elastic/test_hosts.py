@@ -20,6 +20,7 @@ from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.net.ranks.failures import LOST
 
 __all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -140,7 +141,7 @@ def test_of_two_machines_that_lose_each_other_one_goes_on(
 
     run.on(1, cut)
     codes = run.done()
-    assert (codes[0], codes[1], codes[2]) == (0, 0, 1), run.text()
+    assert (codes[0], codes[1], codes[2]) == (0, 0, LOST), run.text()
     assert "lost: rank 2 on host2: its machine is gone" in said_by(run, 0)
     assert "the others go on without it" in said_by(run, 2)
     assert "this machine was lost, and the run goes on without it; --join" in said_by(run, 2)

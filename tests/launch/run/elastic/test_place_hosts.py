@@ -16,6 +16,7 @@ from tests.processes import lives, named
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.net.ranks.failures import LOST
 from thinpipe.launch.view.report.metrics import read_metrics
 
 __all__ = ["net"]
@@ -72,7 +73,7 @@ def test_a_killed_rank_ends_its_machine_which_may_come_back(
     (rank,) = named(psutil.Process(run.pids[1]).children(recursive=True), "thinpipe 1")
     rank.send_signal(signal.SIGKILL)
     until(lambda: 1 in run.codes or run.has_ended())
-    assert run.codes[1] == 1, run.text()
+    assert run.codes[1] == LOST, run.text()
     assert "the run goes on without it; --join brings it back" in said_by(run, 1)
     until(lambda: "waiting for a machine in its place" in said_by(run, 0))
     run.start(1, joins=True)
