@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from typing import Any
 
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
@@ -17,23 +18,28 @@ def keep_freed_memory() -> bool:
     the first large allocation. Returns False without any change if the user has set malloc's
     thresholds, or the C library lacks these settings.
     """
-    chosen = any(name in os.environ for name in _VARIABLES)
-    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not sys.platform.startswith("linux"):
+    mallopt = _mallopt()
+    if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _KEPT_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
 
 
-def return_freed_memory() -> None:
+def return_freed_memory() -> bool:
     """From now on, whatever takes a megabyte or more is mapped, and unmapped when it is freed.
 
     Blocks of a stage come and go with shards, and differ in size: what malloc keeps of one does not
     fit the next. Kept memory grew with the number of blocks, by half of what shards save. So do
     values that are read from codes: in nf4 a Llama-7B's shape took three times its memory
-    (benchmarks/results/small_weights_cpu_202611.md).
+    (benchmarks/results/small_weights_cpu_202611.md). What the user has set stays:
+    then it returns False.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _RETURNED_NBYTES)
+    mallopt = _mallopt()
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _RETURNED_NBYTES))
+
+
+def _mallopt() -> Any:
+    """None if the user has set malloc's thresholds, or the C library lacks these settings."""
+    chosen = any(name in os.environ for name in _VARIABLES)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

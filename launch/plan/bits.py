@@ -6,7 +6,7 @@ that the slowest stage computes one. Of the allocations on that path the last on
 predicted step is no longer than with the run file's own settings, and at most 5 % longer than the
 shortest: what overlaps once the pipeline is full does not while it fills, nor behind a delay.
 
-For a model that was trained before there is a second ladder, of learned transforms in both
+For a model that was trained before there is a second list, of learned transforms in both
 directions, which send less for the same loss and compute more
 (benchmarks/results/transform_cpu_202611.md): of the settings of both that are fast enough, those of
 most fidelity are taken.
@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
 Candidates = Mapping[WireKey, Sequence[Candidate]]
 """By cut and direction, the least fidelity first."""
 Levels = Mapping[WireKey, int]
-"""How far up its ladder of candidates each cut and direction is."""
+"""How far up its list of candidates each cut and direction is."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ def recommend(
     None if nothing is as fast as the run file's own settings with more bits, or clearly faster.
     """
     work, slot_s = prediction.work, prediction.slot_s
-    ladders = [measure_candidates(config)]
+    lists = [measure_candidates(config)]
     if config.pretrained:
-        ladders.append(measure_candidates(config, learned=True))
+        lists.append(measure_candidates(config, learned=True))
     found = [
         (advice, predict(config, blocks, advice.messages, network))
-        for candidates in ladders
+        for candidates in lists
         for advice in allocate_bits(
             config.pipeline.cuts, candidates, network, slot_s=slot_s, ranks=work.position_of
         )
@@ -142,13 +142,13 @@ def levels(
 ) -> list[Spec]:
     """Alternatives to the run file's setting of a direction, the least fidelity first."""
     if learned:
-        ladder = (_LEARNED if config.train.epochs > 1 else _LEARNED_ONCE)[direction]
+        own = (_LEARNED if config.train.epochs > 1 else _LEARNED_ONCE)[direction]
     elif direction == "forward":
         again = _FORWARD_TRAINED if config.pretrained else _FORWARD
-        ladder = again if config.train.epochs > 1 else _FORWARD_ONCE
+        own = again if config.train.epochs > 1 else _FORWARD_ONCE
     else:
-        ladder = _BACKWARD
-    return [_like(configured, level) for level in ladder]
+        own = _BACKWARD
+    return [_like(configured, level) for level in own]
 
 
 def _like(configured: Spec, level: Spec) -> Spec:

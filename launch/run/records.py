@@ -64,7 +64,7 @@ class Records:
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
-        self._outlets: list[WriterThread] = []
+        self._trackers: list[WriterThread] = []
         self._pending: StepRecord | None = None
         self._told = 0  # the last step that trackers know of
         self._measured: dict[int, dict[str, Any]] = {}  # of steps that are to be done again
@@ -91,8 +91,8 @@ class Records:
             run, project = self._config.run, self._config.report.project
             settings = self._config.model_dump(mode="json")
             place = destination(run.path, run.name, project, settings, resume_step)
-            outlets = (WriterThread(tool, partial(open_writer, tool, place)) for tool in tools)
-            self._outlets = [stack.enter_context(outlet) for outlet in outlets]
+            trackers = (WriterThread(tool, partial(open_writer, tool, place)) for tool in tools)
+            self._trackers = [stack.enter_context(tracker) for tracker in trackers]
         self._open_journal(stack)
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
@@ -168,8 +168,8 @@ class Records:
         self._records.append(record)
         if self._writer is not None:
             self._writer.write(record)
-        for outlet in self._outlets if record.step > self._told else ():
-            outlet.add(record.step, scalars(record))
+        for tracker in self._trackers if record.step > self._told else ():
+            tracker.add(record.step, scalars(record))
         self._told = max(self._told, record.step)
 
     def _report_so_far(self) -> None:

@@ -1,12 +1,14 @@
 """Every command in the documentation exists; quick ones are run as they stand, in this process."""
 
+import argparse
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from typer.main import get_command
@@ -19,6 +21,7 @@ from thinpipe.launch.lab.cli import set_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 PROGRAM = re.compile(r"(?:\.venv/bin/)?(thinpipe|torchrun|python|make|pip|hf) .*")
 ALL = all_commands()
@@ -124,6 +127,32 @@ def parse(line: list[str]) -> None:
         parse(["thinpipe", *arguments[arguments.index("thinpipe.launch") + 1 :]])
     elif arguments[:1] == ["-m"]:
         assert importlib.util.find_spec(arguments[1]) is not None
+
+
+def measured() -> Iterator[str]:
+    """Commands in blocks of results pages, by which figures are made again."""
+    for page in RESULTS:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        yield from re.findall(r"^    (python -m .*)$", text, re.MULTILINE)
+
+
+class ReadError(Exception):
+    """A benchmark has read its options."""
+
+
+@pytest.mark.parametrize("line", sorted({*measured()}))
+def test_benchmarks_have_the_options_of_results(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        read(parser, *arguments)
+        raise ReadError
+
+    _, _, module, *arguments = words(line)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr("sys.argv", [module, *arguments])
+    with pytest.raises(ReadError):
+        runpy.run_module(module, run_name="__main__")
 
 
 @pytest.mark.parametrize("line", mostly_slow(RUN_HERE, lambda line: "net.json" not in line))

@@ -111,12 +111,6 @@ class HostWatch:
         ]
 
 
-def coordinates() -> bool:
-    """Whether this machine holds the run's store; also if the run does not leave it."""
-    status = relay_status()
-    return status is None or bool(status["coordinates"])
-
-
 def _links(wait_s: float = 1.0) -> dict[str, Any]:
     """Of this host's relay, by host; none without a relay."""
     relay = os.environ.get(ADDRESS)

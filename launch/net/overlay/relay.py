@@ -366,7 +366,6 @@ class Relay:
         }
         return {
             "name": self._settings.name,
-            "coordinates": self._coordinator is not None,
             "links": links,
             "refused": {**strangers, **self._refused},
         }

@@ -28,6 +28,8 @@ PLACED = "THINPIPE_PLACED"
 """Environment variable: the ranks of this host's processes, where the run says which they are."""
 JOINS = "THINPIPE_JOINS"
 """Environment variable of a newcomer: what its replica calls itself in the run's store."""
+HOLDS = "THINPIPE_HOLDS"
+"""Environment variable: "0" on a host that does not hold the run's store."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -55,7 +57,7 @@ class HostNetwork:
 
     @property
     def environment(self) -> dict[str, str]:
-        found = {LISTENS_AT: self.address}
+        found = {LISTENS_AT: self.address, HOLDS: str(int(self.server is not None))}
         if self.newcomer:
             found |= {JOINS: self.newcomer, TAKEN: self.host}
         if self.placed:

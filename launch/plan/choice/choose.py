@@ -72,7 +72,7 @@ class _Variant:
     blocks: Sequence[BlockCost]
     memory: Sequence[ModelMemory]
     share: float
-    ladders: CompressionLevels
+    levels: CompressionLevels
 
     @property
     def lean(self) -> Settings:
@@ -83,12 +83,12 @@ class _Variant:
         """Its demands on devices; None if it cannot have those settings."""
         exchange = None
         if self.config.pipeline.replicas > 1:
-            exchange = self.ladders.exchange(self.config, settings.exchange)
+            exchange = self.levels.exchange(self.config, settings.exchange)
             if exchange is None:
                 return None
         messages = {
             key: sent.message.of_microbatches(self.share)
-            for key, sent in self.ladders.at(settings).items()
+            for key, sent in self.levels.at(settings).items()
         }
         work = Workload.of(self.config, [self.blocks] * self.config.pipeline.stages, messages)
         try:
@@ -143,7 +143,7 @@ def choose(
 
 def _fitting(variant: _Variant, cluster: Cluster) -> tuple[float, _Variant, Settings]:
     """Step, variant and settings: as it is, or with what needs less memory, if it has to."""
-    faithful = replace(variant.lean, exchange=len(variant.ladders.exchanges) - 1)
+    faithful = replace(variant.lean, exchange=len(variant.levels.exchanges) - 1)
     frugal = variant.scheduled("1F1B")
     refused = "the replicas cannot exchange in this way"
     for trial, settings in ((variant, variant.lean), (frugal, frugal.lean), (frugal, faithful)):
@@ -176,15 +176,15 @@ def _refined(
     fastest = min(others, key=lambda other: step_of(other, start))
     if step_of(fastest, start) < _WORTH * step_of(variant, start):
         variant = fastest
-    settings = raised(lambda trial: step_of(variant, trial), start, variant.ladders)
+    settings = raised(lambda trial: step_of(variant, trial), start, variant.levels)
     work = variant.workload(settings)
     assert work is not None, "its step is finite"
     model, again = StepModel(cluster, work), searched(work)
     kept = model(first.grid_RP).step_s
     if kept < again.cost:  # the search before, for fewer bytes, was the luckier one
         again = replace(first, cost=kept)
-    specs = {key: sent.spec for key, sent in variant.ladders.at(settings).items()}
-    gradcomp = variant.ladders.exchanges[settings.exchange]
+    specs = {key: sent.spec for key, sent in variant.levels.at(settings).items()}
+    gradcomp = variant.levels.exchanges[settings.exchange]
     return PlannedRun(variant.config, work, again, model(again.grid_RP), specs, gradcomp)
 
 

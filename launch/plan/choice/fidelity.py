@@ -8,7 +8,7 @@ the cuts, always the direction that has least.
 All-reduce may become `ef_gradients`, delayed, which keeps its learning rate and overlaps with the
 whole step, and sends a larger part where there is time; but only in runs like those in which it
 ended as low as all-reduce (`launch/plan/losses.json`). Other methods were chosen for more than
-their bytes, like codecs that no ladder has: they stay.
+their bytes, like codecs that no list has: they stay.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
 
 @dataclass(frozen=True)
 class Settings:
-    """Levels on the ladders: of every cut, forward and backward, and of the exchange."""
+    """Levels in their lists: of every cut, forward and backward, and of the exchange."""
 
     cuts: Levels
     exchange: int = 0
@@ -88,21 +88,21 @@ def _section(method: str, **options: Any) -> dict[str, Any]:
 
 
 def raised(
-    step_s: Callable[[Settings], float], start: Settings, ladders: CompressionLevels
+    step_s: Callable[[Settings], float], start: Settings, levels: CompressionLevels
 ) -> Settings:
     """Raise fidelity as far as the step is at most 5 % longer than `start`'s.
 
     `step_s` is infinite for settings that a layout cannot have.
     """
     limit_s, settings = AS_FAST * step_s(start), start
-    for level in range(len(ladders.exchanges) - 1, start.exchange, -1):
+    for level in range(len(levels.exchanges) - 1, start.exchange, -1):
         trial = replace(start, exchange=level)
         if step_s(trial) <= limit_s:
             settings = trial
             break
     path = raise_levels(
         start.cuts,
-        {key: ladders.cuts[key[1]] for key in start.cuts},
+        {key: levels.cuts[key[1]] for key in start.cuts},
         lambda cuts: step_s(replace(settings, cuts=cuts)) <= limit_s,
         order=lambda key: (key[0], DIRECTIONS.index(key[1])),
     )

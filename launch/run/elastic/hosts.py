@@ -11,10 +11,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.overlay.ranks import HostWatch, coordinates, own_number, reach
+from thinpipe.launch.net.overlay.ranks import HostWatch, own_number, reach
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.net.ranks.gloo_backend import JOINING, PORTS
-from thinpipe.launch.net.ranks.network import first_here
+from thinpipe.launch.net.ranks.network import HOLDS, first_here
 from thinpipe.launch.run.elastic.beats import Beats
 
 _LOOK_S = 0.25  # at this machine's relay, over a Unix socket; beats come less often by themselves
@@ -23,7 +23,8 @@ _LOOK_S = 0.25  # at this machine's relay, over a Unix socket; beats come less o
 def say_where(store: Store, member: int, own: str) -> None:
     """Say that this `member` is on the machine `own`, and how it is reached."""
     first = first_here(member, int(os.environ.get("LOCAL_RANK", "0")))
-    said = [own, coordinates(), own_number(), PORTS, first]
+    holds = os.environ.get(HOLDS) != "0"
+    said = [own, holds, own_number(), PORTS, first]
     PrefixStore("hosts", store).set(str(member), json.dumps(said))
 
 

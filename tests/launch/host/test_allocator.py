@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from thinpipe.launch.host.allocator import keep_freed_memory
+from thinpipe.launch.host.allocator import keep_freed_memory, return_freed_memory
 
 _FAULTS = """
 import resource, sys, torch
@@ -57,3 +57,4 @@ def test_large_tensors_reuse_memory() -> None:
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()
+    assert not return_freed_memory()

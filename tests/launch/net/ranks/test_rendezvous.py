@@ -20,7 +20,9 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.net import machines
 from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
+from thinpipe.launch.net.overlay.membership import MOST_HOSTS
 from thinpipe.launch.net.ranks import fork_server
+from thinpipe.launch.net.ranks.network import HOLDS
 from thinpipe.launch.net.ranks.rendezvous import Rendezvous
 from thinpipe.launch.net.ranks.stopping import Stop
 
@@ -124,6 +126,20 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     open_network = NetworkConfig(trusted=True)
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = eth77: .* it has lo"):
         several_machines(open_network, "192.0.2.1:29500", 2, limit_s=60, log=str)
+
+
+def test_of_launchers_on_one_machine_the_first_holds_the_store() -> None:
+    """And its ranks alone say that the run needs it."""
+    place = f"127.0.0.1:{free_port()}"
+    both = [several_machines(NetworkConfig(), place, 2, limit_s=60, log=str) for _ in range(2)]
+    assert [network.environment[HOLDS] for network in both] == ["1", "0"]
+    assert both[0].server is not None
+    both[0].server.close()
+
+
+def test_a_run_of_too_many_machines_is_rejected() -> None:
+    with pytest.raises(ValueError, match=f"--nnodes = {MOST_HOSTS + 1}: a run has at most"):
+        several_machines(NetworkConfig(), "192.0.2.1:29500", MOST_HOSTS + 1, limit_s=60, log=str)
 
 
 def test_who_joins_where_no_run_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.network import HOLDS
 from thinpipe.launch.run.elastic import hosts
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.training import Training
@@ -293,7 +294,7 @@ def test_whose_word_counts_of_which_machine(
 ) -> None:
     """Machines a (ranks 0 and 1), b (2), c (3, with the store) and d (4) lose all others."""
     names = ["a", "a", "b", "c", "d"]
-    monkeypatch.setattr(hosts, "coordinates", lambda: names[rank] == "c")
+    monkeypatch.setenv(HOLDS, str(int(names[rank] == "c")))
     store = HashStore()
     for other, name in enumerate(names):
         store.set(f"hosts/{other}", json.dumps([name, name == "c", None, {}, other]))
