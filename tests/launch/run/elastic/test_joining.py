@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import gloo_backend
-from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.failures import LOST, Losses
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic import door, generations, hosts
 from thinpipe.launch.run.elastic.door import Door
@@ -315,11 +315,12 @@ def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     until(lambda: "waiting for the run to let this replica in" in run.said(3))
     early.send_signal(signal.SIGTERM)
     assert early.wait(PATIENCE_S) == 128 + signal.SIGTERM, run.said(3)
+    assert "stopped: this machine was not in the run yet" in run.said(3)
     run.kill_replica("thinpipe 2" if cuts == "[]" else "thinpipe 5")
     until(lambda: any("in place of 3" in run.said(number) for number in range(3)))
     run.join(4)
     codes = run.done()
-    assert sorted(codes) == [0, 0, 0, 1, 128 + signal.SIGTERM], [run.said(n) for n in range(5)]
+    assert sorted(codes) == [0, 0, 0, LOST, 128 + signal.SIGTERM], [run.said(n) for n in range(5)]
     numbers = "rank 4" if cuts == "[]" else "ranks 8, 9"
     assert any(f"as {numbers}; from step" in run.said(number) for number in range(3))
     assert "samples go to 3 replicas in place of 2" in run.said(4)
