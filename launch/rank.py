@@ -25,7 +25,7 @@ def train_as_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     os.environ[SHOW] = str(show)
     try:
         trained = _train(config, resume, show=show)
-        if os.environ.get("LOCAL_RANK", "0") == str(show):
+        if config.eval.samples and os.environ.get("LOCAL_RANK", "0") == str(show):
             from thinpipe.launch.trained.cli import show_samples  # in the end
 
             texts = show_samples(config)

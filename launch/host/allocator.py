@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _KEPT_NBYTES, _RETURNED_NBYTES = 1 << 30, 1 << 20  # the functions below say what each is for
 
@@ -39,7 +40,7 @@ def return_freed_memory() -> bool:
 
 def _mallopt() -> Any:
     """None if the user has set malloc's thresholds, or the C library lacks these settings."""
-    chosen = any(name in os.environ for name in _VARIABLES)
-    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if any(name in os.environ for name in _VARIABLES) or any(n in tunables for n in _TUNABLES):
         return None
     return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

@@ -73,7 +73,7 @@ def _run(network: ShapedNetwork, command: Sequence[str], show: int | None, key: 
         except (KeyboardInterrupt, StoppedError) as stop:
             return _stop(monitor, stop)
     if failed is None:
-        return 0
+        return max(monitor.codes.values())
     if show is not None and failed != show:
         _write(sys.stderr.buffer, b"".join(kept[failed]))
     code = monitor.codes[failed]

@@ -19,6 +19,8 @@ GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 STOPPING = (*ENDING, signal.SIGINT)
+LEFT_OUT = os.EX_TEMPFAIL
+"""Of a machine that the others go on without (`LOST` in `net/ranks/failures.py`)."""
 _CHUNK = 65536  # as much as a pipe holds
 _DRAIN_S = 2.0  # for the last output: what a command has left running may print on
 
@@ -147,7 +149,7 @@ class ProcessMonitor:
         pid, pidfd = self._alive.pop(host)
         self._forget(pidfd)
         self.codes[host] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if self.codes[host] and self._failed is None:
+        if self.codes[host] not in (0, LEFT_OUT) and self._failed is None:
             self._failed = host
             self.end()
 

@@ -18,6 +18,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.ranks.failures import LOST, OUT
 from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError
 from thinpipe.launch.net.ranks.restarts import refuse_restarts
@@ -63,6 +64,7 @@ def end_failed(
         code = INTERRUPTED
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = FAILED if code in (LOST, OUT) else code  # which say something else of a rank
         if isinstance(error.code, str):
             print_error(error.code)
     else:

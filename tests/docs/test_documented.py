@@ -133,13 +133,14 @@ def measured() -> Iterator[str]:
     """Commands in blocks of results pages, by which figures are made again."""
     for page in RESULTS:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        yield from re.findall(r"^    (python -m .*)$", text, re.MULTILINE)
+        yield from re.findall(r"^    (?:\w+=\S+ )*(python -m .*)$", text, re.MULTILINE)
 
 
 class ReadError(Exception):
     """A benchmark has read its options."""
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("line", sorted({*measured()}))
 def test_benchmarks_have_the_options_of_results(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read = argparse.ArgumentParser.parse_args

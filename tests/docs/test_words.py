@@ -14,7 +14,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *RESULTS.glob("*.md"
 def paragraphs(page: Path) -> Iterator[str]:
     """Prose without markup: paragraphs, list items, and cells of tables; code counts as a word."""
     text = page.read_text(encoding="utf-8")
-    text = re.sub(r"^```.*?^```|^    .*", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```|^    [^\n]*", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`]*`|\$[^$]+\$", "CODE", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"^\s*(?:[-*#]+|\d+\.) ", "\n\n", text, flags=re.MULTILINE)

@@ -1,5 +1,6 @@
 """Runs the commands of `thinpipe launch`, and shows what they print."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.net.ssh.commands import CONNECTED, GRACE_S
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
 
+LEFT_OUT = os.EX_TEMPFAIL
+"""Of a machine that the others go on without (`LOST` in `net/ranks/failures.py`)."""
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 SSH_FAILED, _NOT_FOUND = 255, 127  # ssh's own; a shell's without the command
 _REPORT_S = 3.0  # how long the other machines may report a failure before they are ended
@@ -38,7 +41,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
     finally:
         _end(started.values())
     if failed is None:
-        return 0
+        return max(remote.code or 0 for remote in started.values())
     name, code = failed
     host = next(host for host in hosts.host if host.name == name)
     print_error(f"error: {_reason(host, code, lasted_s)}; the others were ended")
@@ -122,7 +125,8 @@ class _Remote:
 def _first_failure(started: Mapping[str, _Remote]) -> tuple[str, int] | None:
     while True:
         codes = {name: remote.code for name, remote in started.items()}
-        failed = next(((name, code) for name, code in codes.items() if code), None)
+        bad = ((name, code) for name, code in codes.items() if code and code != LEFT_OUT)
+        failed = next(bad, None)
         if failed is not None or None not in codes.values():
             return failed
         time.sleep(_POLL_S)

@@ -43,6 +43,15 @@ def test_the_code_of_the_host_that_fails_is_returned_and_the_others_end(
     assert "host1 exited with code 7; the others were stopped" in capfd.readouterr().err
 
 
+def test_a_host_that_others_go_on_without_ends_nobody(net: ShapedNetwork, capfd: Capture) -> None:
+    command = "test {rank} != 1 || exit 75; sleep 1; echo still here"
+    assert run_command(net, ["sh", "-c", command]) == 75
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "host0| still here",
+        "host2| still here",
+    ]
+
+
 def test_a_signal_gives_the_exit_code_of_a_shell(net: ShapedNetwork) -> None:
     assert run_command(net, ["sh", "-c", "test {rank} = 2 && kill -9 $$; sleep 60"]) == 137
 
