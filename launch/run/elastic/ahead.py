@@ -14,7 +14,6 @@ at once, since only the optimizer's step changes it, and that waits.
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from thinpipe.launch.checkpoint.state_file import pack_state, unpack_state
 from thinpipe.launch.components import Built
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.run.elastic.messages import (
+    Tell,
     receive_header,
     receive_tensors,
     send_message,
@@ -52,11 +52,8 @@ _MOST_AT_THE_END = 1 / 8
 """Of the state: steps that are still to be sent when the newcomer is let in, as all wait."""
 _LITTLE_NBYTES = 4 << 20
 """So much may be queued, however small the state: at 100 Mbit/s a third of a second."""
-_TELL_S = 5.0
 _MOST_PER_VALUE, _MOST_BESIDES = 24, 1 << 20
 """Bytes of an optimizer per trained value, and of names: a newcomer makes room for no more."""
-Tell = Callable[[int], None]
-"""Told how many bytes of a state are left."""
 
 
 class Givers:
@@ -356,19 +353,6 @@ class Taker:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-
-
-def now_and_then(say: Callable[[str], None], what: str) -> Tell:
-    """Says every five seconds how many bytes are left, if any are."""
-    told_s = time.monotonic()
-
-    def tell(left: int) -> None:
-        nonlocal told_s
-        if left > 0 and time.monotonic() > told_s + _TELL_S:
-            told_s = time.monotonic()
-            say(f"{what}: {left / 1e6:,.1f} MB are left")
-
-    return tell
 
 
 def _weights_of(built: Built) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Messages over a connection of two ranks: a length, a header, which is JSON, and its tensors."""
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +14,13 @@ from thinpipe.launch.run.weights import as_bytes, fill, in_pieces, make_describe
 _PIECE_NBYTES = 1 << 20
 """Sent at a time; a loss is noticed between two."""
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TELL_S = 5.0
 
 Move = Callable[[Tensor], None]
 """Sends a tensor, or fills one with what comes."""
+
+Tell = Callable[[int], None]
+"""Told how many bytes are left."""
 
 
 def send_message(move: Move, header: dict[str, Any], tensors: Iterable[Tensor] = ()) -> int:
@@ -52,7 +57,7 @@ def receive_header(move: Move, most: int) -> dict[str, Any]:
 
 
 def receive_tensors(
-    move: Move, header: dict[str, Any], most: int, came: Callable[[int], None] = lambda _: None
+    move: Move, header: dict[str, Any], most: int, came: Tell = lambda _: None
 ) -> dict[str, Tensor]:
     """Take the tensors of a header; `came` is told after each piece how many bytes are left.
 
@@ -72,6 +77,19 @@ def receive_tensors(
         left -= data.nbytes
         came(left)
     return tensors
+
+
+def now_and_then(say: Callable[[str], None], what: str) -> Tell:
+    """Says every five seconds how many bytes are left, if any are."""
+    told_s = time.monotonic()
+
+    def tell(left: int) -> None:
+        nonlocal told_s
+        if left > 0 and time.monotonic() > told_s + _TELL_S:
+            told_s = time.monotonic()
+            say(f"{what}: {left / 1e6:,.1f} MB are left")
+
+    return tell
 
 
 def without_zeros(gradient: Tensor | None) -> list[Tensor]:

@@ -18,7 +18,8 @@ from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import Newcomer, tell_began
 from thinpipe.launch.net.ranks.session import speaks, tell
-from thinpipe.launch.run.elastic.ahead import Givers, Taker, now_and_then
+from thinpipe.launch.run.elastic.ahead import Givers, Taker
+from thinpipe.launch.run.elastic.messages import now_and_then
 from thinpipe.launch.run.elastic.state import bring_up
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.training import Training

@@ -101,10 +101,10 @@ def ignore(_text: str) -> None:
     pass
 
 
-def say(run: Run, hello: Hello) -> Welcome:
-    """What host 0 answers."""
+def say(run: Run, hello: Hello, port: int = 0) -> Welcome:
+    """What host 0 answers, or who listens at a port."""
     text = hello.model_dump_json().encode()
-    sock = socket.create_connection(("127.0.0.1", run.port), timeout=PATIENCE_S)
+    sock = socket.create_connection(("127.0.0.1", port or run.port), timeout=PATIENCE_S)
     with keys.contexts(run.key)[1].wrap_socket(sock) as connection:
         connection.sendall(struct.pack("!I", len(text)) + text)
         (length,) = struct.unpack("!I", connection.recv(4))
@@ -128,6 +128,32 @@ def is_undisturbed(met: Run) -> bool:
     """Whether the two are connected as they were at first."""
     link = met.hosts[0].client().ask("status")["links"]["h1"]
     return (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_peer_that_looks_for_the_one_before_is_told_of_where_all_meet_alone(
+    asked: int, tmp_path: Path
+) -> None:
+    """A newcomer is found at the address of a lost host: its user need not know."""
+    run, port = Run(tmp_path, 3), free_port()
+    run.hosts.append(run._host("h1", ("127.0.0.1", run.port), ("127.0.0.1", port)))
+    told = [SimpleQueue[str](), SimpleQueue[str]()]
+    threads = [
+        threading.Thread(target=host.join, args=(PATIENCE_S, queue.put))
+        for host, queue in zip(run.hosts, told, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    assert told[1].get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
+    old = {"purpose": "link", "name": "h2", "to": "h1", "run": "old", "session": "x"}
+    hello = Hello.model_validate({**old, "instance": "y", "attempt": 1})
+    assert say(run, hello, port if asked else 0).refused == "another run"
+    run.host("h2").join(PATIENCE_S, ignore)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    words = [queue.get() for queue in told for _ in range(queue.qsize())]
+    assert any("another run" in text for text in words) == (asked == 0), words
+    run.close()
 
 
 TWICE = "another machine is named 'h1', or this one was started twice"

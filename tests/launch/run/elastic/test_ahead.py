@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.waiting import until
 from thinpipe.launch.run.elastic import ahead, messages
-from thinpipe.launch.run.elastic.ahead import Giver, Givers, Taker, now_and_then
+from thinpipe.launch.run.elastic.ahead import Giver, Givers, Taker
+from thinpipe.launch.run.elastic.messages import now_and_then
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.weights import as_bytes
 from thinpipe.pipeline.comm.errors import TransportError
@@ -230,7 +231,7 @@ def test_of_local_steps_moments_come_once_and_the_global_model_as_it_is(
 
 def test_both_ends_say_how_much_of_a_state_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_PIECE_NBYTES", 20_000)  # two: the state has 33 kB
-    monkeypatch.setattr(ahead, "_TELL_S", -1.0)
+    monkeypatch.setattr(messages, "_TELL_S", -1.0)
     built, other, coming, said = Built(), Built(), list[Tensor](), list[str]()
     giver = Giver(built)  # type: ignore[arg-type]
     giver.begin()
