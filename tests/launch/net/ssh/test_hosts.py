@@ -1,10 +1,13 @@
 """The hosts file: what is rejected, who has how many ranks, and where machines meet."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.net.ssh import processes
 from thinpipe.launch.net.ssh.commands import Start, ssh_commands
 from thinpipe.launch.net.ssh.hosts import HostsConfig, load_hosts, rendezvous
 from thinpipe.launch.start_hosts import check_run
@@ -118,3 +121,16 @@ def test_an_ipv6_address_is_in_brackets_where_something_follows_it(tmp_path: Pat
     hosts = load(tmp_path, GOOD + 'address = "2001:db8::1"\nuser = "ada"\n')
     assert rendezvous(hosts) == "[2001:db8::1]:29500"
     assert hosts.host[0].destination == "ada@2001:db8::1"  # as ssh takes it
+
+
+@pytest.mark.parametrize(
+    ("codes", "failed"),
+    [((0, 75, 0), None), ((75, None, 3), ("c", 3)), ((None, 75, 143), ("c", 143))],
+)
+def test_a_machine_that_others_go_on_without_is_no_failure(
+    codes: tuple[int | None, ...], failed: tuple[str, int] | None
+) -> None:
+    started: Any = {
+        name: SimpleNamespace(code=code) for name, code in zip("abc", codes, strict=True)
+    }
+    assert processes._first_failure(started) == failed
