@@ -271,13 +271,16 @@ def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
 
 def one_encodes_for_ever(rank: int, port: int) -> dict[str, Any]:
     """Rank 2 is lost in the second section; rank 1's exchange goes on and on."""
-    _, transport, run, elastic = joined(rank, port, 3)
+    store, transport, run, elastic = joined(rank, port, 3)
 
     def settle() -> None:
         raise TimeoutError
 
     def share() -> list[float]:
-        if rank == 2 and results:
+        if results:
+            store.set(f"second {rank}", "")
+        if rank == 2 and results:  # a rank may be slow to end the first
+            until(lambda: store.check(["second 0", "second 1"]))
             elastic.leave("rank 2 is gone")
             raise SystemExit
         return shared(transport, rank)
