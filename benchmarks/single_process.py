@@ -19,8 +19,7 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.schedule import LossFunction
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import LossFunction, Stage
 
 
 @contextmanager
@@ -107,7 +106,7 @@ class _InOrder:
     def __init__(
         self,
         name: str,
-        stages: Sequence[CompressedStage],
+        stages: Sequence[Stage],
         microbatches: int,
         *,
         loss: LossFunction,

@@ -36,8 +36,7 @@ from thinpipe.pipeline.comm.tied import TiedWeight
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.schedule import build_schedule
-from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.stage import Channels, Stage
 from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, FORWARD
 
 if TYPE_CHECKING:
@@ -58,12 +57,12 @@ LinkMaker = Callable[[int, int], Link | None]
 class Wiring:
     """Which stages this process holds, what joins them to others, and what runs them.
 
-    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`, which is the default.
     """
 
     stages: Sequence[int]
     make_link: LinkMaker
-    make_schedule: Callable[..., Any] = build_schedule
+    make_schedule: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,9 @@ def build(
     held, shards = _shard(config, modules, transport, devices)
     if shared is not None and shards is not None:
         (shared,) = (part for stage in shards.stages if (part := stage.tied_weight()) is not None)
+    kind = _stage_kind(config)
     stages = [
-        CompressedStage(
+        kind(
             held[stage],
             stage,
             config.pipeline.stages,
@@ -161,16 +161,25 @@ def build_stage(
     return LocalPipeline(part, first, stop, devices=devices)
 
 
+def _stage_kind(config: RunConfig) -> type[Stage]:
+    if not config.pipeline.cuts:
+        return Stage
+    from thinpipe.pipeline.schedule import CompressedStage  # imports torch's pipelining
+
+    return CompressedStage
+
+
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
-    tokens, width = config.message_shape
+    sends = bool(config.pipeline.cuts)  # without, an own model need not be tried for its shapes
+    tokens, width = config.message_shape if sends else (0, 0)
     remembers = any(spec.remembers for spec in config.specs.values())
     return EngineOptions(
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
         hidden=width,
-        tokens=config.model.tokens_of,
+        tokens=config.model.tokens_of if sends else lambda _: 0,
         longest=tokens if config.data.factory and remembers else None,
         with_inputs=config.model.with_inputs,
         depth=config.pipeline.depth,

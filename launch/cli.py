@@ -29,7 +29,7 @@ from thinpipe.launch.config.cli_options import (
     refuse,
     run_app,
 )
-from thinpipe.launch.config.toml import ConfigError, files_of
+from thinpipe.launch.config.toml import ConfigError, read_tree
 from thinpipe.launch.host.packages import is_compiled, versions
 from thinpipe.launch.host.scratch import use_scratch_folder
 from thinpipe.launch.host.signals import leave_first_process
@@ -204,7 +204,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         machines.check(meet=not dry_run)
         machines.leave_place()
         check_environment()
-        files_of(config_path)
+        tree = read_tree(config_path, overrides or [])
         if join is not None and resume:
             raise ConfigError("--resume: not with --join, which takes all from the run; remove it")
         if step is not None and not resume:
@@ -212,7 +212,10 @@ def train(  # noqa: PLR0913  # one parameter per option
     except ValueError as error:
         refuse(error)
     if not dry_run:
-        _warm_up(f"reading {config_path}", show=show)
+        pipeline = tree.get("pipeline", {})
+        is_whole = isinstance(pipeline, dict) and not pipeline.get("cuts")
+        # a newcomer is told its memory
+        _warm_up(f"reading {config_path}", show=show, lean=is_whole and join is not None)
     from thinpipe.launch.checkpoint.resume import Resume
     from thinpipe.launch.start import start_run
 
@@ -248,7 +251,7 @@ def run_script(  # one parameter per option
     start_program(main, script, arguments or [], machines, show=show)
 
 
-def _warm_up(doing: str, *, show: int) -> None:
+def _warm_up(doing: str, *, show: int, lean: bool = False) -> None:
     """Let the process that ranks are forked from import while this one checks; say so."""
     if is_rank():
         return
@@ -261,7 +264,7 @@ def _warm_up(doing: str, *, show: int) -> None:
         use_scratch_folder()
     except OSError as error:
         refuse(ConfigError(f"no temporary files: {error.strerror}; set TMPDIR"))
-    fork_server.start()
+    fork_server.start(lean=lean)
     gc.set_threshold(_OBJECTS)
 
 

@@ -9,7 +9,7 @@ from thinpipe.launch.best import Best
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from thinpipe.gradcomp.sharded.stage import StageShards
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Built:
     """The parts of a rank, made and called alike on all ranks."""
 
-    stages: list[CompressedStage]
+    stages: list[Stage]
     engine: PipelineEngine
     optimizer: torch.optim.Optimizer
     lr_schedule: Rates

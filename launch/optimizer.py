@@ -28,6 +28,16 @@ _ONE_OF_THEM = (
 )
 
 
+class AdamW(torch.optim.AdamW):
+    """Torch's, without its compiler, which each of these imports to be left out of: a second."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def make_optimizer(
     train: TrainConfig,
     parameters: Named,
@@ -55,7 +65,7 @@ def our_optimizer(train: TrainConfig, parameters: Named, *, in_bf16: bool) -> to
         return muon_and_adamw(parameters, **_of_adamw(train))
     if in_bf16:
         return _compensated_adamw(parameters, train)
-    return torch.optim.AdamW(parameters.values(), **_of_adamw(train))
+    return AdamW(parameters.values(), **_of_adamw(train))
 
 
 def check_optimizer(train: TrainConfig, method: str, *, in_bf16: bool) -> None:
@@ -131,7 +141,7 @@ def muon_and_adamw(
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     return _Parts(
         [torch.optim.Muon(hidden, **options, adjust_lr_fn="match_rms_adamw")] if hidden else [],
-        [torch.optim.AdamW(rest, betas=betas, **options)] if rest else [],
+        [AdamW(rest, betas=betas, **options)] if rest else [],
     )
 
 

@@ -29,12 +29,11 @@ from thinpipe.pipeline.evaluation import evaluate, evaluating
 from thinpipe.pipeline.loss import NextToken, Objective
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import Measures
-from thinpipe.pipeline.orders import DEPTH, fit_microbatches
+from thinpipe.pipeline.orders import DEPTH, PassOrder, fit_microbatches, single_stage_order
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.schedule import build_schedule, pass_order
 from thinpipe.pipeline.shards import Shards
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import MicrobatchLoop, Stage
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals, square_norm
 from thinpipe.pipeline.wire.told import BACKWARD, DIRECTIONS, ComputeEvent, ScheduleName
 
@@ -75,7 +74,7 @@ class PipelineEngine:
 
     def __init__(  # noqa: PLR0913  what a step is made of
         self,
-        stages: Sequence[CompressedStage],
+        stages: Sequence[Stage],
         transport: Transport,
         options: EngineOptions,
         *,
@@ -83,9 +82,9 @@ class PipelineEngine:
         sync: ReplicaSync,
         tied: TiedWeight | None = None,
         shards: Shards | None = None,
-        make_schedule: Callable[..., Any] = build_schedule,
+        make_schedule: Callable[..., Any] | None = None,
     ) -> None:
-        """`make_schedule` has the signature of `build_schedule`."""
+        """`make_schedule` has the signature of `build_schedule`, which is the default."""
         self._stages = {stage.stage_index: stage for stage in stages}
         self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
         self.transport, self._options, self.objective = transport, options, options.objective
@@ -106,7 +105,7 @@ class PipelineEngine:
         split = any(getattr(module, "whole_backward_only", False) for module in modules)
         # a parameter that stages share gets several gradients of a microbatch
         self._once_per_microbatch = len(self._parameters) == len(every) and not split
-        self._make_schedule = make_schedule
+        self._given_schedule = make_schedule
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
         self._guard = Guard(options.guarded)
@@ -311,7 +310,7 @@ class PipelineEngine:
         ]
         this = Pass(self.passes, step, mode, microbatches, self._first_error)
         for index, stage in self._stages.items():
-            stage.begin_pass(this, pass_order(schedule, index, microbatches=count))
+            stage.begin_pass(this, self._pass_order(schedule, index, count))
 
     def _apply(self, totals: StepTotals) -> None:
         if not totals.skipped:
@@ -360,15 +359,28 @@ class PipelineEngine:
         return self.objective.loss_sum(logits, targets) / self._denominator
 
     def _schedule(self, count: int) -> Any:
-        if count not in self._schedules:  # torch's are made for one number of microbatches
-            self._schedules[count] = self._make_schedule(
-                self._options.schedule,
-                list(self._stages.values()),
-                count,
-                loss=self._loss,
-                depth=self._options.depth,
-            )
+        if count not in self._schedules:  # they are made for one number of microbatches
+            self._schedules[count] = self._make_schedule(count)
         return self._schedules[count]
+
+    def _make_schedule(self, count: int) -> Any:
+        name, make = self._options.schedule, self._given_schedule
+        stages: list[Any] = [*self._stages.values()]
+        if make is None and not self._options.cuts:
+            order = single_stage_order(name, 0, stages=1, microbatches=count)
+            return MicrobatchLoop(stages[0], order, self._loss)
+        if make is None:
+            from thinpipe.pipeline.schedule import build_schedule  # imports torch's pipelining
+
+            make = build_schedule
+        return make(name, stages, count, loss=self._loss, depth=self._options.depth)
+
+    def _pass_order(self, schedule: Any, stage: int, count: int) -> PassOrder:
+        if schedule is None or not self._options.cuts:
+            return PassOrder.ascending(count)
+        from thinpipe.pipeline.schedule import pass_order
+
+        return pass_order(schedule, stage, microbatches=count)
 
     def _fit(self, samples: int) -> int:
         return fit_microbatches(

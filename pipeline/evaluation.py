@@ -10,11 +10,11 @@ from thinpipe.pipeline.batch import PyTree
 from thinpipe.pipeline.loss import Objective
 from thinpipe.pipeline.metrics import Measures
 from thinpipe.pipeline.shards import Shards
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import Stage
 
 
 def evaluate(
-    stages: Mapping[int, CompressedStage],
+    stages: Mapping[int, Stage],
     inputs: Sequence[Tensor],
     targets: Sequence[PyTree],
     objective: Objective,

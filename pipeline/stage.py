@@ -1,23 +1,21 @@
-"""CompressedStage: a torch pipeline stage that owns its communication.
+"""A stage of the pipeline: a module and the channels that join it to its neighbours.
 
-torch's schedules then only order the compute: they ask for send and receive operations, get none.
-Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook hands a tensor to
-the outgoing end of a channel, its "retrieve" hook waits for what an incoming end decoded. We
-subclass `_PipelineStageBase`, not `PipelineStage`, so no shape inference runs: a stage sees real
-data only. `tests/test_torch_seams.py` lists every private name used here.
+Receives of a whole pass are posted by `begin_pass`. What runs a stage then asks for an input, which
+an incoming end of a channel decoded, and hands the output to an outgoing end.
+`pipeline/schedule.py` lets torch's schedules run the stages of a pipeline. A model that is not cut
+needs none: `Accumulation` runs it, and torch's pipelining, which takes a second to import, is left
+out.
 
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.channel import (
@@ -27,11 +25,11 @@ from thinpipe.pipeline.comm.channel import (
     OutgoingChannel,
     Pass,
 )
-from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.orders import PassOrder
+from thinpipe.pipeline.orders import Action, PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
-from thinpipe.pipeline.wire.header import DesyncError
 from thinpipe.pipeline.wire.told import ComputeEvent, EventKind
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class _Computed(NamedTuple):
     marks: tuple[Mark, Mark, Mark]
 
 
-class CompressedStage(_PipelineStageBase):
-    """One stage of the pipeline: a module and the channels that join it to its neighbours."""
+class Stage:
+    """One stage of the pipeline on this rank."""
 
     def __init__(
         self,
@@ -77,18 +75,24 @@ class CompressedStage(_PipelineStageBase):
 
         The module's parameters must be on `device`.
         """
-        super().__init__(module, stage_index, num_stages, device, group)
-        self.channels = channels
+        self.submod, self.stage_index, self.num_stages = module, stage_index, num_stages
+        self.group, self.device, self.channels = group, device, channels
         self._watch = Stopwatch(device)
         self._events: list[ComputeEvent] = []
         self._computed: list[_Computed] = []
         self._ready = self._watch.mark()
-        self._runtime_validate = False
         self._samples: Sequence[Samples] = ()
         self._microbatches: Sequence[Microbatch] = ()
         self._local_inputs: dict[int, Tensor] = {}
         self._local_gradients: dict[int, Tensor] = {}
-        self._computing = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
 
     def begin_pass(self, this: Pass, order: PassOrder | None = None) -> None:
         """Post every receive of the coming pass; all ranks of the pipeline call it alike.
@@ -98,7 +102,6 @@ class CompressedStage(_PipelineStageBase):
         microbatches = this.microbatches
         self._samples = [microbatch.samples.to(self.device) for microbatch in microbatches]
         self._microbatches = microbatches
-        self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
         order = order or PassOrder.ascending(len(microbatches))
         channels, record = self.channels, self._record_event
         if channels.activations_in is not None:
@@ -117,7 +120,6 @@ class CompressedStage(_PipelineStageBase):
     def regroup(self, group: dist.ProcessGroup) -> None:
         """Go on in another group of the same number of ranks, or for the first time in it."""
         self.group = group
-        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
 
     def abandon_pass(self) -> None:
         """Forget the pass under way, whose messages have failed or are about to."""
@@ -131,6 +133,12 @@ class CompressedStage(_PipelineStageBase):
         if m in self._local_inputs:
             return self._local_inputs.pop(m)
         return self._receive(self.channels.activations_in, m)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the output of the stage before, which is on this rank. The name is torch's."""
+        if isinstance(prev_stage_outputs, tuple):
+            (prev_stage_outputs,) = prev_stage_outputs
+        self._local_inputs[mb_index] = prev_stage_outputs.detach()
 
     def receive_gradient(self, m: int) -> Tensor:
         if m in self._local_gradients:
@@ -196,137 +204,40 @@ class CompressedStage(_PipelineStageBase):
         missing = self._microbatches[m].shape_BTD[1] - x_BTD.shape[1]
         return nn.functional.pad(x_BTD.detach(), (0, 0, 0, missing)) if missing > 0 else x_BTD
 
-    def _mark_computed(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
+    def mark(self) -> Mark:
+        return self._watch.mark()
+
+    def mark_computed(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
+        """Record a piece of compute that began at `start`."""
         self._computed.append(_Computed(kind, m, (start, self._ready, self._watch.mark())))
 
     def _record_event(self, kind: EventKind, m: int, start_s: float, end_s: float) -> None:
         """Channels call it from their threads."""
         self._events.append(ComputeEvent(self.stage_index, kind, m, start_s, end_s))
 
-    # What torch's schedules call. Names and signatures are torch's.
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        start = self._watch.mark()
-        self._computing = fwd_chunk_id
-        with _naming_peers():
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._mark_computed("F", fwd_chunk_id, start)
-        return output
+class MicrobatchLoop:
+    """Runs the microbatches of a model that is not cut, in the place of a schedule of torch's."""
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        (x,) = args
-        return self.compute(x, self._computing)
+    def __init__(self, stage: Stage, order: Sequence[Action], loss: LossFunction) -> None:
+        """`order` has each microbatch's forward and backward; `loss(output, target)` divides."""
+        self._stage, self._order, self._loss = stage, order, loss
+        self._count = sum(action.kind == "F" for action in order)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        start = self._watch.mark()
-        with _naming_peers():
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._mark_computed("B", bwd_chunk_id, start)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        start = self._watch.mark()
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._mark_computed("W", bwd_chunk_id, start)
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return []
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        (output,), _ = self.fwd_cache[fwd_chunk_id]
-        self.send_activation(fwd_chunk_id, output)
-        return []
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and self.channels.gradients_out is not None:
-            (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
-            assert gradient is not None, "the stage's input got no gradient"
-            if self._shared_with_weights(bwd_chunk_id, gradient):
-                gradient = gradient.clone()
-            self.send_gradient(bwd_chunk_id, gradient)
-        return []
-
-    def _shared_with_weights(self, m: int, gradient: Tensor) -> bool:
-        """Whether the second half of a split backward turns the same memory into a weight's
-        gradient, which later microbatches add to in place.
-        """
-        if m not in self.backward_state:
-            return False
-        _, param_groups, _, _ = self.backward_state[m]
-        return any(
-            kept is not None
-            and kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
-            for group in param_groups
-            for kept_tuple in group.get("grads") or ()
-            for kept in kept_tuple or ()
-        )
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
-        needs_grad = self.has_backward and torch.is_grad_enabled()
-        return (self.receive_activation(fwd_chunk_id).requires_grad_(needs_grad),)
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
-        return (self.receive_gradient(bwd_chunk_id),)
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        if isinstance(prev_stage_outputs, tuple):
-            (prev_stage_outputs,) = prev_stage_outputs
-        self._local_inputs[mb_index] = prev_stage_outputs.detach()
-
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    def step(
+        self, inputs: Tensor, *, target: Tensor, losses: list[Tensor], return_outputs: bool
     ) -> None:
-        (gradient,) = next_stage_bwd_outputs
-        assert gradient is not None, "the next stage's input got no gradient"
-        self._local_gradients[mb_index] = gradient
-
-    def clear_runtime_states(self) -> None:
-        # torch's leaves bwd_cache, where gradients that nothing takes would live through the step
-        self.fwd_cache.clear()
-        self.bwd_cache.clear()
-        self.output_chunks.clear()
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
-    def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
-    ) -> Any:
-        self.chunks = num_microbatches
-        self.args_recv_info = {m: () for m in range(num_microbatches)}
-        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
-        if hasattr(self, "_stage_meta"):  # torch >= 2.12 takes the number of inputs from it
-            self._stage_meta.inputs = (None,)  # type: ignore[assignment]
-        return ()
-
-    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
-        self.chunks = num_microbatches
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
-        return ()
-
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """torch 2.11 calls it; there is nothing inferred to validate against."""
-
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """torch 2.11 calls it."""
-
-
-@contextmanager
-def _naming_peers() -> Iterator[None]:
-    """A sharded stage waits for other ranks while it computes, and torch hides what they did in an
-    error of its own.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        hidden = error.__cause__
-        if isinstance(hidden, TransportError | DesyncError):
-            raise hidden from None
-        raise
+        """Accumulate gradients of all samples; `losses` gets those of the microbatches."""
+        assert not return_outputs, "outputs are not kept"
+        stage, pending = self._stage, dict[int, Tensor]()
+        xs, targets = inputs.tensor_split(self._count), target.tensor_split(self._count)
+        for kind, _, m in self._order:
+            start = stage.mark()
+            if kind == "F":
+                y = stage.compute(xs[m], m)
+                stage.mark_computed("F", m, start)
+                pending[m] = self._loss(y, targets[m])
+                losses.append(pending[m].detach())
+            else:
+                torch.autograd.backward(pending.pop(m))
+                stage.mark_computed("B", m, start)

@@ -69,7 +69,7 @@ def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.argv = ["thinpipe", *arguments]
-    fork_server.start = lambda: None  # everything is loaded
+    fork_server.start = lambda **_: None  # everything is loaded
     start.run_local = _fork_ranks
     script.START_METHOD = "fork"
     __main__.main()

@@ -1,6 +1,8 @@
 """Every private name of torch that we lean on: a torch upgrade fails here first, in words."""
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.schedule import CompressedStage
 
-ADVICE = "pipeline/stage.py relies on it; read torch's new code before changing the supported range"
+ADVICE = (
+    "pipeline/schedule.py relies on it; read torch's new code before changing the supported range"
+)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,27 @@ def test_the_local_launcher_is_configured_as_we_do() -> None:
 def test_this_torch_is_in_the_supported_range() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     assert (2, 11) <= (major, minor) < (2, 14)
+
+
+def test_a_newcomer_starts_without_torchs_compiler() -> None:
+    """Its import takes a second or two, in which others wait for the newcomer."""
+    code = """
+import sys
+from importlib import import_module
+from thinpipe.launch.net.ranks import fork_server as server
+for name in ("thinpipe.launch.net.ranks.forked", *server.PRELOADED, *server.NEWCOMER):
+    import_module(name)
+from thinpipe.launch.optimizer import AdamW
+from thinpipe.pipeline.models.transformer import TransformerConfig
+stage = TransformerConfig().build(0, 1, seed=0, device="cpu")
+optimizer = AdamW(stage.parameters())
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+sys.exit(", ".join({"torch._dynamo", "sympy", "numba"} & sys.modules.keys()) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_constructors_can_be_recorded() -> None:

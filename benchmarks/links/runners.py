@@ -27,8 +27,8 @@ from thinpipe.pipeline.comm.transport import FIRST_CUT
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.orders import DEPTH
-from thinpipe.pipeline.schedule import build_schedule
-from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.schedule import CompressedStage, build_schedule
+from thinpipe.pipeline.stage import Channels
 from thinpipe.pipeline.wire.told import BACKWARD, FORWARD, ScheduleName
 
 RUN_ID = 1

@@ -61,9 +61,7 @@ def load_as(
     `aliases` are other dotted names of settings. Each file and override is read with them first, so
     that later settings override earlier ones under either name.
     """
-    tree = _read(path, (), aliases)
-    for override in overrides:
-        _override(tree, override, aliases)
+    tree = read_tree(path, overrides, aliases)
     try:
         found = model.model_validate(tree, context=context)
     except ValidationError as error:
@@ -113,6 +111,22 @@ def top_keys(path: Path) -> set[str]:
         return set(tomllib.loads(read_text(path)))
     except (OSError, ValueError):
         return set()
+
+
+def read_tree(
+    path: Path,
+    overrides: Sequence[str],
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Settings of a run file and what it extends, with overrides, before any is checked.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    tree = _read(path, (), aliases)
+    for override in overrides:
+        _override(tree, override, aliases)
+    return tree
 
 
 def files_of(path: Path) -> list[Path]:

@@ -191,14 +191,21 @@ def _unused(config: RunConfig, model: ModelMemory, copies: int) -> int:
     return int(between + (0 if config.model.quantizes else _GAPS_OF_LOSS * model.loss))
 
 
-def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
+def check_host(
+    config: RunConfig,
+    sequences: int,
+    ranks: Sequence[int],
+    models: Sequence[ModelMemory] | None = None,
+) -> list[str]:
     """Check that this host has enough memory and disk for these ranks; what else to know of it.
+
+    `models` as in `host_needs`.
 
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
     check_memory(config, sequences, ranks)
-    found, here = host_needs(config, sequences, ranks), free_memory()
+    found, here = host_needs(config, sequences, ranks, models), free_memory()
     if found.total > here:
         raise ConfigError(
             f"the {len(ranks)} ranks on this host do not fit: {found.compared(here)}; use more "
@@ -225,8 +232,17 @@ def gpu_nbytes(
     return busiest([each[config.mesh(rank).position] // per_rank for rank in ranks], per_rank)
 
 
-def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_rank: int) -> None:
+def check_gpu(
+    config: RunConfig,
+    sequences: int,
+    ranks: Sequence[int],
+    models: Sequence[ModelMemory] | None = None,
+    *,
+    local_rank: int,
+) -> None:
     """Check that the GPU of a rank holds all ranks that share it; that rank calls it.
+
+    `models` as in `host_needs`.
 
     Raises:
         ConfigError: naming what they need, what is free, and the remedy.
@@ -236,7 +252,7 @@ def check_gpu(config: RunConfig, sequences: int, ranks: Sequence[int], *, local_
     per_rank = config.pipeline.devices_per_rank
     here, gpus = free_gpu_memory(per_rank), max(1, gpu_count() // per_rank)
     sharing = ranks[local_rank % gpus :: gpus]
-    each = device_nbytes(config, sequences)
+    each = device_nbytes(config, sequences, models)
     needed = sum(each[config.mesh(rank).position] // per_rank for rank in sharing)
     if here is not None and needed > here:
         raise ConfigError(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,8 @@ from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_gpu, check_host
-from thinpipe.launch.net.ranks.group import joins
+from thinpipe.launch.memory.model import ModelMemory, rank_memory
+from thinpipe.launch.net.ranks.group import joins, tell_needs
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
@@ -251,7 +253,7 @@ class RankRun:
             check_batch_size(config, samples)
             check_stream(config, samples)
             config = sized_for(config, samples)
-            notices = _check_room(config, len(samples), session.local_rank)
+            notices = _check_room(config, len(samples), session)
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}
@@ -288,22 +290,26 @@ class RankRun:
         return self._training
 
 
-def _check_room(config: RunConfig, sequences: int, local_rank: int) -> list[str]:
-    """What to know of this host, which has room for its ranks.
+def _check_room(config: RunConfig, sequences: int, session: Session) -> list[str]:
+    """What to know of this host, which has room for its ranks. Newcomers are told their memory.
 
     Raises:
         ValueError: it has not.
     """
-    ranks = ranks_here()
-    if joins():
-        if (
-            config.checkpoint.ram_every is not None
-        ):  # the launcher has checked: no place is free yet
-            return []
+    if joins() and config.checkpoint.ram_every is not None:
+        return []  # the launcher has checked: no place is free yet
+    ranks, models = ranks_here(), None
+    if session.newcomer is not None:
+        models = [ModelMemory(**needs) for needs in session.newcomer.needs]
         # numbered as those of replica 0 until it is let in, but they write nothing
         ranks = [rank + config.pipeline.pipeline_ranks for rank in ranks]
-    check_gpu(config, sequences, ranks, local_rank=local_rank)
-    return check_host(config, sequences, ranks) if local_rank == 0 else []  # for all of its host
+    check_gpu(config, sequences, ranks, models, local_rank=session.local_rank)
+    if session.local_rank != 0:
+        return []
+    models = models or rank_memory(config)
+    if config.goes_on_by and session.writes_run_folder:
+        tell_needs(session.store, [asdict(needs) for needs in models])
+    return check_host(config, sequences, ranks, models)  # for all ranks of it
 
 
 def _kind(config: RunConfig) -> type[Training]:

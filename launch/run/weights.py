@@ -16,7 +16,7 @@ from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS
-from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import Stage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
 PIECE_NBYTES = 4 << 20
@@ -59,7 +59,7 @@ def save_model(session: Session, built: Built, path: Path) -> None:
         raise OSError(problems[0])
 
 
-def _state(stages: Sequence[CompressedStage]) -> dict[str, Tensor]:
+def _state(stages: Sequence[Stage]) -> dict[str, Tensor]:
     return {
         name: tensor.detach().cpu()
         for stage in stages

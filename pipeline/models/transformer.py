@@ -301,11 +301,12 @@ def build_layers(
     Only these layers are allocated. Values depend on the seed and the parameter's name, not on the
     cut or the device; torch's global random state is neither read nor changed.
     """
+    from thinpipe.pipeline.models.meta import allocate, on_meta  # settings do without
+
     check_range(first, stop, config.layers)
-    # On the meta device constructors neither allocate nor draw from the global generator.
-    with torch.device("meta"):
+    with on_meta():  # constructors neither allocate nor draw from the global generator
         stage = TransformerStage(config, first, stop, seed=seed)
-    stage.to_empty(device=device)
+    allocate(stage, device)
     tied = config.tie_embeddings == "exact"
     if tied and stage.token_embedding is not None and stage.head is not None:
         stage.head.weight = stage.token_embedding.weight

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 from thinpipe.launch.checkpoint.state_file import load_state, save_state
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.optimizer import Rates
+from thinpipe.launch.optimizer import AdamW, Rates
 
 
 def sgd() -> torch.optim.SGD:
@@ -39,6 +39,26 @@ def train(optimizer: torch.optim.Optimizer, rates: Rates, own: Callable[[], None
         rates.step()
         own()
     return found
+
+
+def test_adamw_is_torchs_to_the_last_bit() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
+    torchs.load_state_dict(ours.state_dict())
+    one, other = AdamW(ours.parameters(), 0.1), torch.optim.AdamW(torchs.parameters(), 0.1)
+    one.register_step_post_hook(lambda *_: other.step())
+    for number in range(4):
+        if number == 2:
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+        one.zero_grad()
+        other.zero_grad()
+        x = torch.randn(2, 5, generator=drawn)
+        ours(x).square().sum().backward()
+        torchs(x).square().sum().backward()
+        one.step()
+        for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+            assert not mine.grad_fn
 
 
 def test_a_factor_is_what_torchs_scheduler_makes_of_it_and_is_restored() -> None:

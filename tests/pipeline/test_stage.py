@@ -61,8 +61,12 @@ def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, to
     return {n: w.detach() for module in modules.values() for n, w in module.state_dict().items()}
 
 
-SCHEDULES = {4: ("GPipe", "1F1B", "Deep1F1B"), 2: ("Interleaved1F1B", "LoopedBFS")}
-"""By number of ranks; four stages each."""
+SCHEDULES = {
+    4: ("GPipe", "1F1B", "Deep1F1B"),
+    2: ("Interleaved1F1B", "LoopedBFS"),
+    1: ("GPipe", "1F1B", "Deep1F1B"),
+}
+"""By number of ranks; four stages each, but on one rank, where we have a loop of our own."""
 
 
 def both(rank: int, runs: list[RunConfig]) -> list[tuple[Any, Any]]:
@@ -75,7 +79,7 @@ def test_weights_equal_those_of_torchs_stage(ranks: Ranks, count: int) -> None:
     runs = [
         config(
             model={"layers": 8},
-            pipeline={"schedule": schedule, "cuts": [2, 4, 6]},
+            pipeline={"schedule": schedule, "cuts": [2, 4, 6] if count > 1 else []},
             train={"clip_norm": 0},
         )
         for schedule in SCHEDULES[count]

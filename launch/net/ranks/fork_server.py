@@ -35,21 +35,30 @@ PRELOADED = (
     "thinpipe.launch.rank",
     "thinpipe.launch.run.script",
     "thinpipe.launch.data.load",
-    "thinpipe.pipeline.wire.kernels.cpu.uniform",
-    "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),
 )
 """Modules that ranks need, whatever they train."""
+KERNELS = "thinpipe.pipeline.wire.kernels.cpu.loaded"
+_SOON = (KERNELS, "thinpipe.pipeline.schedule")
+"""A newcomer loads kernels while it waits, and is told its memory. The schedule is loaded last: it
+brings torch's compiler along, with which memory is counted, and takes a second.
+"""
+NEWCOMER = ("thinpipe.launch.run.elastic.training",)
 
 
-def start() -> None:
-    """Start the server, unless it runs already; call it before there are threads."""
+def start(*, lean: bool = False) -> None:
+    """Start the server, unless it runs already; call it before there are threads.
+
+    `lean`: its ranks join a run, and run no schedule.
+    """
     if START_METHOD != "forkserver":
         return
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
     _outlive_the_resource_tracker()
-    forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
+    forkserver.set_forkserver_preload(
+        [_FORKED, *PRELOADED, *(NEWCOMER if lean else _SOON)]
+    )  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
     # they end the launcher, which ends the ranks in order: what is between them blocks them

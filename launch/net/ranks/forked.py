@@ -13,8 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 
-from numba.core.registry import cpu_target
-
 from thinpipe.launch.host.signals import ENDING_SIGNALS
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.fork_server import (
@@ -31,7 +29,6 @@ if START_METHOD == "forkserver":
     os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
     name_process("thinpipe server")
     os.environ[PARENT] = str(os.getpid())  # for the ranks
-cpu_target.target_context.refresh()  # what each rank's first kernel would load
 _PATH = tuple(sys.path)
 
 

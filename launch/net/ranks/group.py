@@ -6,10 +6,11 @@ One that joins a run under way meets the ranks of its replica alone, then enters
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -25,7 +26,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.mesh import Mesh
 
 _NAME, _POLL_S = "run", 0.1
-_OPEN, _BEGAN = "elastic/door/first", "elastic/began"
+_OPEN, _BEGAN, _NEEDS = "elastic/door/first", "elastic/began", "elastic/needs"
 PARTS = "parts"
 """Where machines say in the store which part of a replica they bring."""
 
@@ -139,6 +140,11 @@ def tell_began(store: Store, cuts: Sequence[int], steps: int) -> None:
     store.set(_BEGAN, json.dumps([cuts, steps]))
 
 
+def tell_needs(store: Store, needs: Sequence[Mapping[str, Any]]) -> None:
+    """Said by rank 0: the memory of each rank of a pipeline, which takes a while to count."""
+    store.set(_NEEDS, json.dumps(needs))
+
+
 @dataclass
 class Newcomer:
     """What it has of the run."""
@@ -160,6 +166,12 @@ class Newcomer:
         """The run's cuts, and how many steps it planned at first."""
         cuts, steps = json.loads(self.store.get(_BEGAN))
         return cuts, steps
+
+    @property
+    def needs(self) -> list[dict[str, Any]]:
+        """What `tell_needs` was given."""
+        found: list[dict[str, Any]] = json.loads(self.store.get(_NEEDS))
+        return found
 
     def numbers(self, draw: Callable[[int], list[int]], mesh: Mesh) -> list[int]:
         """Those of its replica's ranks in the run; one of them draws."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.fork_server import KERNELS
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import Newcomer, tell_began
@@ -108,7 +110,10 @@ class ElasticTraining(Training):
         wait_s = self._config.pipeline.peer_timeout_s
         limit = f"at most {wait_s:.0f} s (pipeline.peer_timeout_s)"
         self.display.note(f"waiting for the run to let this replica in once it lacks one, {limit}")
+        kernels = threading.Thread(target=import_module, args=(KERNELS,), daemon=True)
+        kernels.start()
         self._elastic.join()
+        kernels.join()
         self._admits, self.start = False, self._done
 
     def finish(self, done: int) -> None:

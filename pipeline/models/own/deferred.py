@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_META = torch.device("meta")
+from thinpipe.pipeline.models.meta import META, draws_nothing
+
 _UNINITIALISED = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
@@ -58,7 +59,7 @@ class _Operation:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch imports its compiler to skip it: a second of each command's start
+        return False  # it imports the compiler to skip it
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,10 +70,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        fills = is_random and func.overloadpacket.__name__.endswith("_")
-        # torch's draws without values import its compiler, too; some tensors have values
-        draws_nothing = fills and args[0].device == _META
-        outputs = args[0] if draws_nothing else func(*args, **(kwargs or {}))
+        outputs = args[0] if draws_nothing(func, args) else func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
         given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -100,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = nn.init._no_grad_trunc_normal_
 
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if tensor.device != _META:
+            if tensor.device != META:
                 return draw(tensor, *args, **kwargs)
             storages = frozenset([_Ref.of(tensor).storage])
             arguments = ((_Ref.of(tensor), *args), kwargs)
@@ -125,7 +123,7 @@ class _AsIfReal(TorchFunctionMode):
             return False  # nn.init asks
         if func in (torch.tensor, torch.as_tensor, torch.asarray):
             real = func(*args, **{**(kwargs or {}), "device": "cpu"})
-            return real.to(_META)  # recorded, with its values
+            return real.to(META)  # recorded, with its values
         return func(*args, **(kwargs or {}))
 
 
@@ -141,7 +139,7 @@ def _freeze(value: Any) -> Any:
     """An argument as the record holds it; a tensor with values is a constant."""
     if not isinstance(value, Tensor):
         return value
-    return _Ref.of(value) if value.device == _META else value.detach().clone()
+    return _Ref.of(value) if value.device == META else value.detach().clone()
 
 
 class DeferredModel:
@@ -154,7 +152,7 @@ class DeferredModel:
             raise ValueError(f"{name}: a module; name a function without arguments that returns it")
         recorder = _Recorder()
         try:
-            with _META, recorder, recorder.truncated_normal(), _AsIfReal():
+            with META, recorder, recorder.truncated_normal(), _AsIfReal():
                 self.skeleton = make()
         except Exception as error:
             raise ValueError(
@@ -192,7 +190,7 @@ class DeferredModel:
         ]
         for _, before, after in holders:
             _put_constants(before, after, constants, device)
-        if torch.device(device) == _META:
+        if torch.device(device) == META:
             return copies
         places = [
             (f"{type(after).__name__} {path or 'layer'}", after, name, tensor)
@@ -200,11 +198,11 @@ class DeferredModel:
             for name, tensor in _tensors(before)
             if id(tensor) not in constants
         ]
-        wanted = {_Ref.of(tensor).storage for *_, tensor in places if tensor.device == _META}
+        wanted = {_Ref.of(tensor).storage for *_, tensor in places if tensor.device == META}
         values = _Values(self._operations, wanted, seed)
         moved: dict[int, Tensor] = {}
         for layer, after, name, tensor in places:
-            if tensor.device != _META:
+            if tensor.device != META:
                 moved[id(tensor)] = getattr(after, name).to(device)
             elif id(tensor) not in moved:
                 moved[id(tensor)] = self._value(
@@ -284,7 +282,7 @@ class _Values:
     def _thaw(self, value: Any) -> Any:
         if isinstance(value, _Ref):
             return self._view(value)
-        return torch.device("cpu") if value == _META else value
+        return torch.device("cpu") if value == META else value
 
     def _view(self, ref: _Ref) -> Tensor:
         return self._real[ref.storage].as_strided(ref.size, ref.stride, ref.offset)

@@ -29,7 +29,8 @@ from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, Outgoing
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.message import MessageCodec
-from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.schedule import CompressedStage
+from thinpipe.pipeline.stage import Channels
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 from thinpipe.pipeline.wire.told import BACKWARD, ComputeEvent
