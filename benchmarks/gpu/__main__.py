@@ -22,8 +22,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Row, Shape, apart
-from benchmarks.harness import Records, card, command_line, environment, format_table, read_results
+from benchmarks.gpu.runs import LOOPBACK, SHAPED, Case, Shape, apart, read_run
+from benchmarks.harness import (
+    Records,
+    Row,
+    card,
+    command_line,
+    environment,
+    format_table,
+    read_results,
+    summary,
+)
 from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.host.words import format_bytes
 
@@ -119,15 +128,11 @@ def kernels(work: Work) -> str:
         [sys.executable, "-m", "benchmarks.kernels", *sizes, "--json", str(path)],
         _PROGRAM_S,
     )
-    rows = [row for row in read_results(path) if row["backend"] == "triton"]
+    rows = [Row(**row) for row in read_results(path)]
+    rows = [row for row in rows if row.conditions["backend"] == "triton"]
     for row in rows:
         work.records.add({"part": "kernels"}, row)
-    heads = ["kernel", "rounding", "bits", "values", "GB/s", "of a copy"]
-    cells = []
-    for row in rows:
-        about = [row["kernel"], row["rounding"], str(row["bits"]), row["dtype"]]
-        cells.append([*about, f"{row['gb_s']:,.0f}", f"{row['share']:.2f}"])
-    return format_table(heads, cells)
+    return summary(rows, {"GB/s": ",.0f", "of the floor": ".2f"})
 
 
 def memory(work: Work) -> str:
@@ -139,11 +144,14 @@ def memory(work: Work) -> str:
     cells = []
     for row in read_results(path):
         work.records.add({"part": "memory"}, row)
-        counted, peak = row["counted"], row["peak"]
+        counted, peak = row["numbers"]["counted"], row["numbers"]["peak"]
         off = f"{counted / peak - 1:+.0%}"
-        more = [format_bytes(row[name]) for name in ("held", "reserved")]
-        cells.append([row["case"], format_bytes(counted), format_bytes(peak), off, *more])
+        more = [format_bytes(row["numbers"][name]) for name in ("held", "reserved")]
+        cells.append([row["method"], format_bytes(counted), format_bytes(peak), off, *more])
     return format_table(["case", "counted", "peak", "error", "held", "reserved"], cells)
+
+
+_COLUMNS = {"step s": ".3f", "MB/step": ",.2f", "last loss": ".4f"}
 
 
 def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
@@ -159,29 +167,19 @@ def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
         file.write_text(shape.run_file(case, device), encoding="utf-8")
         try:
             _run(work, shape.command(case, file, run), _RUN_S)
-            rows[case.name] = Row.read(case.name, run, shape.warm)
+            rows[case.name] = read_run(case.name, run, shape.warm)
         except LateError as error:
             late.append(f"{case.name}: {error}")
         except (FailedError, OSError, ValueError) as error:
             problems.append(f"**{case.name}**: {error}")
         else:
-            work.records.add(
-                {"part": part, **asdict(case), **asdict(shape)}, asdict(rows[case.name])
-            )
-            print(f"{case.name}: {rows[case.name].step_s:.3f} s", flush=True)
-    text = "\n\n".join([_table(rows, shape), *_compared(rows), *late, *problems])
+            work.records.add({"part": part, **asdict(case), **asdict(shape)}, rows[case.name])
+            print(rows[case.name], flush=True)
+    table = summary([*rows.values()], _COLUMNS) if rows else ""
+    text = "\n\n".join(filter(None, [table, *_compared(rows), *late, *problems]))
     if problems:
         raise FailedError(f"{len(problems)} of {len(cases)} runs\n\n{text}")
     return text
-
-
-def _table(rows: Mapping[str, Row], shape: Shape) -> str:
-    cells = []
-    for row in rows.values():
-        tokens_s = shape.batch * shape.tokens / row.step_s
-        numbers = [f"{tokens_s:,.0f}", f"{row.nbytes / 1e6:,.2f}", f"{row.losses[-1]:.4f}"]
-        cells.append([row.case, f"{row.step_s:.3f}", *numbers])
-    return format_table(["run", "step s", "tokens/s", "MB/step", "last loss"], cells)
 
 
 def _compared(rows: Mapping[str, Row]) -> list[str]:

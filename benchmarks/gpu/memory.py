@@ -7,12 +7,11 @@ and without what torch's allocator keeps unused.
 """
 
 import gc
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Records, command_line
+from benchmarks.harness import Records, Row, command_line
 from benchmarks.single_process import in_process
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.memory.model import rank_memory
@@ -34,17 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Bytes of one case: `held` after the steps, `reserved` with what the allocator keeps."""
-
-    case: str
-    counted: int
-    peak: int
-    held: int
-    reserved: int
-
-
 def run_config(case: str, layers: int, width: int, device: str) -> RunConfig:
     """The shape of a GPT-2 with 512 tokens, all in one stage."""
     base: dict[str, dict[str, Any]] = {
@@ -59,7 +47,10 @@ def run_config(case: str, layers: int, width: int, device: str) -> RunConfig:
 
 
 def measure(case: str, config: RunConfig) -> Row:
-    """Train a few steps on the GPU, and count the same run."""
+    """Train a few steps on the GPU, and count the same run; bytes.
+
+    `held` is after the steps, `reserved` with what the allocator keeps.
+    """
     gc.collect()  # of the last case
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -74,7 +65,8 @@ def measure(case: str, config: RunConfig) -> Row:
         held, reserved = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_reserved()
     (counted,) = rank_memory(config)
     in_ram = counted.activations + counted.optimizer if config.pipeline.offload else 0
-    return Row(case, counted.total - in_ram, peak, held, reserved)
+    numbers = {"counted": counted.total - in_ram, "peak": peak, "held": held, "reserved": reserved}
+    return Row(case, numbers)
 
 
 def main() -> None:
@@ -86,7 +78,7 @@ def main() -> None:
     records = Records(options.json)
     for case in CASES:
         row = measure(case, run_config(case, options.layers, options.width, "cuda"))
-        records.add(vars(options) | {"json": None}, asdict(row))
+        records.add(vars(options) | {"json": None}, row)
         print(row, flush=True)
 
 

@@ -2,13 +2,14 @@
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
+from benchmarks.harness import Row
 from thinpipe.launch.view.report.metrics import read_metrics
 
 _RAW = {"kind": "raw", "format": "fp32"}
@@ -107,36 +108,26 @@ class Shape:
         return [*thinpipe, "shaped", *hosts, "--", *train]
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a run showed: seconds are the median of a step, bytes those of its last one."""
+def read_run(case: str, folder: Path, warm: int) -> Row:
+    """What a run showed that ended: the median of its steps, and megabytes of its last one.
 
-    case: str
-    step_s: float
-    nbytes: int
-    losses: Sequence[float]
-
-    @classmethod
-    def read(cls, case: str, folder: Path, warm: int) -> "Row":
-        """From the folder of a run that ended.
-
-        Raises:
-            OSError, ValueError: it has no metrics, or too few steps.
-        """
-        steps = read_metrics(folder / "metrics.jsonl")
-        if len(steps) <= warm:
-            raise ValueError(f"{folder}: {len(steps)} steps, of which {warm} are not timed")
-        return cls(
-            case,
-            statistics.median(step.step_s for step in steps[warm:]),
-            sum(total.nbytes for total in steps[-1].wire),
-            [step.loss for step in steps],
-        )
+    Raises:
+        OSError, ValueError: it has no metrics, or too few steps.
+    """
+    steps = read_metrics(folder / "metrics.jsonl")
+    if len(steps) <= warm:
+        raise ValueError(f"{folder}: {len(steps)} steps, of which {warm} are not timed")
+    numbers = {
+        "step s": statistics.median(step.step_s for step in steps[warm:]),
+        "MB/step": sum(total.nbytes for total in steps[-1].wire) / 1e6,
+        "last loss": steps[-1].loss,
+    }
+    return Row(case, numbers, detail={"losses": [step.loss for step in steps]})
 
 
 def apart(rows: Mapping[str, Row], one: str, other: str) -> float:
     """Largest difference of two runs' losses; NaN where one is missing."""
     if one not in rows or other not in rows:
         return float("nan")
-    pairs = zip(rows[one].losses, rows[other].losses, strict=True)
-    return max(abs(a - b) for a, b in pairs)
+    pairs = zip(rows[one].detail["losses"], rows[other].detail["losses"], strict=True)
+    return float(max(abs(a - b) for a, b in pairs))

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Records, command_line, parse_options
+from benchmarks.harness import Records, Row, command_line, parse_options
 from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 from thinpipe.pipeline.wire.kernels.cpu import topk as topk_cpu
@@ -38,23 +37,6 @@ SIZES = {"L2": 1 << 17, "L3": 1 << 20, "DRAM": 1 << 24, "64M": 1 << 26}
 QUICK = {"bits": [4], "sizes": ["L3", "DRAM"], "threads": [1], "repetitions": 3}
 KEPT = 0.01  # of the values, by top-k
 Work = Callable[[int], object]  # on one row
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement: rates in million values (and 10^9 bytes) per second, over all threads."""
-
-    kernel: str
-    backend: str
-    bits: int
-    dtype: str
-    rounding: str
-    elements: int
-    threads: int
-    melem_s: float
-    gb_s: float
-    floor_melem_s: float
-    share: float
 
 
 class Case(NamedTuple):
@@ -162,19 +144,15 @@ def measured(case: Case, backend: str, buffers: Buffers, repetitions: int) -> Ro
             found.append((at_floor, seconds(case.work, buffers.rows, pool)))
     values = buffers.rows * buffers.numel
     at_floor, at_work = (statistics.median(times) for times in zip(*found[1:], strict=True))
-    return Row(
-        kernel=case.kernel,
-        backend=backend,
-        bits=buffers.bits,
-        dtype=buffers.dtype,
-        rounding=case.rounding,
-        elements=values,
-        threads=buffers.rows,
-        melem_s=round(values / at_work / 1e6, 1),
-        gb_s=round(values * case.nbytes / at_work / 1e9, 2),
-        floor_melem_s=round(values / at_floor / 1e6, 1),
-        share=round(at_floor / at_work, 3),
-    )
+    conditions = {"backend": backend, "bits": buffers.bits, "dtype": buffers.dtype}
+    conditions |= {"rounding": case.rounding, "values": values, "threads": buffers.rows}
+    numbers = {
+        "million values/s": values / at_work / 1e6,
+        "GB/s": values * case.nbytes / at_work / 1e9,
+        "floor, million values/s": values / at_floor / 1e6,
+        "of the floor": at_floor / at_work,
+    }
+    return Row(case.kernel, numbers, conditions)
 
 
 def ours(buffers: Buffers, backend: Backend, repetitions: int) -> Iterator[Row]:
@@ -234,17 +212,6 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             yield from top(Buffers(1, SIZES[name], 1), slow)
 
 
-def publish(row: Row, records: Records) -> None:
-    """Print a measurement as a line, and record it."""
-    print(
-        f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.dtype} {row.rounding:10} "
-        f"{row.elements:>9} values {row.threads} threads "
-        f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor",
-        flush=True,
-    )
-    records.add({}, asdict(row))
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     command = command_line("benchmarks.kernels", __doc__)
@@ -265,4 +232,5 @@ def main() -> None:
     machine = platform.processor() or platform.machine()
     print(f"{machine if on_cpu else torch.cuda.get_device_name()}, torch {torch.__version__}")
     for row in run(options):
-        publish(row, records)
+        print(row, flush=True)
+        records.add({}, row)

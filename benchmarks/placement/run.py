@@ -8,12 +8,12 @@ quality grow with the number of devices.
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Records, command_line, format_table
+from benchmarks.harness import Records, Row, command_line, summary
 from benchmarks.placement.dtfm_search import CASE_STUDY, DtfmCost, DtfmSizes, genetic_search
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.cluster import Cluster
@@ -27,25 +27,11 @@ _COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "
 _MICROBATCHES = 61
 """Of the case study: 1.25e5 tokens per pipeline, 2048 in each."""
 _FORWARD_S, _BACKWARD_S = 0.02, 0.04
-
-
-@dataclass(frozen=True)
-class Row:
-    """Predicted steps of a case, in seconds; `dtfm_cost` is of the layout of DT-FM's search."""
-
-    case: str
-    devices: int
-    cost: float
-    dtfm_cost: float | None
-    random_cost: float
-    greedy_cost: float
-    lower_bound: float
-    seconds: float
-
-    @property
-    def gap(self) -> float:
-        """How far above the bound, at most, the result is from the best."""
-        return self.cost / self.lower_bound - 1
+_COLUMNS = {
+    **dict.fromkeys(("cost s", "DT-FM s", "random s", "greedy s", "bound s"), ".3f"),
+    "gap": ".1%",
+    "took s": ".1f",
+}
 
 
 def gpt3_step(sizes: DtfmSizes, activations: float, gradients: float) -> Workload:
@@ -64,7 +50,10 @@ def gpt3_step(sizes: DtfmSizes, activations: float, gradients: float) -> Workloa
 
 
 def step_row(name: str, cluster: Cluster, work: Workload, *, rounds: int = ROUNDS) -> Row:
-    """One predicted step: ours, DT-FM's layout, random and greedy ones."""
+    """One predicted step: ours, DT-FM's layout, random and greedy ones.
+
+    `gap` is how far above the bound, at most, ours is from the best.
+    """
     model, shape = StepModel(cluster, work), (work.ranks, work.replicas)
     begin_s = time.perf_counter()
     found = solve_step(cluster, work, rounds=rounds)
@@ -76,16 +65,17 @@ def step_row(name: str, cluster: Cluster, work: Workload, *, rounds: int = ROUND
     draws, used = np.random.default_rng(0), shape[0] * shape[1]
     random = [draws.permutation(cluster.devices)[:used].reshape(shape).T for _ in range(5)]
     greedy = model(greedy_layout(hop_seconds(cluster, work), *shape).T).step_s
-    return Row(
-        name,
-        cluster.devices,
-        found.cost,
-        theirs,
-        float(np.mean([model(grid).step_s for grid in random])),
-        greedy,
-        step_bound(cluster, work),
-        seconds,
-    )
+    bound = step_bound(cluster, work)
+    numbers = {
+        "cost s": found.cost,
+        "DT-FM s": theirs,
+        "random s": float(np.mean([model(grid).step_s for grid in random])),
+        "greedy s": greedy,
+        "bound s": bound,
+        "gap": found.cost / bound - 1,
+        "took s": seconds,
+    }
+    return Row(name, numbers, {"devices": cluster.devices})
 
 
 def world(devices: int, sites: int, seed: int = 0) -> Cluster:
@@ -140,33 +130,9 @@ def main() -> None:
 
     for row in every():
         rows.append(row)
-        records.add({"case": row.case}, asdict(row) | {"gap": row.gap})
-        print(row.case, f"{row.cost:.3f} in {row.seconds:.1f} s", flush=True)
-    columns = (
-        "case",
-        "devices",
-        "cost",
-        "dtfm",
-        "random",
-        "bound",
-        "gap",
-        "s",
-    )
-    print(format_table(columns, [_cells(row) for row in rows]))
-
-
-def _cells(row: Row) -> list[str]:
-    theirs = "" if row.dtfm_cost is None else f"{row.dtfm_cost:.3f}"
-    return [
-        row.case,
-        str(row.devices),
-        f"{row.cost:.3f}",
-        theirs,
-        f"{row.random_cost:.3f}",
-        f"{row.lower_bound:.3f}",
-        f"{row.gap:.1%}",
-        f"{row.seconds:.1f}",
-    ]
+        records.add({}, row)
+        print(row, flush=True)
+    print(summary(rows, _COLUMNS))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.harness import Records, command_line, format_table
+from benchmarks.harness import Records, Row, command_line, summary
 from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_arrived
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
-from thinpipe.launch.host.links import parse_rate
+from thinpipe.launch.host.links import format_rate, parse_rate
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -83,17 +83,6 @@ class Plan:
     def torchs(self) -> dict[str, torch.dtype | None]:
         """Those of torch's FSDP2."""
         return {label: dtype for label, dtype in TORCHS.items() if label in self.methods}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method at a rate; `nbytes` is what leaves a host in a step, TCP's headers included."""
-
-    method: str
-    rate_bps: float | None
-    steps_s: tuple[float, ...]
-    nbytes: int
-    loss: float
 
 
 class _Ours:
@@ -173,10 +162,12 @@ def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
             steps = [_step(runner, optimizer, plan, transport) for _ in range(plan.steps)]
             seconds = tuple(step_s for step_s, _ in steps)
             nbytes = (_sent_bytes() - sent) // plan.steps
-            rows.append(Row(label, rate_bps, seconds, nbytes, loss))
+            numbers = {"step s": statistics.median(seconds), "MB a host": nbytes / 1e6}
+            detail = {"rate_bps": rate_bps, "steps_s": seconds, "loss": loss}
+            rows.append(Row(label, numbers, {"rate": format_rate(rate_bps)}, detail=detail))
             if transport.mesh.rank == 0:
                 print(rows[-1], flush=True)
-    first = {row.method: row.loss for row in reversed(rows)}
+    first = {row.method: row.detail["loss"] for row in reversed(rows)}
     exact = [first[label] for label in ("fsdp 32", "torch fp32") if label in first]
     if max(exact, default=0.0) - min(exact, default=0.0) > 1e-6:
         raise RuntimeError(f"32 bits differ from torch's FSDP2, so nothing is reported: {first}")
@@ -208,25 +199,20 @@ def _sent_bytes() -> int:
     return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Medians; `x bf16` compares with torch's FSDP2 in bf16 at the same rate."""
-    median = {(row.method, row.rate_bps): statistics.median(row.steps_s) for row in rows}
-    bf16_s = {rate_bps: s for (label, rate_bps), s in median.items() if label == "torch bf16"}
-    cells = []
-    for row in rows:
-        step_s, free_s = median[row.method, row.rate_bps], median.get((row.method, None), 0.0)
-        wire_s = 8 * row.nbytes / row.rate_bps if row.rate_bps else 0.0
-        cells.append(
-            [
-                row.method,
-                f"{row.rate_bps / 1e6:.0f} Mbit/s" if row.rate_bps else "none",
-                f"{step_s:.3f}",
-                f"{row.nbytes / 1e6:.2f}",
-                f"{max(wire_s, free_s):.3f}",
-                f"{bf16_s[row.rate_bps] / step_s:.2f}" if row.rate_bps in bf16_s else "",
-            ]
-        )
-    return format_table(("method", "rate", "step s", "MB a host", "bound s", "x bf16"), cells)
+def compared(row: Row, rows: Sequence[Row]) -> Row:
+    """With `bound s`, and `x bf16`: a step of torch's FSDP2 in bf16 at that rate by it."""
+
+    def step_s(method: str, rate: str) -> float | None:
+        like = [r for r in rows if (r.method, r.conditions["rate"]) == (method, rate)]
+        return like[0].numbers["step s"] if like else None
+
+    numbers, rate_bps = row.numbers, row.detail["rate_bps"]
+    mb, own_s = numbers["MB a host"] or 0.0, numbers["step s"]
+    wire_s = 8e6 * mb / rate_bps if rate_bps else 0.0
+    bf16_s = step_s("torch bf16", row.conditions["rate"])
+    times = bf16_s / own_s if bf16_s and own_s else None
+    bound_s = max(wire_s, step_s(row.method, format_rate(None)) or 0.0)
+    return replace(row, numbers={**numbers, "bound s": bound_s, "x bf16": times})
 
 
 def main() -> None:
@@ -267,11 +253,11 @@ def main() -> None:
     with ShapedNetwork(NetworkSpec.of(hosts)) as network:
         job = partial(run_host, plan=plan, shape=partial(set_rate, network))
         by_rank: list[list[Row]] = network.run(job, timeout_s=_ALL_S)
-    rows = by_rank[0]
-    print(table(rows))
+    rows = [compared(row, by_rank[0]) for row in by_rank[0]]
+    print(summary(rows, {"step s": ".3f", "MB a host": ".2f", "bound s": ".3f", "x bf16": ".2f"}))
     settings = {**asdict(plan), "model": model.model_dump(), "shards": options.shards}
     for row in rows:
-        records.add(settings, asdict(row))
+        records.add(settings, row)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.memory import CASES, run_config
-from benchmarks.gpu.runs import LOOPBACK, SHAPED, Row, Shape, apart
-from benchmarks.harness import read_results
+from benchmarks.gpu.runs import LOOPBACK, SHAPED, Shape, apart
+from benchmarks.harness import Row, read_results
 from thinpipe.launch.config.run import load_config
 
 
@@ -33,7 +33,7 @@ def test_a_part_that_fails_is_named_and_the_next_one_runs(
     assert "**Failed**: ZeroDivisionError" in text
     assert f"| {case.name} " in text
     (row,) = read_results(json)
-    assert len(row["losses"]) == 6
+    assert len(row["detail"]["losses"]) == 6
 
 
 def test_what_is_late_is_left_out_by_name(tmp_path: Path) -> None:
@@ -52,5 +52,6 @@ def test_every_run_has_settings_that_hold(tmp_path: Path) -> None:
 
 
 def test_losses_that_lie_apart_are_seen() -> None:
-    rows = {name: Row(name, 1.0, 0, losses) for name, losses in (("a", [1, 2]), ("b", [1, 2.5]))}
+    given = {"a": [1, 2], "b": [1, 2.5]}
+    rows = {name: Row(name, {}, detail={"losses": found}) for name, found in given.items()}
     assert apart(rows, "a", "b") == 0.5
