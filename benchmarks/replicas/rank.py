@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.links.ranks import SetRate, default_group, when_all_arrived
 from benchmarks.links.runners import Method as Cuts
@@ -24,6 +26,8 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 _TIMEOUT_S = 300.0
 _MARGIN_S = 0.1
 _MATRIX = (256, 250)
+DDP = "torch DDP"
+"""The name of a method that is not ours; its options are `mb`, of a bucket, and `dtype`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Plan:
     shape: PaperShape | None = None
     replicas: int = 2
     stages: int = 2
+    new_samples: bool = False
+    """In every step, as in the only epoch of a run."""
 
     @property
     def pipeline_ranks(self) -> int:
@@ -98,8 +104,9 @@ class _Runner:
             time.sleep(self._plan.compute_s)
         else:
             assert self._plan.shape is not None
-            ids_B = torch.arange(self._plan.shape.microbatches)
-            self._pipeline.step(self.number, ids_B)
+            samples = self._plan.shape.microbatches * self._plan.shape.samples
+            first = self.number * samples if self._plan.new_samples else 0
+            self._pipeline.step(self.number, torch.arange(first, first + samples))
         for weight, update in zip(self._weights, self._updates, strict=True):
             weight.grad = update.clone()
         self.sync.before_step()
@@ -115,6 +122,55 @@ class _Runner:
         """Bytes to replicas since the start, bytes over the cut since the last call."""
         cut = 0 if self._pipeline is None else self._pipeline.take_sent()
         return self.sync.bytes_sent, cut
+
+
+class _DdpRunner:
+    """torch's DistributedDataParallel; its hook for bf16 rejects CPUs, so weights are in bf16."""
+
+    def __init__(self, method: Method, plan: Plan, transport: GlooTransport) -> None:
+        shapes, dtype = _shapes(plan.parameters), method.options["dtype"]
+        weights = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        self.sync, self.number, self._compute_s = _DdpSync(), 0, plan.compute_s
+        self._model = DistributedDataParallel(_Sum(weights), bucket_cap_mb=method.options["mb"])
+
+    def step(self) -> None:
+        time.sleep(self._compute_s)
+        torch.autograd.backward(self._model())
+        with torch.no_grad():
+            for weight in self._model.parameters():
+                assert weight.grad is not None
+                weight.sub_(weight.grad, alpha=0.1)
+                weight.grad = None
+        self.number += 1
+
+    def take_sent(self) -> tuple[int, int]:
+        """Bytes that left this process's host, and none over a cut."""
+        return sent_nbytes(), 0
+
+
+class _Sum(nn.Module):
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._weights = nn.ParameterList(weights)
+
+    def forward(self) -> Tensor:
+        return torch.stack([weight.sum() for weight in self._weights]).sum()
+
+
+class _DdpSync:
+    """What replicas ask of an exchange, of DDP's: it is over when a backward ends."""
+
+    def due(self, number: int) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def sent_nbytes() -> int:
+    """Bytes that have left this process's host, TCP's headers included."""
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)
+    return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
 
 
 def run_host(host: int, plan: Plan, set_rate: SetRate = lambda _: None) -> list[RankResult]:
@@ -133,7 +189,8 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     transport = GlooTransport(plan.pipeline_ranks, plan.replicas, timeout_s=_TIMEOUT_S)
     results = []
     for method in plan.methods:
-        runner = _Runner(method, plan, transport)
+        kind = _DdpRunner if method.name == DDP else _Runner
+        runner: Any = kind(method, plan, transport)
         for rate_bps in plan.rates:
             if transport.mesh.rank == 0:
                 set_rate(rate_bps)
@@ -160,7 +217,7 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     return results
 
 
-def _timed(runner: _Runner, transport: GlooTransport) -> float:
+def _timed(runner: Any, transport: GlooTransport) -> float:
     """Seconds of a step; steps follow each other at once, as they do in training."""
     begin_s, number = time.perf_counter(), runner.number
     runner.step()

@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.harness import Records, Row, command_line, summary
 from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_arrived
+from benchmarks.replicas.rank import sent_nbytes
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.launch.host.links import format_rate, parse_rate
@@ -69,6 +69,8 @@ class Plan:
     steps: int
     ranks_per_site: int
     methods: tuple[str, ...]
+    compute_s: float = 0.0
+    """Slept in a step besides."""
 
     def ours(self) -> dict[str, ShardsConfig]:
         """Our methods; with sites, each also with one message between two of them."""
@@ -158,10 +160,10 @@ def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
             if transport.mesh.rank == 0:
                 shape(rate_bps)
             loss = _step(runner, optimizer, plan, transport)[1]  # warm
-            sent = _sent_bytes()
+            sent = sent_nbytes()
             steps = [_step(runner, optimizer, plan, transport) for _ in range(plan.steps)]
             seconds = tuple(step_s for step_s, _ in steps)
-            nbytes = (_sent_bytes() - sent) // plan.steps
+            nbytes = (sent_nbytes() - sent) // plan.steps
             numbers = {"step s": statistics.median(seconds), "MB a host": nbytes / 1e6}
             detail = {"rate_bps": rate_bps, "steps_s": seconds, "loss": loss}
             rows.append(Row(label, numbers, {"rate": format_rate(rate_bps)}, detail=detail))
@@ -182,6 +184,7 @@ def _step(
     tokens = torch.randint(plan.model.vocab, shape, generator=generator)
     when_all_arrived(transport)
     begin_s = time.perf_counter()
+    time.sleep(plan.compute_s)
     runner.begin()
     loss = nn.functional.cross_entropy(
         runner.module(tokens, None).flatten(0, 1).float(), tokens.flatten()
@@ -192,11 +195,6 @@ def _step(
     optimizer.zero_grad()
     when_all_arrived(transport)
     return time.perf_counter() - begin_s, loss.item()
-
-
-def _sent_bytes() -> int:
-    counters = psutil.net_io_counters(pernic=True, nowrap=False)  # of this process's host
-    return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
 
 
 def compared(row: Row, rows: Sequence[Row]) -> Row:

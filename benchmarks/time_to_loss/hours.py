@@ -55,7 +55,7 @@ def compose(
     known = gaps(losses)
     found, free = [], dict[tuple[str, ...], float]()
     for timed in sorted(seconds, key=_unthrottled_first):
-        trained = TORCH.get(timed["method"], timed["method"])
+        trained = TORCH.get(timed["layout"], {}).get(timed["method"], timed["method"])
         key = (timed["task"], timed["layout"], trained)
         if key not in known:
             continue

@@ -65,9 +65,9 @@ class _Rows:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self._rows[-1]) + "\n")
 
-    def replace(self, part: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Have no others of a part."""
-        self._rows = [row for row in self._rows if row["part"] != part]
+    def replace(self, part: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Have no others of a part and a task."""
+        self._rows = [r for r in self._rows if (r["part"], r["task"]) != (part, task)]
         self._rows += [{"part": part, **row} for row in rows]
         text = "".join(json.dumps(row) + "\n" for row in self._rows)
         partial = self._path.with_suffix(".partial")
@@ -108,18 +108,20 @@ def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
 
 def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) -> None:
     texts = (options.train, options.eval)
-    file = losses.run_file(task, "pipeline", BASELINE, texts=texts, seed=0, lr=task.lr)
-    config, recorded = RunConfig.model_validate(file), options.recorded or folder / "visits.pt"
     rates = [parse_rate(rate) for rate in options.rates]
-    for gpu in options.gpus:
+    cut = {"pipeline": seconds.pipelines, "both": seconds.both}
+    whole = {"replicas": seconds.replicas, "shards": seconds.shards}
+    for gpu, layout in product(options.gpus, options.layouts):
         under = seconds.Conditions(gpu, rates, options.delays)
-        missing = _untimed(options, task, "pipeline", under, rows)
-        if missing:
-            more = {"config": config, "recorded": recorded, "dilation": options.dilation}
-            _add_new(rows, seconds.pipelines(task, missing, under, **more))
-        missing = _untimed(options, task, "replicas", under, rows)
-        if missing:
-            _add_new(rows, seconds.replicas(task, missing, under))
+        missing = _untimed(options, task, layout, under, rows)
+        if missing and layout in cut:
+            file = losses.run_file(task, layout, BASELINE, texts=texts, seed=0, lr=task.lr)
+            recorded = options.recorded or folder / f"{layout}.pt"
+            more = {"recorded": recorded, "dilation": options.dilation}
+            config = RunConfig.model_validate(file)
+            _add_new(rows, cut[layout](task, missing, under, config=config, **more))
+        elif missing and layout in whole:
+            _add_new(rows, whole[layout](task, missing, under))
 
 
 def _add_new(rows: _Rows, found: Iterable[Mapping[str, Any]]) -> None:
@@ -136,12 +138,10 @@ def _untimed(
     under: seconds.Conditions,
     rows: _Rows,
 ) -> list[str]:
-    """Methods of a layout, if it is wanted, that lack a link."""
-    if layout not in options.layouts:
-        return []
-    names = [*METHODS[layout], *(seconds.TORCH if layout == "pipeline" else ())]
+    """Methods of a layout that lack a link."""
+    names = [*METHODS[layout], *seconds.TORCH.get(layout, ())]
     about = {"task": task.name, "layout": layout, "gpu": under.gpu}
-    about |= {"dilation": options.dilation} if layout == "pipeline" else {}
+    about |= {"dilation": options.dilation} if layout in ("pipeline", "both") else {}
     links = [
         {"rate_bps": rate, "delay_ms": 1e3 * parse_time(delay)}
         for rate, delay in product(under.rates, under.delays)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dilation = options.dilation
         timed = [r for r in rows.of("seconds") if r.get("dilation", dilation) == dilation]
         found = [row for row in compose(trained, timed) if row.task == task.name]
-        rows.replace("hours", [asdict(row) for row in found])
+        rows.replace("hours", task.name, [asdict(row) for row in found])
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
             print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
     if "plan" in options.parts:

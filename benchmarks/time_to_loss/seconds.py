@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from benchmarks.harness import environment
+from benchmarks.harness import Row, environment
 from benchmarks.links import ranks as cut_ranks
 from benchmarks.links.runners import METHODS as CUT_METHODS
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas import rank as replica_ranks
+from benchmarks.shards import speed
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
 from thinpipe.gradcomp.registry import load_method
@@ -35,6 +36,7 @@ from thinpipe.launch.host.links import parse_time
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
+from thinpipe.pipeline.models.transformer import TransformerConfig
 
 _LIMIT_S = 3600.0
 _MODEL_PARAMETERS = 3_200_000
@@ -44,8 +46,21 @@ _EXCHANGE_RARELY, _INTERVAL = ("diloco", "sparse_loco"), 30
 _STEPS, _RARE_STEPS = 3, 60
 _LONGEST_S = 30.0
 """Steps of replicas that would take longer are not measured: their bytes at the link's rate."""
-TORCH = {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf16": "bf16"}
-"""Pipelines of torch itself, and the method of ours whose losses they have."""
+TORCH: dict[LayoutName, dict[str, str]] = {
+    "pipeline": {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf16": "bf16"},
+    "replicas": {"torch DDP fp32": "fp32", "torch DDP bf16": "bf16"},
+    "shards": {"torch FSDP2 fp32": "fp32", "torch FSDP2 bf16": "bf16"},
+}
+"""What torch has itself, and the method of ours whose losses it has."""
+_SHARDS = {
+    "fp32": "fsdp 32",
+    "QSDP W8G8": "qsdp W8G8 shift",
+    **{name: f"torch {form}" for name, form in TORCH["shards"].items()},
+    "QSDP W4G4 differences": "qsdp W4G4 differences",
+}
+"""Their names in `benchmarks/shards/speed.py`."""
+_SHORT = 8
+"""Tokens per sample that shards really compute: bytes do not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +82,9 @@ def pipelines(
     dilation: float,
 ) -> Iterator[dict[str, Any]]:
     """Rows of four stages: first visits, and later ones. `recorded` is made if it is new."""
-    if not recorded.exists():
-        record(config, recorded)
-    torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
-    keep_freed_memory()
     stages = LAYOUTS["pipeline"].stages
-    each_s = dilation * task.compute_s(under.gpu) / stages / task.microbatches
-    shape = PaperShape(
-        tokens=task.tokens,
-        width=task.width,
-        microbatches=task.microbatches,
-        samples=task.batch // task.microbatches,
-        forward_s=_FORWARD_SHARE * each_s,
-        backward_s=(1 - _FORWARD_SHARE) * each_s,
-        recorded=recorded,
-    )
-    chosen = [_cut_method(name) for name in methods]
+    shape = _slept(task, "pipeline", under.gpu, config, recorded, dilation)
+    chosen = [_cut_method("pipeline", name) for name in methods]
     rate_of = {rate and rate / dilation: rate for rate in under.rates}
     for delay in under.delays:
         delay_s = dilation * parse_time(delay)
@@ -97,6 +99,27 @@ def pipelines(
                 "dilation": dilation,
                 "bytes": sum(rank.nbytes for rank in ranks),
             }
+
+
+def _slept(
+    task: Task, layout: LayoutName, gpu: str, config: RunConfig, recorded: Path, dilation: float
+) -> PaperShape:
+    """Stages of the layout; `recorded` is made if it is new."""
+    how = LAYOUTS[layout]
+    if not recorded.exists():
+        record(config.with_train(batch_size=task.batch // how.replicas), recorded)
+    torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
+    keep_freed_memory()
+    each_s = dilation * task.compute_s(gpu) / how.stages / how.replicas / task.microbatches
+    return PaperShape(
+        tokens=task.tokens,
+        width=task.width,
+        microbatches=task.microbatches,
+        samples=task.batch // how.replicas // task.microbatches,
+        forward_s=_FORWARD_SHARE * each_s,
+        backward_s=(1 - _FORWARD_SHARE) * each_s,
+        recorded=recorded,
+    )
 
 
 def _sent(plan: cut_ranks.Plan, stages: int) -> Iterator[tuple[cut_ranks.RankResult, ...]]:
@@ -123,7 +146,7 @@ def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[
         often, rare, slow = _divided(methods, known, rate_bps, scale)
         limit = rate_bps and rate_bps * scale
         for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
-            how = [_scaled(_exchange_method(name), scale) for name in chosen]
+            how = [_scaled(_exchange_method("replicas", name), scale) for name in chosen]
             plan = replica_ranks.Plan(
                 how, [limit], steps, _MODEL_PARAMETERS, compute_s, replicas=count
             )
@@ -139,11 +162,64 @@ def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[
             yield {**about, **_steps(step_s, known[name] / scale), "computed": True}
 
 
+def both(
+    task: Task,
+    methods: Sequence[str],
+    under: Conditions,
+    *,
+    config: RunConfig,
+    recorded: Path,
+    dilation: float,
+) -> Iterator[dict[str, Any]]:
+    """Rows of pipelines that are replicas, in full size; as `pipelines`. All visits are first ones,
+    or none, if there are several epochs.
+    """
+    shape, how = _slept(task, "both", under.gpu, config, recorded, dilation), LAYOUTS["both"]
+    known: dict[str, int] = {}
+    chosen = [replace(_exchange_method("both", n), cuts=_cut_method("both", n)) for n in methods]
+    for delay, rate_bps in product(under.delays, under.rates):
+        limit = rate_bps and rate_bps / dilation
+        plan = replica_ranks.Plan(
+            [m for m in chosen if not limit or 8 * known.get(m.label, 0) <= _LONGEST_S * limit],
+            [limit],
+            _STEPS,
+            task.parameters // how.stages,
+            0.0,
+            shape,
+            replicas=how.replicas,
+            stages=how.stages,
+            new_samples=task.epochs == 1,
+        )
+        for name, step_s, nbytes in _exchanged(plan, f"{dilation * parse_time(delay)}s"):
+            known.setdefault(name, nbytes)
+            about = _about(task, "both", name, under.gpu, rate_bps, delay)
+            yield {**about, **_steps(step_s / dilation, nbytes), "dilation": dilation}
+
+
+def shards(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[dict[str, Any]]:
+    """Rows of four shards in full size, whose ranks compute `_SHORT` tokens and sleep the rest."""
+    count = LAYOUTS["shards"].shards
+    model = TransformerConfig(**{**task.model, "context": _SHORT})
+    labels = {_SHARDS[name]: name for name in methods}
+    compute_s = task.compute_s(under.gpu) / count
+    for delay in under.delays:
+        plan = speed.Plan(model, 1, tuple(under.rates), _STEPS, 1, tuple(labels), compute_s)
+        with ShapedNetwork(NetworkSpec.of(count, delay=delay)) as network:
+            limit = partial(cut_ranks.set_rate, network)
+            job = partial(speed.run_host, plan=plan, shape=limit)
+            rows: list[Row] = network.run(job, timeout_s=_LIMIT_S)[0]
+        for row in rows:
+            step_s, mb = row.numbers["step s"], row.numbers["MB a host"]
+            rate_bps = row.detail["rate_bps"]
+            about = _about(task, "shards", labels[row.method], under.gpu, rate_bps, delay)
+            yield {**about, **_steps(step_s or 0.0, 1e6 * (mb or 0.0))}
+
+
 def _divided(
     methods: Sequence[str], known: Mapping[str, int], rate_bps: float | None, scale: float
 ) -> tuple[list[str], list[str], list[str]]:
     """Methods that exchange in every step, rarely, and too much to wait for here."""
-    rare = [name for name in methods if _exchange_method(name).name in _EXCHANGE_RARELY]
+    rare = [name for name in methods if _exchange_method("replicas", name).name in _EXCHANGE_RARELY]
     slow = [
         name
         for name in methods
@@ -155,15 +231,15 @@ def _divided(
 
 
 def _exchanged(plan: replica_ranks.Plan, delay: str) -> Iterator[tuple[str, float, int]]:
-    """Method, seconds of a step, and bytes that a replica sends in it."""
-    with ShapedNetwork(NetworkSpec.of(plan.replicas, delay=delay)) as network:
+    """Method, seconds of a step, and bytes that a rank sends in it."""
+    with ShapedNetwork(NetworkSpec.of(plan.replicas * plan.pipeline_ranks, delay=delay)) as network:
         limit = partial(cut_ranks.set_rate, network)
         job = partial(replica_ranks.run_host, plan=plan, set_rate=limit)
         found = network.run(job, timeout_s=_LIMIT_S)
     for ranks in zip(*found, strict=True):
         steps_s = [max(times) for times in zip(*(r.steps_s for r in ranks), strict=True)]
         typical = fmean(steps_s) if plan.steps >= _RARE_STEPS else median(steps_s)
-        yield ranks[0].method, typical, max(rank.sync_nbytes for rank in ranks)
+        yield ranks[0].method, typical, max(rank.sync_nbytes + rank.cut_nbytes for rank in ranks)
 
 
 def _about(
@@ -184,10 +260,10 @@ def _steps(step_s: float, nbytes: float) -> dict[str, Any]:
     return {"first_s": step_s, "later_s": step_s, "bytes": round(nbytes)}
 
 
-def _cut_method(name: str) -> Method:
-    if name in TORCH:
+def _cut_method(layout: LayoutName, name: str) -> Method:
+    if name in TORCH["pipeline"]:
         return next(method for method in CUT_METHODS if method.name == name)
-    (both,) = METHODS["pipeline"][name]["boundary"]
+    (both,) = METHODS[layout][name]["boundary"]
     return Method(
         name,
         "thinpipe",
@@ -199,12 +275,17 @@ def _cut_method(name: str) -> Method:
 
 def _scaled(method: replica_ranks.Method, scale: float) -> replica_ranks.Method:
     """With buckets that are as much smaller as the model is."""
+    if method.name == replica_ranks.DDP:
+        return replace(method, options={**method.options, "mb": _BUCKET_MB * scale})
     if "bucket_mb" not in load_method(method.name).Config.model_fields:
         return method
     mb = method.options.get("bucket_mb", _BUCKET_MB)
     return replace(method, options={**method.options, "bucket_mb": mb * scale})
 
 
-def _exchange_method(name: str) -> replica_ranks.Method:
-    how = METHODS["replicas"][name]["gradcomp"]
+def _exchange_method(layout: LayoutName, name: str) -> replica_ranks.Method:
+    if name in TORCH["replicas"]:
+        dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+        return replica_ranks.Method(name, replica_ranks.DDP, {"dtype": dtype})
+    how = METHODS[layout][name]["gradcomp"]
     return replica_ranks.Method(name, how["method"], dict(how[how["method"]]))
