@@ -2,13 +2,14 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
+from benchmarks.harness import Row
 from benchmarks.links.ranks import RankResult
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.cuts.message_cost import Message, measure_message
-from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.events import simulate
 from thinpipe.launch.plan.placement.workload import Workload as Step
@@ -19,49 +20,13 @@ Messages = tuple[Message, Message]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method on one network; rates in bit/s (None: unlimited), times in seconds.
+class Circumstances:
+    """Conditions of a row besides the ranks' results.
 
-    `rate_bps` and `delay_s` are those of the emulated links. `depth` is that of Deep1F1B; other
-    schedules have none.
-    `step_s` is the median of `steps_s`, `first_visit_s` the step of first visits.
-    `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
-    data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
-    uplink over what it could carry in a step; `wire_bytes` is what all stages sent in one.
-    `encode_s` and `decode_s` are for activations and gradients. `probe` is achieved over nominal
-    rate of an idle link, `load` the load average over a minute before the run. `keep_window`
-    is whether TCP slow start after idle was disabled.
+    `load` is the load average over a minute before the run, `keep_window` whether TCP's slow start
+    after idle was disabled.
     """
 
-    method: str
-    schedule: str
-    depth: int
-    stages: int
-    microbatches: int
-    rate_bps: float | None
-    delay_s: float
-    tokens_per_s: float
-    step_s: float
-    steps_s: tuple[float, ...]
-    first_visit_s: float | None
-    bound_s: float
-    bound_fraction: float
-    wire_bytes: int
-    utilization: float | None
-    encode_s: tuple[float, float]
-    decode_s: tuple[float, float]
-    probe: float | None
-    load: float
-    keep_window: bool
-    unthrottled_tokens_per_s: float | None = None
-    fp32_tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """Conditions of a row besides the ranks' results."""
-
-    stages: int
     delay_s: float
     probe: float | None
     load: float
@@ -113,7 +78,13 @@ def make_row(
     messages: Messages,
     at: Circumstances,
 ) -> Row:
-    """Combine the ranks' results of a method at a rate."""
+    """Combine the ranks' results of a method at a rate; medians of steps.
+
+    `bound s` is the simulated step, with codec times measured in this run and links that carry TCP
+    data at 0.956 of their rate (the rest is headers). `link use` is the data through the busiest
+    uplink over what it could carry in a step; `wire MB` is what all stages sent in one. `probe` is
+    achieved over nominal rate of an idle link.
+    """
     rate_bps = ranks[0].rate_bps
     steps_s = tuple(max(times_s) for times_s in zip(*(r.steps_s for r in ranks), strict=True))
     step_s = statistics.median(steps_s)
@@ -123,38 +94,40 @@ def make_row(
         method, workload, messages, stages=len(ranks), rate_bps=rate_bps, delay_s=at.delay_s
     )
     samples, tokens, _ = workload.boundary
-    return Row(
-        method=method.name,
-        schedule=method.schedule,
-        depth=method.depth,
-        microbatches=workload.microbatches,
-        rate_bps=rate_bps,
-        tokens_per_s=workload.microbatches * samples * tokens / step_s,
-        step_s=step_s,
-        steps_s=steps_s,
-        first_visit_s=max(firsts, default=None),
-        bound_s=limit_s,
-        bound_fraction=limit_s / step_s,
-        wire_bytes=sum(rank.nbytes for rank in ranks),
-        utilization=8 * busiest / (rate_bps * PAYLOAD_SHARE * step_s) if rate_bps else None,
-        encode_s=(messages[0].encode_s, messages[1].encode_s),
-        decode_s=(messages[0].decode_s, messages[1].decode_s),
-        **asdict(at),
-    )
+    conditions = {"stages": len(ranks), "delay ms": 1e3 * at.delay_s, "rate": format_rate(rate_bps)}
+    numbers = {
+        "step s": step_s,
+        "bound s": limit_s,
+        "bound/step": limit_s / step_s,
+        "tokens/s": workload.microbatches * samples * tokens / step_s,
+        "link use": 8 * busiest / (rate_bps * PAYLOAD_SHARE * step_s) if rate_bps else None,
+        "first visit s": max(firsts, default=None),
+        "wire MB": sum(rank.nbytes for rank in ranks) / 1e6,
+        "probe": at.probe,
+    }
+    detail = {
+        "schedule": method.schedule, "depth": method.depth, "rate_bps": rate_bps,
+        "microbatches": workload.microbatches,
+        "steps_s": steps_s,
+        "encode_s": (messages[0].encode_s, messages[1].encode_s),
+        "decode_s": (messages[0].decode_s, messages[1].decode_s),
+        "load": at.load, "keep_window": at.keep_window,
+    }
+    return Row(method.name, numbers, conditions, detail=detail)
 
 
 def with_references(rows: Sequence[Row]) -> list[Row]:
-    """Add the speeds of the same method without a limit, and of ours with fp32 on this link."""
+    """Add the speed over that of ours with fp32 on this link, and of the same without a limit."""
+    speeds = {(row.method, *row.conditions.values()): row.numbers["tokens/s"] for row in rows}
 
-    def conditions(row: Row) -> tuple[object, ...]:
-        return (row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
+    def compared(row: Row) -> Row:
+        stages, delay_ms, rate = row.conditions.values()
+        speed = row.numbers["tokens/s"]
+        others = {
+            "x fp32": speeds.get(("fp32", stages, delay_ms, rate)),
+            "of free": speeds.get((row.method, stages, delay_ms, format_rate(None))),
+        }
+        ratios = {name: speed / it if speed and it else None for name, it in others.items()}
+        return replace(row, numbers={**row.numbers, **ratios})
 
-    speeds = {(*conditions(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
-    return [
-        replace(
-            row,
-            unthrottled_tokens_per_s=speeds.get((*conditions(row), None, row.method)),
-            fp32_tokens_per_s=speeds.get((*conditions(row), row.rate_bps, "fp32")),
-        )
-        for row in rows
-    ]
+    return [compared(row) for row in rows]

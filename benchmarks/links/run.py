@@ -10,18 +10,17 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Records, command_line, format_table, parse_options
+from benchmarks.harness import Records, Row, command_line, parse_options, summary
 from benchmarks.links.ranks import Plan, RankResult, run_host, set_rate
 from benchmarks.links.rows import (
     Circumstances,
     Messages,
-    Row,
     make_row,
     measure_messages,
     with_references,
@@ -29,7 +28,7 @@ from benchmarks.links.rows import (
 from benchmarks.links.runners import METHODS, Method
 from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.host.allocator import keep_freed_memory
-from thinpipe.launch.host.links import format_rate, parse_rate, parse_time
+from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -44,10 +43,11 @@ _DEFAULT = (
     *("fp32", "bf16", "direct fw3/bw6", "aqsgd fw3/bw6", "aqsgd fw2/bw4"),
     *("torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
 )
-_HEADS = (
-    *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),
-    *("x fp32", "of free", "link use", "first visit s", "wire MB", "probe"),
-)
+_COLUMNS = {
+    "step s": ".2f", "bound s": ".2f", "bound/step": ".3f", "tokens/s": ",.0f",
+    "x fp32": ".2f", "of free": ".3f", "link use": ".2f", "first visit s": ".2f",
+    "wire MB": ".1f", "probe": ".3f",
+}
 
 
 def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -> list[Row]:
@@ -66,41 +66,9 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
     rows = []
     for ranks in zip(*by_rank, strict=True):
         method, rate_bps = by_name[ranks[0].method], ranks[0].rate_bps
-        at = Circumstances(stages, plan.delay_s, probes[rate_bps], load, plan.keep_window)
+        at = Circumstances(plan.delay_s, probes[rate_bps], load, plan.keep_window)
         rows.append(make_row(method, ranks, plan.workload, messages[method], at))
     return rows
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    return format_table(_HEADS, [_cells(row) for row in rows])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.method,
-        str(row.stages),
-        format_rate(row.rate_bps),
-        f"{row.delay_s * 1e3:g}",
-        f"{row.step_s:.2f}",
-        f"{row.bound_s:.2f}",
-        f"{row.bound_fraction:.3f}",
-        f"{row.tokens_per_s:,.0f}",
-        _ratio(row.tokens_per_s, row.fp32_tokens_per_s, 2),
-        _ratio(row.tokens_per_s, row.unthrottled_tokens_per_s, 3),
-        _number(row.utilization, 2),
-        _number(row.first_visit_s, 2),
-        f"{row.wire_bytes / 1e6:.1f}",
-        _number(row.probe, 3),
-    )
-
-
-def _ratio(value: float, reference: float | None, digits: int) -> str:
-    return _number(value / reference if reference else None, digits)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -160,8 +128,8 @@ def main() -> None:
         for stages in arguments.stages:
             for row in with_references(measure_network(delayed, stages, messages)):
                 rows.append(row)
-                records.add({}, asdict(row))
+                records.add({}, row)
     print(
         f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
     )
-    print(table(rows))
+    print(summary(rows, _COLUMNS))

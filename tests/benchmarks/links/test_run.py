@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.harness import Row
 from benchmarks.links.ranks import Plan, RankResult, run_rank
 from benchmarks.links.rows import (
     Circumstances,
-    Row,
     make_row,
     measure_messages,
     with_references,
@@ -94,8 +94,14 @@ def test_the_depth_that_is_asked_for_is_that_of_rows_and_bounds(
     (method,) = _plan(_arguments()).methods
     assert method.depth == 1
     shallow, deep = (row(replace(method, depth=depth), 8e6, 4.0, 8) for depth in (0, 2))
-    assert (shallow.depth, deep.depth) == (0, 2)
-    assert deep.bound_s < shallow.bound_s
+    assert (shallow.detail["depth"], deep.detail["depth"]) == (0, 2)
+    assert bound_s(deep) < bound_s(shallow)
+
+
+def bound_s(row: Row) -> float:
+    found = row.numbers["bound s"]
+    assert found is not None
+    return found
 
 
 def row(method: Method, rate_bps: float | None, seconds: float, microbatches: int = 1) -> Row:
@@ -107,25 +113,32 @@ def row(method: Method, rate_bps: float | None, seconds: float, microbatches: in
     shape = PaperShape(
         tokens=100, width=1, microbatches=microbatches, forward_s=0.5, backward_s=0.5
     )
-    at = Circumstances(stages=2, delay_s=0.0, probe=0.95, load=1.0)
+    at = Circumstances(delay_s=0.0, probe=0.95, load=1.0)
     messages = (Message(nbytes), Message(0))
     return make_row(method, ranks, shape, messages, at)
 
 
 def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:
     found = row(BY_NAME["fp32"], 8e6, 4.0)
-    assert found.step_s == 4.0
-    assert found.tokens_per_s == 25
-    assert found.wire_bytes == 1_500_000
-    assert found.bound_s == pytest.approx(2 + 1 / PAYLOAD_SHARE)
-    assert found.bound_fraction == pytest.approx(found.bound_s / 4)
-    assert found.utilization == pytest.approx(1 / PAYLOAD_SHARE / 4)
+    assert found.conditions == {"stages": 2, "delay ms": 0, "rate": "8 Mbit/s"}
+    assert found.numbers == pytest.approx(
+        {
+            "step s": 4,
+            "bound s": 2 + 1 / PAYLOAD_SHARE,
+            "bound/step": bound_s(found) / 4,
+            "tokens/s": 25,
+            "link use": 1 / PAYLOAD_SHARE / 4,
+            "first visit s": None,
+            "wire MB": 1.5,
+            "probe": 0.95,
+        }
+    )
 
 
 def test_rows_are_compared_on_the_same_link_and_without_a_limit() -> None:
     fp32, bf16 = BY_NAME["fp32"], BY_NAME["bf16"]
     rows = [row(fp32, None, 1.0), row(fp32, 8e6, 4.0), row(bf16, 8e6, 2.0)]
     free, slow, other = with_references(rows)
-    assert (slow.unthrottled_tokens_per_s, slow.fp32_tokens_per_s) == (100, 25)
-    assert (other.unthrottled_tokens_per_s, other.fp32_tokens_per_s) == (None, 25)
-    assert free.fp32_tokens_per_s == 100
+    assert (slow.numbers["of free"], slow.numbers["x fp32"]) == (0.25, 1)
+    assert (other.numbers["of free"], other.numbers["x fp32"]) == (None, 2)
+    assert (free.numbers["of free"], free.numbers["x fp32"]) == (1, 1)
