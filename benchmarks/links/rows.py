@@ -106,12 +106,15 @@ def make_row(
         "probe": at.probe,
     }
     detail = {
-        "schedule": method.schedule, "depth": method.depth, "rate_bps": rate_bps,
+        "schedule": method.schedule,
+        "depth": method.depth,
+        "rate_bps": rate_bps,
         "microbatches": workload.microbatches,
         "steps_s": steps_s,
         "encode_s": (messages[0].encode_s, messages[1].encode_s),
         "decode_s": (messages[0].decode_s, messages[1].decode_s),
-        "load": at.load, "keep_window": at.keep_window,
+        "load": at.load,
+        "keep_window": at.keep_window,
     }
     return Row(method.name, numbers, conditions, detail=detail)
 

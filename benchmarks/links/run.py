@@ -44,9 +44,16 @@ _DEFAULT = (
     *("torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
 )
 _COLUMNS = {
-    "step s": ".2f", "bound s": ".2f", "bound/step": ".3f", "tokens/s": ",.0f",
-    "x fp32": ".2f", "of free": ".3f", "link use": ".2f", "first visit s": ".2f",
-    "wire MB": ".1f", "probe": ".3f",
+    "step s": ".2f",
+    "bound s": ".2f",
+    "bound/step": ".3f",
+    "tokens/s": ",.0f",
+    "x fp32": ".2f",
+    "of free": ".3f",
+    "link use": ".2f",
+    "first visit s": ".2f",
+    "wire MB": ".1f",
+    "probe": ".3f",
 }
 
 

@@ -13,7 +13,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 def test_ctrl_c_while_packages_are_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted() -> None:
+    def interrupted(**_: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.delenv("RANK", raising=False)

@@ -1,8 +1,12 @@
 """Whatever starts a run asks the same questions first."""
 
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.commands import Command
 from tests.training import config as made
@@ -12,6 +16,8 @@ from thinpipe.launch.config.cli_options import Machines
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory.host import host_needs
+from thinpipe.launch.memory.model import rank_memory
+from thinpipe.launch.net.ranks.group import Newcomer, tell_needs
 from thinpipe.launch.run.run import _check_room
 from thinpipe.launch.start import _check, _shares_of_newcomer
 
@@ -137,11 +143,16 @@ def test_ranks_of_a_whole_replica_find_out_whether_there_is_room(
         monkeypatch.setenv(name, value)
     needed = host_needs(run, 24, [2, 3]).total
     assert needed < host_needs(run, 24, [0, 1]).total  # which reports
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    tell_needs(store, [asdict(needs) for needs in rank_memory(run)])
+    newcomer = Newcomer(store, store, lambda _: None, lambda: None)
+    session: Any = SimpleNamespace(newcomer=newcomer, local_rank=0, writes_run_folder=False)
+    monkeypatch.setattr("thinpipe.launch.run.run.rank_memory", lambda _: pytest.fail("it is told"))
     monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed)
-    _check_room(run, 24, 0)
+    _check_room(run, 24, session)
     monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed - 1)
     with pytest.raises(ConfigError, match="do not fit"):
-        _check_room(run, 24, 0)
+        _check_room(run, 24, session)
 
 
 def test_a_machine_that_joins_writes_nothing(run_file: Path) -> None:
