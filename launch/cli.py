@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -212,10 +213,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     except ValueError as error:
         refuse(error)
     if not dry_run:
-        pipeline = tree.get("pipeline", {})
-        is_whole = isinstance(pipeline, dict) and not pipeline.get("cuts")
-        # a newcomer is told its memory
-        _warm_up(f"reading {config_path}", show=show, lean=is_whole and join is not None)
+        _warm_up(f"reading {config_path}", show=show, lean=join is not None and _is_lean(tree))
     from thinpipe.launch.checkpoint.resume import Resume
     from thinpipe.launch.start import start_run
 
@@ -249,6 +247,15 @@ def run_script(  # one parameter per option
     from thinpipe.launch.start import start_program
 
     start_program(main, script, arguments or [], machines, show=show)
+
+
+def _is_lean(tree: Mapping[str, Any]) -> bool:
+    """Whether ranks of a newcomer need no compiler of torch's: it is told its memory."""
+    pipeline, model = tree.get("pipeline", {}), tree.get("model", {})
+    if not (isinstance(pipeline, dict) and isinstance(model, dict)):
+        return False
+    # torch's checkpointing imports it, too
+    return not pipeline.get("cuts") and not model.get("activation_checkpointing")
 
 
 def _warm_up(doing: str, *, show: int, lean: bool = False) -> None:

@@ -5,7 +5,8 @@ The order generators are torch's (GPipe: Huang et al. 2019; 1F1B: Narayanan et a
 ours: Deep1F1B is 1F1B with `depth` more microbatches in flight per hop, so that a slow link always
 has a message to carry. GPipe, 1F1B and Deep1F1B run one stage per rank, the others two or more.
 
-`pipeline/schedule.py` runs them; it takes a second to import, which settings do without.
+`pipeline/schedule.py` runs them; it takes a second to import, which settings and models that are
+not cut do without.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 Receives of a whole pass are posted by `begin_pass`. What runs a stage then asks for an input, which
 an incoming end of a channel decoded, and hands the output to an outgoing end.
 `pipeline/schedule.py` lets torch's schedules run the stages of a pipeline. A model that is not cut
-needs none: `Accumulation` runs it, and torch's pipelining, which takes a second to import, is left
-out.
+needs none: `MicrobatchLoop` runs it, without torch's pipelining, which takes a second to import.
 
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
@@ -234,10 +233,19 @@ class MicrobatchLoop:
         for kind, _, m in self._order:
             start = stage.mark()
             if kind == "F":
-                y = stage.compute(xs[m], m)
+                y = self._compute(xs[m], m)
                 stage.mark_computed("F", m, start)
                 pending[m] = self._loss(y, targets[m])
                 losses.append(pending[m].detach())
             else:
-                torch.autograd.backward(pending.pop(m))
+                loss = pending.pop(m)
+                if loss.requires_grad:  # one of padding alone may be a constant
+                    torch.autograd.backward(loss)
                 stage.mark_computed("B", m, start)
+
+    def _compute(self, x: Tensor, m: int) -> Tensor:
+        """Raises RuntimeError for the model's ValueErrors, as torch does: settings have others."""
+        try:
+            return self._stage.compute(x, m)
+        except ValueError as error:
+            raise RuntimeError(f"the model failed in microbatch {m}: {error}") from error

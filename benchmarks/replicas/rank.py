@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.links.ranks import SetRate, default_group, when_all_arrived
+from benchmarks.links.ranks import SetRate, default_group, keep_windows, when_all_arrived
 from benchmarks.links.runners import Method as Cuts
 from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
@@ -176,6 +176,8 @@ def sent_nbytes() -> int:
 def run_host(host: int, plan: Plan, set_rate: SetRate = lambda _: None) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     torch.set_num_threads(1)
+    if plan.shape is not None:
+        keep_windows()
     with default_group(_TIMEOUT_S):
         return run_rank(plan, set_rate)
 
@@ -183,8 +185,8 @@ def run_host(host: int, plan: Plan, set_rate: SetRate = lambda _: None) -> list[
 def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one rank of the default group; rank 0 calls `set_rate`.
 
-    Before the measured steps every method makes two, so that codecs are compiled, memories are
-    warm and a delayed exchange is under way.
+    Before the measured steps every method makes two or more, so that codecs are compiled, memories
+    are warm and a delayed exchange is under way.
     """
     transport = GlooTransport(plan.pipeline_ranks, plan.replicas, timeout_s=_TIMEOUT_S)
     results = []
@@ -195,7 +197,7 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
             if transport.mesh.rank == 0:
                 set_rate(rate_bps)
             _together(transport)
-            for _ in range(2):
+            for _ in range(2 if method.cuts is None else max(2, method.cuts.warm_steps)):
                 runner.step()
             runner.sync.state_dict()
             before, _ = runner.take_sent()

@@ -114,9 +114,11 @@ def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) ->
     for gpu, layout in product(options.gpus, options.layouts):
         under = seconds.Conditions(gpu, rates, options.delays)
         missing = _untimed(options, task, layout, under, rows)
-        if missing and layout in cut:
+        if missing and layout in ("both", "shards") and "pretrained" in task.model:
+            print(f"{task.name}: {layout} is timed without --smollm2 only", flush=True)
+        elif missing and layout in cut:
             file = losses.run_file(task, layout, BASELINE, texts=texts, seed=0, lr=task.lr)
-            recorded = options.recorded or folder / f"{layout}.pt"
+            recorded = (options.recorded or folder) / f"{task.name}_{layout}.pt"
             more = {"recorded": recorded, "dilation": options.dilation}
             config = RunConfig.model_validate(file)
             _add_new(rows, cut[layout](task, missing, under, config=config, **more))
@@ -217,7 +219,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--delays", nargs="+", default=["0ms", "25ms", "50ms"], help="one way")
     slower = "how much slower than their GPU, and their links, stages are (8)"
     command.add_argument("--dilation", type=float, default=8.0, help=slower)
-    command.add_argument("--recorded", type=Path, help="what stages send; made if it is new")
+    command.add_argument("--recorded", type=Path, metavar="FOLDER", help="to keep what stages send")
     quick = {"seeds": 1, "share": 0.1, "delays": ["0ms"], "rates": ["none", "100mbit"]}
     options = parse_options(command, arguments, "quick", quick)
     if options.json is None:

@@ -54,9 +54,11 @@ TORCH: dict[LayoutName, dict[str, str]] = {
 """What torch has itself, and the method of ours whose losses it has."""
 _SHARDS = {
     "fp32": "fsdp 32",
+    "bf16": "fsdp 16",
     "QSDP W8G8": "qsdp W8G8 shift",
-    **{name: f"torch {form}" for name, form in TORCH["shards"].items()},
     "QSDP W4G4 differences": "qsdp W4G4 differences",
+    "torch FSDP2 fp32": "torch fp32",
+    "torch FSDP2 bf16": "torch bf16",
 }
 """Their names in `benchmarks/shards/speed.py`."""
 _SHORT = 8
@@ -140,11 +142,11 @@ def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[
     """Rows of four replicas; what happens rarely is averaged over its interval."""
     count, scale = LAYOUTS["replicas"].replicas, _MODEL_PARAMETERS / task.parameters
     compute_s = task.compute_s(under.gpu) / count
-    buckets = math.ceil(4 * task.parameters / (1e6 * _BUCKET_MB))
+    keep_freed_memory()
     known: dict[str, int] = {}
     for delay, rate_bps in product(under.delays, [None, *filter(None, under.rates)]):
-        often, rare, slow = _divided(methods, known, rate_bps, scale)
         limit = rate_bps and rate_bps * scale
+        often, rare, slow = _divided("replicas", methods, known, limit)
         for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
             how = [_scaled(_exchange_method("replicas", name), scale) for name in chosen]
             plan = replica_ranks.Plan(
@@ -156,6 +158,8 @@ def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[
                 yield {**about, **_steps(step_s, nbytes / scale)}
         for name in slow:
             assert limit is not None
+            width = 2 if name == "torch DDP bf16" else 4  # of a value in a bucket
+            buckets = math.ceil(width * task.parameters / (1e6 * _BUCKET_MB))
             around_s = 2 * (count - 1) * buckets * parse_time(delay)  # of a ring
             step_s = compute_s + 8 * known[name] / limit + around_s
             about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
@@ -171,29 +175,34 @@ def both(
     recorded: Path,
     dilation: float,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of pipelines that are replicas, in full size; as `pipelines`. All visits are first ones,
-    or none, if there are several epochs.
+    """Rows of pipelines that are replicas, in full size; as `pipelines`. All visits are first ones:
+    of a run of one epoch.
     """
     shape, how = _slept(task, "both", under.gpu, config, recorded, dilation), LAYOUTS["both"]
-    known: dict[str, int] = {}
-    chosen = [replace(_exchange_method("both", n), cuts=_cut_method("both", n)) for n in methods]
-    for delay, rate_bps in product(under.delays, under.rates):
-        limit = rate_bps and rate_bps / dilation
-        plan = replica_ranks.Plan(
-            [m for m in chosen if not limit or 8 * known.get(m.label, 0) <= _LONGEST_S * limit],
-            [limit],
-            _STEPS,
-            task.parameters // how.stages,
-            0.0,
-            shape,
-            replicas=how.replicas,
-            stages=how.stages,
-            new_samples=task.epochs == 1,
+    known, free_s = dict[str, int](), dict[str, float]()
+    for delay, rate_bps in product(under.delays, [None, *filter(None, under.rates)]):
+        often, rare, slow = _divided(
+            "both", methods, known, limit := rate_bps and rate_bps / dilation
         )
-        for name, step_s, nbytes in _exchanged(plan, f"{dilation * parse_time(delay)}s"):
-            known.setdefault(name, nbytes)
+        for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
+            plan = replica_ranks.Plan(
+                [replace(_exchange_method("both", n), cuts=_cut_method("both", n)) for n in chosen],
+                *([limit], steps, task.parameters // how.stages, 0.0, shape),
+                replicas=how.replicas,
+                stages=how.stages,
+                new_samples=True,
+            )
+            slower = f"{dilation * parse_time(delay)}s"
+            for name, step_s, nbytes in _exchanged(plan, slower) if chosen else ():
+                known.setdefault(name, nbytes)
+                free_s.setdefault(name, step_s)
+                about = _about(task, "both", name, under.gpu, rate_bps, delay)
+                yield {**about, **_steps(step_s / dilation, nbytes), "dilation": dilation}
+        for name in slow:
+            assert limit is not None
+            step_s = (free_s[name] + 8 * known[name] / limit) / dilation
             about = _about(task, "both", name, under.gpu, rate_bps, delay)
-            yield {**about, **_steps(step_s / dilation, nbytes), "dilation": dilation}
+            yield {**about, **_steps(step_s, known[name]), "dilation": dilation, "computed": True}
 
 
 def shards(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[dict[str, Any]]:
@@ -202,6 +211,7 @@ def shards(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[di
     model = TransformerConfig(**{**task.model, "context": _SHORT})
     labels = {_SHARDS[name]: name for name in methods}
     compute_s = task.compute_s(under.gpu) / count
+    keep_freed_memory()
     for delay in under.delays:
         plan = speed.Plan(model, 1, tuple(under.rates), _STEPS, 1, tuple(labels), compute_s)
         with ShapedNetwork(NetworkSpec.of(count, delay=delay)) as network:
@@ -216,15 +226,15 @@ def shards(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[di
 
 
 def _divided(
-    methods: Sequence[str], known: Mapping[str, int], rate_bps: float | None, scale: float
+    layout: LayoutName, methods: Sequence[str], known: Mapping[str, int], limit: float | None
 ) -> tuple[list[str], list[str], list[str]]:
     """Methods that exchange in every step, rarely, and too much to wait for here."""
-    rare = [name for name in methods if _exchange_method("replicas", name).name in _EXCHANGE_RARELY]
+    rare = [name for name in methods if _exchange_method(layout, name).name in _EXCHANGE_RARELY]
     slow = [
         name
         for name in methods
         for at_once in [known.get(name, 0) * (_INTERVAL if name in rare else 1)]
-        if rate_bps and 8 * at_once / (rate_bps * scale) > _LONGEST_S
+        if limit and 8 * at_once / limit > _LONGEST_S
     ]
     left = [name for name in methods if name not in slow]
     return [n for n in left if n not in rare], [n for n in left if n in rare], slow

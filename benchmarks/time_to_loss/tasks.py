@@ -199,6 +199,7 @@ METHODS: dict[LayoutName, dict[str, Settings]] = {
     },
     "shards": {
         "fp32": {"shards": {"method": "fsdp"}},
+        "bf16": {"shards": {"method": "fsdp", "weight_bits": 16, "gradient_bits": 16}},
         "QSDP W8G8": {"shards": {"method": "qsdp"}},
         "QSDP W4G4 differences": {
             "shards": {

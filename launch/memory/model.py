@@ -311,7 +311,8 @@ def _kept(
     config: RunConfig, first: int, module: Any, known: Container[int]
 ) -> tuple[dict[int, int], list[Any], _Logits]:
     """Bytes of a microbatch by storage, without those that are `known`; what holds them; and its
-    logits, which torch's stages hold until its backward has ended.
+    logits, which torch's stages hold until its backward has ended. A model that is not cut holds
+    those that its loss keeps, so less in GPipe.
     """
     shape = microbatch_shape(config)
     x, targets, samples = config.model.made_up(first, shape, device=torch.device("cpu"))

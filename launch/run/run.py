@@ -298,9 +298,11 @@ def _check_room(config: RunConfig, sequences: int, session: Session) -> list[str
     """
     if joins() and config.checkpoint.ram_every is not None:
         return []  # the launcher has checked: no place is free yet
-    ranks, models = ranks_here(), None
+    ranks, device = ranks_here(), device_type(config.pipeline.device)
+    models: list[ModelMemory] | None = None
     if session.newcomer is not None:
-        models = [ModelMemory(**needs) for needs in session.newcomer.needs]
+        told = session.newcomer.needs(device)
+        models = None if told is None else [ModelMemory(**needs) for needs in told]
         # numbered as those of replica 0 until it is let in, but they write nothing
         ranks = [rank + config.pipeline.pipeline_ranks for rank in ranks]
     check_gpu(config, sequences, ranks, models, local_rank=session.local_rank)
@@ -308,7 +310,7 @@ def _check_room(config: RunConfig, sequences: int, session: Session) -> list[str
         return []
     models = models or rank_memory(config)
     if config.goes_on_by and session.writes_run_folder:
-        tell_needs(session.store, [asdict(needs) for needs in models])
+        tell_needs(session.store, device, [asdict(needs) for needs in models])
     return check_host(config, sequences, ranks, models)  # for all ranks of it
 
 

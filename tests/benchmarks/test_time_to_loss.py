@@ -12,11 +12,13 @@ import torch
 
 from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.links.workloads import PaperShape
+from benchmarks.shards import speed
 from benchmarks.time_to_loss import losses, plan, seconds
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.run import main
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
+from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.run import RunConfig
 
 
@@ -95,8 +97,17 @@ def test_hours_are_the_sum_over_steps_and_gaps_are_to_the_baseline_of_a_seed() -
     assert "**0.4**" in table(rows, "t", "pipeline", "g")
 
 
+def test_what_torch_has_itself_has_the_losses_of_a_method_of_ours() -> None:
+    for layout, named in seconds.TORCH.items():
+        assert {*named.values()} <= METHODS[layout].keys()
+    assert {*METHODS["shards"], *seconds.TORCH["shards"]} == {*seconds._SHARDS}
+    assert {*seconds._SHARDS.values()} <= {*speed.OURS, *speed.TORCHS}
+    for name, settings in METHODS["shards"].items():
+        assert ShardsConfig(**settings["shards"]) == speed.OURS[seconds._SHARDS[name]]
+
+
 def test_methods_too_slow_to_wait_for_are_told_apart() -> None:
-    divided = seconds._divided(["fp32", "DiLoCo", "DeMo"], {"fp32": 10_000_000}, 1e6, 1.0)
+    divided = seconds._divided("replicas", ["fp32", "DiLoCo", "DeMo"], {"fp32": 10_000_000}, 1e6)
     assert divided == (["DeMo"], ["DiLoCo"], ["fp32"])
 
 

@@ -8,8 +8,43 @@ from typing import Any
 
 import pytest
 
-from thinpipe.launch import completion
+from thinpipe.launch import cli, completion
 from thinpipe.launch.cli import all_commands
+
+LEAN = {
+    "": True,
+    "[pipeline]\ncuts = []\n": True,
+    "[model]\nlayers = 2\n": True,
+    "[pipeline]\ncuts = [1]\n": False,
+    '[pipeline]\ncuts = "auto"\n': False,
+    "[model]\nactivation_checkpointing = true\n": False,
+    "pipeline = 3\n": False,
+}
+
+
+@pytest.mark.parametrize("text", LEAN)
+@pytest.mark.parametrize("join", [True, False])
+def test_newcomers_without_cuts_start_without_torchs_compiler(
+    text: str, join: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "run.toml").write_text('extends = "base.toml"', encoding="utf-8")
+    found = []
+
+    def started(*, lean: bool) -> None:
+        found.append(lean)
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    where = ["--join", "127.0.0.1:1"] if join else []
+    monkeypatch.setattr(sys, "argv", ["thinpipe", "train", str(tmp_path / "run.toml"), *where])
+    for name in ("outlive_terminal", "use_scratch_folder", "leave_first_process"):
+        monkeypatch.setattr(cli, name, lambda: None)
+    monkeypatch.setattr(cli.fork_server, "start", started)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert found == [LEAN[text] and join]
+
 
 HEAVY = {"torch", "transformers", "numba", "pandas"}
 QUICK = {

@@ -144,7 +144,7 @@ def test_ranks_of_a_whole_replica_find_out_whether_there_is_room(
     needed = host_needs(run, 24, [2, 3]).total
     assert needed < host_needs(run, 24, [0, 1]).total  # which reports
     store = dist.HashStore()  # type: ignore[attr-defined]
-    tell_needs(store, [asdict(needs) for needs in rank_memory(run)])
+    tell_needs(store, "cpu", [asdict(needs) for needs in rank_memory(run)])
     newcomer = Newcomer(store, store, lambda _: None, lambda: None)
     session: Any = SimpleNamespace(newcomer=newcomer, local_rank=0, writes_run_folder=False)
     monkeypatch.setattr("thinpipe.launch.run.run.rank_memory", lambda _: pytest.fail("it is told"))

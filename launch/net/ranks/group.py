@@ -140,9 +140,11 @@ def tell_began(store: Store, cuts: Sequence[int], steps: int) -> None:
     store.set(_BEGAN, json.dumps([cuts, steps]))
 
 
-def tell_needs(store: Store, needs: Sequence[Mapping[str, Any]]) -> None:
-    """Said by rank 0: the memory of each rank of a pipeline, which takes a while to count."""
-    store.set(_NEEDS, json.dumps(needs))
+def tell_needs(store: Store, device: str, needs: Sequence[Mapping[str, Any]]) -> None:
+    """Said by rank 0: the memory of each rank of a pipeline, which takes a while to count, and the
+    type of device that it was counted for.
+    """
+    store.set(_NEEDS, json.dumps({device: needs}))
 
 
 @dataclass
@@ -167,10 +169,10 @@ class Newcomer:
         cuts, steps = json.loads(self.store.get(_BEGAN))
         return cuts, steps
 
-    @property
-    def needs(self) -> list[dict[str, Any]]:
-        """What `tell_needs` was given."""
-        found: list[dict[str, Any]] = json.loads(self.store.get(_NEEDS))
+    def needs(self, device: str) -> list[dict[str, Any]] | None:
+        """What `tell_needs` was given for this type of device, if anything was."""
+        told = json.loads(self.store.get(_NEEDS)) if self.store.check([_NEEDS]) else {}
+        found: list[dict[str, Any]] | None = told.get(device)
         return found
 
     def numbers(self, draw: Callable[[int], list[int]], mesh: Mesh) -> list[int]:
