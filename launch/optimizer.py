@@ -29,7 +29,7 @@ _ONE_OF_THEM = (
 
 
 class AdamW(torch.optim.AdamW):
-    """Torch's, without its compiler, which each of these imports to be left out of: a second."""
+    """Torch's. There each of these methods imports its compiler first, which takes a second."""
 
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)

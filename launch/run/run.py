@@ -302,7 +302,8 @@ def _check_room(config: RunConfig, sequences: int, session: Session) -> list[str
     models: list[ModelMemory] | None = None
     if session.newcomer is not None:
         told = session.newcomer.needs(device)
-        models = None if told is None else [ModelMemory(**needs) for needs in told]
+        if told and len(told) == config.pipeline.pipeline_ranks:  # else other cuts, found later
+            models = [ModelMemory(**needs) for needs in told]
         # numbered as those of replica 0 until it is let in, but they write nothing
         ranks = [rank + config.pipeline.pipeline_ranks for rank in ranks]
     check_gpu(config, sequences, ranks, models, local_rank=session.local_rank)

@@ -16,7 +16,7 @@ from thinpipe.launch.config.cli_options import Machines
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory.host import host_needs
-from thinpipe.launch.memory.model import rank_memory
+from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.net.ranks.group import Newcomer, tell_needs
 from thinpipe.launch.run.run import _check_room
 from thinpipe.launch.start import _check, _shares_of_newcomer
@@ -150,6 +150,26 @@ def test_ranks_of_a_whole_replica_find_out_whether_there_is_room(
     monkeypatch.setattr("thinpipe.launch.run.run.rank_memory", lambda _: pytest.fail("it is told"))
     monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed)
     _check_room(run, 24, session)
+    monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="do not fit"):
+        _check_room(run, 24, session)
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cuda", 2), ("cpu", 1), ("cpu", 3), ("", 0)])
+def test_a_newcomer_that_is_told_of_another_run_counts_itself(
+    device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one on another kind of device, or with other cuts, or nothing."""
+    run = made(pipeline={"cuts": [1], "replicas": 2}, elastic={"min_replicas": 1})
+    monkeypatch.setattr("thinpipe.launch.run.run.joins", lambda: True)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    if device:
+        tell_needs(store, device, [asdict(ModelMemory())] * ranks)
+    newcomer = Newcomer(store, store, lambda _: None, lambda: None)
+    session: Any = SimpleNamespace(newcomer=newcomer, local_rank=0, writes_run_folder=False)
+    needed = host_needs(run, 24, [2, 3]).total
     monkeypatch.setattr("thinpipe.launch.memory.host.free_memory", lambda: needed - 1)
     with pytest.raises(ConfigError, match="do not fit"):
         _check_room(run, 24, session)

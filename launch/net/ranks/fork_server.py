@@ -56,9 +56,8 @@ def start(*, lean: bool = False) -> None:
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
     _outlive_the_resource_tracker()
-    forkserver.set_forkserver_preload(
-        [_FORKED, *PRELOADED, *(NEWCOMER if lean else _SOON)]
-    )  # it sees to the server's end
+    more = NEWCOMER if lean else _SOON
+    forkserver.set_forkserver_preload([_FORKED, *PRELOADED, *more])  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
     # they end the launcher, which ends the ranks in order: what is between them blocks them

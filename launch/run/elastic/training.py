@@ -110,6 +110,7 @@ class ElasticTraining(Training):
         wait_s = self._config.pipeline.peer_timeout_s
         limit = f"at most {wait_s:.0f} s (pipeline.peer_timeout_s)"
         self.display.note(f"waiting for the run to let this replica in once it lacks one, {limit}")
+        # while it waits; the main thread runs none until it is let in
         kernels = threading.Thread(target=import_module, args=(KERNELS,), daemon=True)
         kernels.start()
         self._elastic.join()
