@@ -121,10 +121,12 @@ from importlib import import_module
 from thinpipe.launch.net.ranks import fork_server as server
 for name in ("thinpipe.launch.net.ranks.forked", *server.PRELOADED, *server.NEWCOMER):
     import_module(name)
+import torch
 from thinpipe.launch.optimizer import AdamW
 from thinpipe.pipeline.models.transformer import TransformerConfig
-stage = TransformerConfig().build(0, 1, seed=0, device="cpu")
+stage = TransformerConfig(layers=1, vocab=9, dropout=0.1).build(0, 1, seed=0, device="cpu")
 optimizer = AdamW(stage.parameters())
+stage(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
 optimizer.load_state_dict(optimizer.state_dict())
