@@ -151,7 +151,7 @@ def memory(work: Work) -> str:
     return format_table(["case", "counted", "peak", "error", "held", "reserved"], cells)
 
 
-_COLUMNS = {"step s": ".3f", "MB/step": ",.2f", "last loss": ".4f"}
+_COLUMNS = {"step s": ".3f", "tokens/s": ",.0f", "MB/step": ",.2f", "last loss": ".4f"}
 
 
 def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
@@ -167,7 +167,7 @@ def runs(work: Work, *, cases: Sequence[Case], part: str) -> str:
         file.write_text(shape.run_file(case, device), encoding="utf-8")
         try:
             _run(work, shape.command(case, file, run), _RUN_S)
-            rows[case.name] = read_run(case.name, run, shape.warm)
+            rows[case.name] = read_run(case.name, run, shape)
         except LateError as error:
             late.append(f"{case.name}: {error}")
         except (FailedError, OSError, ValueError) as error:

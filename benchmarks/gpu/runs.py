@@ -108,17 +108,19 @@ class Shape:
         return [*thinpipe, "shaped", *hosts, "--", *train]
 
 
-def read_run(case: str, folder: Path, warm: int) -> Row:
+def read_run(case: str, folder: Path, shape: Shape) -> Row:
     """What a run showed that ended: the median of its steps, and megabytes of its last one.
 
     Raises:
         OSError, ValueError: it has no metrics, or too few steps.
     """
     steps = read_metrics(folder / "metrics.jsonl")
-    if len(steps) <= warm:
-        raise ValueError(f"{folder}: {len(steps)} steps, of which {warm} are not timed")
+    if len(steps) <= shape.warm:
+        raise ValueError(f"{folder}: {len(steps)} steps, of which {shape.warm} are not timed")
+    step_s = statistics.median(step.step_s for step in steps[shape.warm :])
     numbers = {
-        "step s": statistics.median(step.step_s for step in steps[warm:]),
+        "step s": step_s,
+        "tokens/s": shape.batch * shape.tokens / step_s,
         "MB/step": sum(total.nbytes for total in steps[-1].wire) / 1e6,
         "last loss": steps[-1].loss,
     }

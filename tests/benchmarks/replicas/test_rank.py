@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
-from benchmarks.replicas.rank import Method, Plan, RankResult, run_rank
+from benchmarks.replicas.rank import DDP, Method, Plan, RankResult, run_rank
 from tests.ranks import Ranks
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
@@ -39,6 +40,16 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
         assert sent["bf16"] == 2 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
         assert 0 < sent["cocktail"] < 1000
         assert all(row.steps_s[0] > 0.01 for row in rows)
+
+
+@pytest.mark.dist
+def test_torchs_own_runs_between_two_replicas(ranks: Ranks) -> None:
+    given = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    how = [Method(name, DDP, {"mb": 0.01, "dtype": dtype}) for name, dtype in given.items()]
+    for rows in ranks(2, measure, replace(ALONE, methods=how)):
+        assert [row.method for row in rows] == [*given]
+        assert all(row.steps_s[0] > 0.01 for row in rows)
+        assert not any(row.cut_nbytes for row in rows)
 
 
 @pytest.mark.slow
