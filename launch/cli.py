@@ -27,7 +27,7 @@ from thinpipe.launch.config.cli_options import (
     check_environment,
     hide_types_of_flags,
     is_rank,
-    refuse,
+    reject,
     run_app,
 )
 from thinpipe.launch.config.toml import ConfigError, read_tree
@@ -119,7 +119,7 @@ def _check_options(words: list[str], options: dict[str, Any]) -> None:
             hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them"
             if not near and "--set" in options:
                 hint += "; settings of the run file are given as in --set train.lr=1e-3"
-            refuse(ConfigError(f"{name}: no such option; {hint}"))
+            reject(ConfigError(f"{name}: no such option; {hint}"))
         skip = not skip and name in known and not equals and not known[name]["flag"]
 
 
@@ -211,7 +211,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ValueError as error:
-        refuse(error)
+        reject(error)
     if not dry_run:
         _warm_up(f"reading {config_path}", show=show, lean=join is not None and _is_lean(tree))
     from thinpipe.launch.checkpoint.resume import Resume
@@ -242,7 +242,7 @@ def run_script(  # one parameter per option
         machines.leave_place()
         check_environment()
     except ValueError as error:
-        refuse(error)
+        reject(error)
     _warm_up(f"looking at {script}", show=show)
     from thinpipe.launch.start import start_program
 
@@ -270,7 +270,7 @@ def _warm_up(doing: str, *, show: int, lean: bool = False) -> None:
     try:
         use_scratch_folder()
     except OSError as error:
-        refuse(ConfigError(f"no temporary files: {error.strerror}; set TMPDIR"))
+        reject(ConfigError(f"no temporary files: {error.strerror}; set TMPDIR"))
     fork_server.start(lean=lean)
     gc.set_threshold(_OBJECTS)
 

@@ -18,7 +18,7 @@ from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.config.cli_options import (
     Machines,
     is_rank,
-    refuse,
+    reject,
     share_of,
     started_by_torch,
 )
@@ -59,7 +59,7 @@ def start_run(
         else:
             _start_here(main, config, machines, resume, show=show, dry_run=dry_run)
     except (ValueError, OSError, ImportError) as error:
-        refuse(error)
+        reject(error)
     from thinpipe.launch.rank import train_as_rank
 
     train_as_rank(config, after_restart(resume), show=show)
@@ -169,7 +169,7 @@ def start_program(
         processes = share_of(needs.world_size, nodes.count, machines.ranks)
         sys.exit(run_node(main, sys.argv[1:], processes, nodes, needs.network))
     except (ValueError, OSError, ImportError) as error:
-        refuse(error)
+        reject(error)
 
 
 def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *, show: int) -> int:

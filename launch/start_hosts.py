@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from thinpipe.launch.config.cli_options import RestartsOption, SetOption, refuse
+from thinpipe.launch.config.cli_options import RestartsOption, SetOption, reject
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
 from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
@@ -80,7 +80,7 @@ def launch_on_hosts(  # noqa: PLR0913  # one parameter per option
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # output closed: end, and thereby all hosts
         sys.exit(run_commands(hosts, commands))
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
 
 
 def _show_launch(

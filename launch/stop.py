@@ -9,7 +9,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.signals import STOP_ALL
@@ -22,9 +22,9 @@ def stop(
     try:
         os.kill(_trains_in(folder), STOP_ALL)
     except ValueError as error:
-        refuse(error)
+        reject(error)
     except OSError as error:
-        refuse(ConfigError(f"{folder}: its process cannot be asked: {error.strerror}"))
+        reject(ConfigError(f"{folder}: its process cannot be asked: {error.strerror}"))
     typer.echo("asked to stop: all ranks save after the same step, then the run ends")
 
 

@@ -1,7 +1,7 @@
-"""A device of its own kind, made of a CPU: its tensors refuse to meet those of the CPU.
+"""A device of its own kind, made of a CPU: its tensors reject to meet those of the CPU.
 
 Importing this registers the device "fake" with torch, for the whole process: do so in a child. What
-a GPU would refuse (operations on tensors of two devices) is refused; what would make the CPU wait
+a GPU would reject (operations on tensors of two devices) is rejected; what would make the CPU wait
 for it (a copy to the host, a number) is counted in `WAITS`, by operation and place.
 """
 

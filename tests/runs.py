@@ -125,7 +125,7 @@ def served(*folders: Path, listen: str = "127.0.0.1") -> Iterator[tuple[int, lis
 
 
 def _answers(address: str, port: int) -> bool:
-    """Whether something does, and be it with a refusal."""
+    """Whether something does, and be it with a rejection."""
     try:
         with urllib.request.urlopen(f"http://{address}:{port}/", timeout=60):
             return True

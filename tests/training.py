@@ -26,7 +26,7 @@ RAW = {"kind": "raw"}
 TORCH_2_13 = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="needs torch >= 2.13"
 )
-"""For zero-bubble schedules and `pipeline.shards`, which are refused before."""
+"""For zero-bubble schedules and `pipeline.shards`, which are rejected before."""
 SCHEDULES = [
     pytest.param(name, marks=TORCH_2_13 if name in ZERO_BUBBLE else ())
     for name in get_args(ScheduleName)

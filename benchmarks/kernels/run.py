@@ -4,7 +4,7 @@
 
 A floor copies as many bytes as the kernel must move, in the same run: every repetition times the
 floor and then the kernel, and both are reported by their medians. Outputs are compared with the
-reference first; a kernel that differs is refused. Rates count values; bytes are those that must
+reference first; a kernel that differs is rejected. Rates count values; bytes are those that must
 move (a cache line that is written is not counted as read). On several threads each has a row.
 
 On a GPU, "delta_encode+copy" is that and the copy of codes and scales to pinned memory: what a
@@ -175,7 +175,7 @@ def top(buffers: Buffers, repetitions: int) -> Iterator[Row]:
 
 
 def check(bits: int, device: str = "cpu") -> None:
-    """Refuse to time kernels whose bytes are not the reference's.
+    """Reject to time kernels whose bytes are not the reference's.
 
     Raises:
         RuntimeError: naming the kernel.

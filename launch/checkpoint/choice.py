@@ -44,7 +44,7 @@ class ChosenCheckpoint:
 
     folder: Path
     manifest: Manifest
-    refused: tuple[str, ...]
+    rejected: tuple[str, ...]
     last_serial: int
     repaired: tuple[str, ...] = ()
 
@@ -99,20 +99,20 @@ class CheckpointChoice:
         answers = self._gather([own, damaged])
         offers = [[Offer(**fields) for fields in found] for found, _ in answers]
         serials = [offer.serial for found in offers for offer in found]
-        refused: list[str] = []
+        rejected: list[str] = []
         for candidate in candidates(offers, step):
             problem = conflict(candidate, offers) or self._complete(candidate, needed)
             if isinstance(problem, Manifest):
-                reasons = self._reasons(refused, candidate, [broken for _, broken in answers])
+                reasons = self._reasons(rejected, candidate, [broken for _, broken in answers])
                 folder = root / step_name(candidate.step)
                 return ChosenCheckpoint(folder, problem, reasons, max(serials), self._repaired)
-            refused.append(f"{step_name(candidate.step)} cannot be used: {problem}")
-        raise CheckpointError(self._none(step, refused, [broken for _, broken in answers]))
+            rejected.append(f"{step_name(candidate.step)} cannot be used: {problem}")
+        raise CheckpointError(self._none(step, rejected, [broken for _, broken in answers]))
 
     def _none(
-        self, step: int | None, refused: Sequence[str], broken: Sequence[Mapping[str, str]]
+        self, step: int | None, rejected: Sequence[str], broken: Sequence[Mapping[str, str]]
     ) -> str:
-        wrong = [*refused, *_first_words(broken, lambda number: step in (None, number))]
+        wrong = [*rejected, *_first_words(broken, lambda number: step in (None, number))]
         root = self._place.root
         if step is not None:
             what = "; ".join(wrong) or f"{root / step_name(step)}: missing"
@@ -122,10 +122,10 @@ class CheckpointChoice:
         return f"{root}: no step is whole: {'; '.join(wrong)}; train without --resume to start over"
 
     def _reasons(
-        self, refused: Sequence[str], used: Candidate, broken: Sequence[Mapping[str, str]]
+        self, rejected: Sequence[str], used: Candidate, broken: Sequence[Mapping[str, str]]
     ) -> tuple[str, ...]:
         """Why newer steps were passed over; a lost `latest` is one of them."""
-        found = [*refused, *_first_words(broken, lambda number: number > used.step)]
+        found = [*rejected, *_first_words(broken, lambda number: number > used.step)]
         named = files.pointer(self._place.root)
         texts = self._gather(f"{self._place.root / 'latest'} is missing" if named is None else None)
         lost = [text for text in texts if text]

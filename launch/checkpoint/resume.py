@@ -105,10 +105,10 @@ def choose(
         lambda: session.transport.peers("world"),
     )
     chosen = choice.newest(step, needed)
-    if chosen.refused and session.mesh.rank == 0:
+    if chosen.rejected and session.mesh.rank == 0:
         _log.warning(
             "warning: %s; resuming from step-%d, the newest whole one",
-            "; ".join(chosen.refused),
+            "; ".join(chosen.rejected),
             chosen.manifest.step,
         )
     saved = Layout.of(chosen.manifest.meta["config"]["pipeline"])

@@ -177,7 +177,7 @@ def hide_types_of_flags(command: Any) -> None:
         hide_types_of_flags(inner)
 
 
-def refuse(error: Exception) -> NoReturn:
+def reject(error: Exception) -> NoReturn:
     """Report a user's error, once for all ranks of this host, and end the process."""
     _end(explain(error))
 

@@ -57,17 +57,17 @@ class RowFields(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             if self.messages_field is not None:
                 names += ("prompt_field", "response_field")
             only = "prompts and responses" if self.messages_field is None else "conversations"
-            self._refuse((*names, "document_marks"), f"only {only} are read; remove it")
+            self._reject((*names, "document_marks"), f"only {only} are read; remove it")
             return self
         if self.text_field is None:
-            self._refuse(("label_field",), "labels belong to a text; set text_field")
+            self._reject(("label_field",), "labels belong to a text; set text_field")
         if self.kind == "text":
             remedy = "this belongs to classification; set text_field and label_field"
-            self._refuse(("pair_field", "labels"), remedy)
+            self._reject(("pair_field", "labels"), remedy)
         else:
-            self._refuse(("packing", "document_marks"), "labelled texts stand alone; remove it")
+            self._reject(("packing", "document_marks"), "labelled texts stand alone; remove it")
         remedy = "this belongs to instruction data; set prompt_field and response_field, or "
-        self._refuse(("objective", "chat_template", "loss_on"), f"{remedy}messages_field")
+        self._reject(("objective", "chat_template", "loss_on"), f"{remedy}messages_field")
         return self
 
     @property
@@ -102,7 +102,7 @@ class RowFields(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         """Fields that rows may have: what a system says, and tools, besides a conversation."""
         return () if self.messages_field is None else ("system", "tools")
 
-    def _refuse(self, names: tuple[str, ...], remedy: str) -> None:
+    def _reject(self, names: tuple[str, ...], remedy: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value != RowFields.model_fields[name].default:

@@ -182,12 +182,12 @@ def _of_loader(
             f"{name}: batch_size = {loader.batch_size}, but size = {size}; give one of them"
         )
     kinds: tuple[Any, ...] = (RandomSampler, SequentialSampler)
-    refused = {
+    rejected = {
         "a sampler of its own": type(loader.sampler) not in kinds or loader.batch_size is None,
         "drop_last": loader.drop_last,
         "workers": loader.num_workers > 0,
     }
-    asked = [what for what, given in refused.items() if given]
+    asked = [what for what, given in rejected.items() if given]
     if asked:
         raise ValueError(
             f"{name}: has {' and '.join(asked)}; which samples a step has follows from the run's "

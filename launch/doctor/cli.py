@@ -18,7 +18,7 @@ from thinpipe.launch.config.cli_options import (
     RanksOption,
     SetOption,
     check_environment,
-    refuse,
+    reject,
 )
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
@@ -81,7 +81,7 @@ def doctor(  # noqa: PLR0913  # one parameter per option
             raise ValueError(f"--save = {save}: a folder; name a file in it")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
-        refuse(error)
+        reject(error)
     diagnosis = _Diagnosis(config, nnodes, shares, window_s=seconds, wait_s=wait)
     try:
         results = diagnosis.run(console, endpoint, save)

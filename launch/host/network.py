@@ -197,10 +197,10 @@ def read_json(model: type[_Model], text: str) -> _Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        _refuse(error.errors()[0], model)
+        _reject(error.errors()[0], model)
 
 
-def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
+def _reject(first: Any, model: type[BaseModel]) -> NoReturn:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     place, what = place.lstrip(".") or "the file", first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.config.cli_options import refuse, run_app
+from thinpipe.launch.config.cli_options import reject, run_app
 from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate, links
 from thinpipe.launch.lab import control
 from thinpipe.launch.lab.commands import run_command
@@ -75,7 +75,7 @@ def shaped(  # noqa: PLR0913  # one parameter per option
                 _print_probe(network)
             sys.exit(run_command(network, command, show) if command else 0)
     except (ValueError, ShapedError) as error:
-        refuse(error)
+        reject(error)
 
 
 set_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -98,7 +98,7 @@ def set_rates(
         change = control.Change(rate=rate, up=up, down=down, pairs=pair or [])
         print(control.request(change, run))
     except ValueError as error:
-        refuse(error)
+        reject(error)
 
 
 def _announce(network: ShapedNetwork) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.launch.config.boundary import Spec
-from thinpipe.launch.config.cli_options import SetOption, refuse
+from thinpipe.launch.config.cli_options import SetOption, reject
 from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -94,12 +94,12 @@ def plan(  # noqa: PLR0913  # one parameter per option
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits, machines=machines)
         if apply:
-            _refuse_doubtful(
+            _reject_doubtful(
                 config_path, doubt, network, Network.read(network) if network else None
             )
             _write(console, config, config_path, advice, known_links=bool(network or rate))
     except (ValueError, OSError, ImportError) as error:
-        refuse(error)
+        reject(error)
 
 
 def _write(
@@ -134,7 +134,7 @@ def _place(
     choices = choose(config, blocks, cluster, training_samples(config), seconds=seconds)
     show_choice(console, cluster, choices)
     if apply:
-        _refuse_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
+        _reject_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
         best = choices[0]
         pipeline = best.config.pipeline
         settings: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _blocks(
     return [[block.on(speed) for block in here.costs] for speed in speeds], here.warning
 
 
-def _refuse_doubtful(
+def _reject_doubtful(
     path: Path, doubt: str | None, network: Path | None, links: Network | None
 ) -> None:
     """Do not write what measurements do not support; `links` are those of the file `network`."""

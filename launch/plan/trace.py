@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.view.report.timeline import read_timeline
 from thinpipe.pipeline.wire.told import ComputeEvent
@@ -33,7 +33,7 @@ def trace(
     try:
         report = trace_run(folder, out or folder / "trace.json")
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
     typer.echo(report)
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.state import saved_so_far
-from thinpipe.launch.config.cli_options import USAGE_ERROR, refuse
+from thinpipe.launch.config.cli_options import USAGE_ERROR, reject
 from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -21,7 +21,7 @@ from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.ranks.failures import LOST, OUT
 from thinpipe.launch.net.ranks.group import joins
 from thinpipe.launch.net.ranks.handshake import HandshakeError
-from thinpipe.launch.net.ranks.restarts import refuse_restarts
+from thinpipe.launch.net.ranks.restarts import reject_restarts
 from thinpipe.launch.net.ranks.session import PeerError, TerminatedError, speaks
 
 FAILED, INTERRUPTED = 1, 130  # 128 + SIGINT, as shells have it
@@ -55,7 +55,7 @@ def end_failed(
             print_error(f"{rank}: {error}")
             _retell(error, config, resume)
     elif isinstance(error, clear):
-        code = _refuse(error)
+        code = _reject(error)
     elif (words := _in_words(error)) is not None:
         print_error(f"{rank}: {words}")
     elif isinstance(error, TerminatedError):
@@ -90,11 +90,11 @@ def _retell(error: PeerError, config: RunConfig | None, resume: str) -> None:
         retell(config.run.path, f"{error}; {saved_so_far(config.run.path, resume)}")
 
 
-def _refuse(error: Exception) -> int:
+def _reject(error: Exception) -> int:
     if type(error) in (ConfigError, CheckpointError):  # what the next attempt would meet too
-        refuse_restarts()
+        reject_restarts()
     with suppress(SystemExit):
-        refuse(error)
+        reject(error)
     return USAGE_ERROR
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
@@ -47,7 +47,7 @@ def report(
             )
         typer.echo(str(write_report(runs[0])))
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
 
 
 def add_samples(folder: Path, texts: Sequence[str]) -> None:

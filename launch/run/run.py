@@ -29,7 +29,7 @@ from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.net.ranks.group import joins, tell_needs
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.network import ranks_here
-from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
+from thinpipe.launch.net.ranks.restarts import STOPPED, reject_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
@@ -89,8 +89,8 @@ class RankRun:
         """Leave the other ranks and write the report; after an error, say what failed first."""
         if error is not None:
             last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
-            refused = self._training is None and isinstance(error, (ValueError, HandshakeError))
-            if self._folder and refused and last:
+            rejected = self._training is None and isinstance(error, (ValueError, HandshakeError))
+            if self._folder and rejected and last:
                 self._folder.put_back()
             return self._stack.__exit__(kind, error, trace)
         with self._stack:
@@ -188,7 +188,7 @@ class RankRun:
 
     def _stop_here(self, training: Training) -> NoReturn:
         training.save_now(training.done)
-        refuse_restarts(STOPPED)
+        reject_restarts(STOPPED)
         raise TerminatedError(self._stop.number)
 
     def _end(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from thinpipe.launch import preflight
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError, toml_value
 from thinpipe.launch.host.resources import usable_cores
@@ -67,7 +67,7 @@ def init(
     try:
         notes = _write(path, model, data, stages or max(2, min(_MOST_STAGES, usable_cores())))
     except (ValueError, OSError, ImportError) as error:
-        refuse(error)
+        reject(error)
     for note in notes:
         typer.echo(f"note: {note}")
     typer.echo(f"written: {path}; start it with `thinpipe train {path}`")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
@@ -74,7 +74,7 @@ def export_model(
         else:
             notes = export(run_folder, out, step=step, dtype=dtype)
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
     else:
         typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
 
@@ -118,7 +118,7 @@ def generate_text(  # noqa: PLR0913  # one parameter per option
         typer.echo(f"{prompt}{next(pieces, '')}", nl=False)  # if all is well
         _print(pieces)
     except (ValueError, OSError, ImportError) as error:
-        refuse(error)
+        reject(error)
 
 
 def _talk(conversation: Conversation, prompt: str | None, sampling: Sampling) -> None:

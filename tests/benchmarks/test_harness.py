@@ -64,7 +64,7 @@ def test_quantiles_interpolate(values: list[float], expected: dict[str, float]) 
     assert quantiles(values) == pytest.approx(expected)
 
 
-def test_quantiles_of_nothing_are_refused() -> None:
+def test_quantiles_of_nothing_are_rejected() -> None:
     with pytest.raises(ValueError, match="at least one"):
         quantiles([])
 
@@ -78,7 +78,7 @@ def test_a_table_is_aligned_markdown() -> None:
     ]
 
 
-def test_a_row_of_another_length_is_refused() -> None:
+def test_a_row_of_another_length_is_rejected() -> None:
     with pytest.raises(ValueError, match="1 cells for 2 columns"):
         format_table(["name", "MB"], [["raw"]])
 

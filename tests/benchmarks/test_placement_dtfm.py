@@ -136,7 +136,7 @@ def test_twice_the_rate_and_half_the_latency_are_half_the_cost() -> None:
     assert costs[0] == pytest.approx(2 * costs[1], rel=1e-12)
 
 
-def test_too_few_devices_are_refused() -> None:
+def test_too_few_devices_are_rejected() -> None:
     with pytest.raises(
         ValueError, match="8 stages x 8 replicas need 64 devices, the network has 4"
     ):

@@ -112,7 +112,7 @@ def test_an_exact_tie_is_shared() -> None:
 @pytest.mark.parametrize(
     "pipeline", [{"replicas": 2}, {"cuts": [1, 2, 3], "schedule": "Interleaved1F1B"}]
 )
-def test_what_is_not_one_pipeline_with_one_stage_per_rank_is_refused(
+def test_what_is_not_one_pipeline_with_one_stage_per_rank_is_rejected(
     pipeline: dict[str, Any],
 ) -> None:
     run = config(pipeline=pipeline)

@@ -32,20 +32,20 @@ class Judge:
         """`losses` are those of the undisturbed run."""
         self._scene, self._machines = scene, scene.machines
         self._fault, self._losses = fault, losses
-        self._refused, self._hangs, self._problem = False, False, ""
+        self._rejected, self._hangs, self._problem = False, False, ""
         self._ended_s: dict[int, float] = {}
         self._back: set[int] = set()
 
     def outcome(self) -> Outcome:
         """Wait for what becomes of it."""
         self._follow()
-        if self._refused or self._hangs:
+        if self._rejected or self._hangs:
             self._start_again()
         self._scene.heals.clear()
         if self._hangs:
             return Outcome(self._fault.kind, "lost", "neither goes on nor ends")
         problem = self._problem or self._wrong_losses()
-        verdict = "silent" if problem else "refused" if self._refused else "survived"
+        verdict = "silent" if problem else "rejected" if self._rejected else "survived"
         return Outcome(self._fault.kind, verdict, problem)
 
     def _follow(self) -> None:
@@ -89,7 +89,7 @@ class Judge:
         machines = self._machines
         if not any(machines.codes.values()):
             return  # trained to its end
-        self._refused = True
+        self._rejected = True
         text = machines.said()
         if self._fault.says and not self._is_named():
             self._problem = f"ended without naming it: {text[-1500:]}"

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 from benchmarks.harness import format_table
 
-Verdict = Literal["survived", "refused", "lost", "silent"]
-"""survived: the newest whole state, or the same losses as without the fault. refused: by name.
+Verdict = Literal["survived", "rejected", "lost", "silent"]
+"""survived: the newest whole state, or the same losses as without the fault. rejected: by name.
 lost: a state that was published cannot be had any more. silent: something wrong was taken."""
 
 
@@ -20,9 +20,9 @@ class Outcome:
 
 
 def restored(kind: str, found: Sequence[tuple[int, bool] | str], newest: int) -> Outcome:
-    """Machines restored (step, whether right) or refused; `newest` is the least they must have."""
+    """Machines restored (step, whether right) or rejected; `newest` is the least they must have."""
     if any(isinstance(result, str) for result in found):
-        return Outcome(kind, "lost" if newest else "refused", f"{newest} was whole: {found}")
+        return Outcome(kind, "lost" if newest else "rejected", f"{newest} was whole: {found}")
     (step, _), *_ = found
     if set(found) != {(step, True)}:
         return Outcome(kind, "silent", str(found))

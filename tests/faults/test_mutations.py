@@ -22,7 +22,7 @@ from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
 PAYLOAD_NBYTES = 64
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
 Change = Callable[[bytearray], object]
-Attempt = Callable[[Change], Literal["refused", "ignored", "applied"]]
+Attempt = Callable[[Change], Literal["rejected", "ignored", "applied"]]
 """Sends a message that is changed on its way. Ignored: bits that no receiver uses."""
 
 
@@ -46,7 +46,7 @@ def messages(folder: Path) -> Iterator[tuple[str, int, Attempt]]:
 def test_no_changed_bit_is_taken_for_true(tmp_path: Path, option: Callable[[str], int]) -> None:
     rows = []
     for kind, nbytes, attempt in messages(tmp_path):
-        found = {"refused": 0, "ignored": 0, "applied": 0}
+        found = {"rejected": 0, "ignored": 0, "applied": 0}
         chance = random.Random(kind)
         for number in range(option("flips")):
             place, bit = number % nbytes, chance.randrange(8)
@@ -58,14 +58,14 @@ def test_no_changed_bit_is_taken_for_true(tmp_path: Path, option: Callable[[str]
         assert not found["applied"], kind
         assert not found["ignored"] or "hello" in kind or "answer" in kind, kind
         rows.append([kind, str(nbytes), *map(str, found.values())])
-    print(format_table(["message", "bytes", "refused", "ignored", "taken for true"], rows))
+    print(format_table(["message", "bytes", "rejected", "ignored", "taken for true"], rows))
     assert len(rows) == 8
 
 
 def _tensor(wire: Tensor, check: Callable[[Tensor], bool], change: Change) -> str:
     data = bytearray(wire.numpy().tobytes())
     change(data)
-    return "applied" if check(torch.frombuffer(data, dtype=torch.uint8)) else "refused"
+    return "applied" if check(torch.frombuffer(data, dtype=torch.uint8)) else "rejected"
 
 
 def _tensors() -> Iterator[tuple[str, Tensor, Callable[[Tensor], bool]]]:
@@ -122,7 +122,7 @@ def _through_tls(contexts: Contexts, frame: bytes, change: Change) -> str:
     try:
         found = tls.server.read(len(frame) + 1)
     except ssl.SSLError:
-        return "refused"
+        return "rejected"
     return "ignored" if found == frame else "applied"
 
 
@@ -149,5 +149,5 @@ def _shake_hands(contexts: Contexts, number: int, change: Change) -> str:
         to_server.write(from_client.read())
         found = server.read(len(said) + 1)
     except ssl.SSLError:
-        return "refused"
+        return "rejected"
     return "ignored" if found == said else "applied"

@@ -75,18 +75,18 @@ def test_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
     run.wait_for_step(3)
     started.touch()
     knocking.join()
-    table(run, ["stranger", "tries", "refused", "left over"], _visits(run, other))
+    table(run, ["stranger", "tries", "rejected", "left over"], _visits(run, other))
 
 
 def _visits(run: HostsRun, other: Path) -> Iterator[tuple[str, int, int, list[str]]]:
     for kind, attempt in _kinds(other, _record_member(run)).items():
-        before, held, first = _refused(run), run.relay(0).num_fds(), run.steps()
+        before, held, first = _rejected(run), run.relay(0).num_fds(), run.steps()
         tries = run.on(HOSTS, partial(_repeat, attempt))
         last = run.steps()
         time.sleep(_SETTLE_S)
         left = run.relay(0).num_fds() - held
         assert left <= 1, kind  # one is the question's own
-        yield kind, first, last, [f"{tries:,}", f"{_refused(run) - before:,}", str(left)]
+        yield kind, first, last, [f"{tries:,}", f"{_rejected(run) - before:,}", str(left)]
 
 
 def test_outages_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def _knock(started: Path, other: Path) -> None:
                 attempt()
 
 
-def _refused(run: HostsRun) -> int:
-    return sum(run.status(0)["refused"].values())
+def _rejected(run: HostsRun) -> int:
+    return sum(run.status(0)["rejected"].values())
 
 
 def _repeat(attempt: Callable[[], int]) -> int:
@@ -151,7 +151,7 @@ def _repeat(attempt: Callable[[], int]) -> int:
 
 
 def _be_quiet() -> None:
-    """torch's store client prints a stack with each refusal."""
+    """torch's store client prints a stack with each rejection."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

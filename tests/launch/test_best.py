@@ -48,7 +48,7 @@ def test_without_settings_nothing_is_counted() -> None:
     assert not best.enough
 
 
-def test_what_cannot_be_told_is_refused() -> None:
+def test_what_cannot_be_told_is_rejected() -> None:
     with pytest.raises(ConfigError, match='is more of it better, or less\\? write "max within"'):
         Best(EvalConfig(best="within"))
     with pytest.raises(ConfigError, match="evaluations measure loss; name one of them, or add it"):

@@ -101,7 +101,7 @@ for words in json.loads(sys.argv[1]):
         assert ended.startswith(f"{exit_code} []\n"), (name, ended)
 
 
-def test_an_option_that_a_parser_knows_is_never_refused_before(tmp_path: Path) -> None:
+def test_an_option_that_a_parser_knows_is_never_rejected_before(tmp_path: Path) -> None:
     """The list that answers for a command not yet imported is that of its parser."""
 
     def options(command: Any) -> set[str]:

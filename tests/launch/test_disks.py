@@ -47,7 +47,7 @@ def train(run_file: Path, folder: Path, *arguments: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
+def test_a_checkpoint_that_cannot_fit_is_rejected_before_the_first_step(
     run_file: Path, mount: Mount, dry: tuple[str, ...]
 ) -> None:
     place = mount("size=200k")
@@ -92,7 +92,7 @@ def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, moun
         ("nr_inodes=1", "no inodes left; remove files, however small"),
     ],
 )
-def test_a_folder_that_takes_no_files_is_refused_before_the_start(
+def test_a_folder_that_takes_no_files_is_rejected_before_the_start(
     run_file: Path, mount: Mount, options: str, words: str
 ) -> None:
     place = mount(options)
@@ -101,7 +101,7 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_start(
     assert words in done.stderr
 
 
-def test_a_file_size_limit_below_a_part_is_refused(run_file: Path) -> None:
+def test_a_file_size_limit_below_a_part_is_rejected(run_file: Path) -> None:
     config = load_config(run_file, [])
     with full_disk(2**20):
         check_space(config.run.path, [2**20, 5])

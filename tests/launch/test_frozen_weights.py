@@ -221,7 +221,7 @@ def test_families_train_from_codes(case: tuple[str, str], tmp_path: Path) -> Non
     assert any(t.any() for n, t in trained.items() if "lora_B" in n)
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path / "source")
     run = bf16_run(tmp_path, [3], "gpt2", "nf4")
     message = 'model.weights = "nf4": the blocks of gpt2 have no nn.Linear'
@@ -248,7 +248,7 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"weights": "fp16"}, "bf16", "Input should be 'fp32', 'bf16', 'nf4' or 'int8'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_what_cannot_be_is_rejected_by_name(
     model: dict[str, Any], precision: str, message: str, tmp_path: Path
 ) -> None:
     saved_model("llama", tmp_path / "source")
@@ -276,7 +276,7 @@ def test_shards_keep_fp32(tmp_path: Path) -> None:
     ("form", "value", "fits"),
     [("int8", 7e4, False), ("int8", 6e4, True), ("nf4", 7e4, True), ("nf4", math.nan, False)],
 )
-def test_values_that_codes_cannot_hold_are_refused_by_name(
+def test_values_that_codes_cannot_hold_are_rejected_by_name(
     form: Any, value: float, fits: bool
 ) -> None:
     values = torch.tensor([[1.0, value]])

@@ -114,7 +114,7 @@ def test_schedulers_go_on_where_a_checkpoint_left_them(
     assert len(set(expected)) > 1 or expected[0] != 0.3
 
 
-def test_a_scheduler_that_the_run_cannot_save_is_refused() -> None:
+def test_a_scheduler_that_the_run_cannot_save_is_rejected() -> None:
     unknown, strange, other = sgd(), sgd(), sgd()
     StepLR(unknown, 1)
     with pytest.raises(ConfigError, match=r"its state would not be saved; make it before the run"):
@@ -134,7 +134,7 @@ def test_a_scheduler_that_the_run_cannot_save_is_refused() -> None:
         Rates(other, None, [StepLR(other, 1)]).load_state_dict({"last_epoch": 3})
 
 
-def test_two_that_set_them_are_refused() -> None:
+def test_two_that_set_them_are_rejected() -> None:
     before, after = sgd(), sgd()
     LambdaLR(before, halved)
     with pytest.raises(ConfigError, match=r"has a torch LR scheduler; one of them must set .* Run"):

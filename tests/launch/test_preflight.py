@@ -68,7 +68,7 @@ def run_file(tmp_path: Path) -> Path:
         *(("host", how) for how in ("a spare", "a part of a replica")),
     ],
 )
-def test_each_start_refuses_what_cannot_start(run_file: Path, mistake: str, how: str) -> None:
+def test_each_start_rejects_what_cannot_start(run_file: Path, mistake: str, how: str) -> None:
     settings, message = MISTAKES[mistake]
     places = {"file": run_file, "folder": run_file.parent}
     words = [word for text in settings for word in ("--set", text.format(**places))]

@@ -152,7 +152,7 @@ def test_every_method_trains_tied_weights_and_adapters(ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.parametrize("method", ["cocktail", "none"])
-def test_tied_copies_and_replicas_that_differ_are_refused(method: str) -> None:
+def test_tied_copies_and_replicas_that_differ_are_rejected(method: str) -> None:
     def tied(**pipeline: Any) -> Any:
         return config(
             model={"tie_embeddings": "exact"}, pipeline=pipeline, gradcomp={"method": method}

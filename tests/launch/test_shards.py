@@ -277,35 +277,35 @@ def test_a_shard_that_is_lost_during_a_forward_or_backward_is_named(
     assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
-def refused(**sections: Any) -> str:
+def rejected(**sections: Any) -> str:
     with pytest.raises(ValidationError) as error:
         config(**sections)
     return str(error.value)
 
 
-def test_what_shards_cannot_do_is_refused_by_name() -> None:
+def test_what_shards_cannot_do_is_rejected_by_name() -> None:
     zero_bubble = {"cuts": [1, 2, 3], "schedule": "InterleavedZeroBubble", "shards": 2}
-    assert "splits the backward pass" in refused(pipeline=zero_bubble)
-    assert 'pipeline.device = "cpu"' in refused(pipeline={"shards": 2, "device": "cuda"})
-    assert "one device per rank" in refused(pipeline={"shards": 2, "devices_per_rank": 2})
+    assert "splits the backward pass" in rejected(pipeline=zero_bubble)
+    assert 'pipeline.device = "cpu"' in rejected(pipeline={"shards": 2, "device": "cuda"})
+    assert "one device per rank" in rejected(pipeline={"shards": 2, "devices_per_rank": 2})
     auto = {"cuts": "auto", "stages": 2, "shards": 2}
-    assert "give the cuts" in refused(pipeline=auto)
-    assert "pipeline.replicas = 2, pipeline.shards = 3" in refused(
+    assert "give the cuts" in rejected(pipeline=auto)
+    assert "pipeline.replicas = 2, pipeline.shards = 3" in rejected(
         pipeline={"shards": 3, "replicas": 2}
     )
-    assert "does not quantize" in refused(shards={"weight_bits": 8})
-    assert "use a divisor" in refused(pipeline={"shards": 2}, shards={"ranks_per_site": 4})
+    assert "does not quantize" in rejected(shards={"weight_bits": 8})
+    assert "use a divisor" in rejected(pipeline={"shards": 2}, shards={"ranks_per_site": 4})
     differences = {"method": "qsdp", "weights": "differences"}
-    assert "with 16 bits" in refused(shards={**differences, "weight_bits": 16})
-    assert 'use gather = "step"' in refused(shards={**differences, "gather": "microbatch"})
-    assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
-    assert 'bucket = 64: method = "fsdp" does not quantize' in refused(shards={"bucket": 64})
+    assert "with 16 bits" in rejected(shards={**differences, "weight_bits": 16})
+    assert 'use gather = "step"' in rejected(shards={**differences, "gather": "microbatch"})
+    assert "use 2 to 8" in rejected(shards={"method": "qsdp", "weight_bits": 9})
+    assert 'bucket = 64: method = "fsdp" does not quantize' in rejected(shards={"bucket": 64})
 
 
-def test_an_older_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     needed = r"pipeline.shards = 2: needs torch >= 2.13 \(this is 2.12.1\+cpu\)"
-    assert re.search(needed, refused(pipeline={"shards": 2}))
+    assert re.search(needed, rejected(pipeline={"shards": 2}))
 
 
 def test_settings_that_do_nothing_are_noted() -> None:

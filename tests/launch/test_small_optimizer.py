@@ -69,7 +69,7 @@ def test_it_resumes_bit_for_bit_also_with_other_cuts(optimizer: str, tmp_path: P
                 assert torch.equal(tensor, after[name]), name
 
 
-def test_what_it_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_cannot_do_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config(tmp_path, [2])
     check_optimizer(run.train, run.method, in_bf16=False)
     with pytest.raises(ValueError, match=r'method = "qadam" brings its own optimizer along'):

@@ -78,7 +78,7 @@ def test_task_and_data_must_agree(example: Path, override: str, message: str) ->
         _config(example, override)
 
 
-def test_a_task_without_its_data_is_refused(tmp_path: Path) -> None:
+def test_a_task_without_its_data_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\ntask = "classification"\nclasses = 2')
     with pytest.raises(ValueError, match=r'task = "classification", data.label_field = None: cl'):

@@ -358,7 +358,7 @@ def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: P
     assert "train without --resume to start over" in done.stderr
 
 
-def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
+def test_resume_with_other_settings_is_rejected(run_file: Path) -> None:
     one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=1", "--set", "run.seed=0"]
     assert thinpipe(run_file, *one).returncode == 0
     text = run_file.parent / "text.txt"

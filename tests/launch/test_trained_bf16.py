@@ -183,7 +183,7 @@ def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path) -> None:
         ({"pipeline": {"shards": 2}}, "shards exchange weights in fp32"),
     ],
 )
-def test_what_would_lose_small_steps_is_refused(
+def test_what_would_lose_small_steps_is_rejected(
     sections: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saved_model("llama", tmp_path / "source")

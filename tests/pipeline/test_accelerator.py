@@ -190,7 +190,7 @@ def test_what_lies_in_ram_trains_the_same_bits_and_resumes(
     assert results[form] == 0, results[form]
 
 
-def test_what_mixes_devices_is_refused(results: dict[str, int | str]) -> None:
+def test_what_mixes_devices_is_rejected(results: dict[str, int | str]) -> None:
     assert "a tensor on the CPU meets one on fake" in str(results["mix"])
 
 

@@ -89,7 +89,7 @@ class ChatEncoder:
         except RowError as error:
             return Rejected(row.where, str(error))
         except TemplateError as error:
-            return Rejected(row.where, f"the chat template refuses it ({error})")
+            return Rejected(row.where, f"the chat template rejects it ({error})")
         fitted = _fitted(row, found.tokens, learnt, self.tokenizer, self.limits, remark)
         if tools and isinstance(fitted, Document) and fitted.remark is None:
             knows = self._template.render(messages, tools) != self._template.render(messages)

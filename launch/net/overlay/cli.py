@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.cli_options import reject
 from thinpipe.launch.net.overlay import keys
 
 key = typer.Typer(help="Make the keys with which the machines of a run know each other.")
@@ -22,7 +22,7 @@ def new_key(
     try:
         keys.new(path, days=days)
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
     typer.echo(
         f"{path}: written, for this user only. Copy it to every machine of the run "
         f"(scp {path} host1:thinpipe/), and name it in the run file, or in the environment of each "
@@ -43,7 +43,7 @@ def add_key(
     try:
         keys.add(run_key, name, path, days=days)
     except (ValueError, OSError) as error:
-        refuse(error)
+        reject(error)
     typer.echo(
         f"{path}: written. Move it to that machine (then {run_key} need not be there), and set "
         f'network.key_file = "{path}" and network.name = "{name}" on it'

@@ -28,7 +28,7 @@ class Coordinator:
         self._membership, self._on_change = membership, on_change
         self._joining: dict[str, _Joining] = {}
 
-    def refusal(
+    def rejection(
         self, hello: Hello, *, connected: bool, lost: Collection[str] = ()
     ) -> Welcome | None:
         """Why a host cannot join; `connected`: one of its name is in the run and well.
@@ -42,11 +42,11 @@ class Coordinator:
                 f"another machine is named {hello.name!r}, or this one was started twice; give "
                 "each a name of its own: network.name"
             )
-            return Welcome(refused=text, again=True)  # or its connection broke a moment ago
-        text = self._membership.refusal(hello)
+            return Welcome(rejected=text, again=True)  # or its connection broke a moment ago
+        text = self._membership.rejection(hello)
         place = self._membership.place(hello, {*lost} - self._joining.keys())
         later = self._membership.is_spare(hello)
-        return Welcome(refused=text, place=place, later=later) if text else None
+        return Welcome(rejected=text, place=place, later=later) if text else None
 
     def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         """A host joins: see whether it can be reached, then enter it."""
@@ -90,10 +90,10 @@ class Coordinator:
             instance=hello.instance,
         )
         joining = _Joining(connection, hello.instance)
-        refusal = self._membership.refusal(hello)  # others may have come meanwhile
-        if refusal:
+        rejection = self._membership.rejection(hello)  # others may have come meanwhile
+        if rejection:
             later = self._membership.is_spare(hello)
-            joining.send(self._loop, Welcome(refused=refusal, later=later))
+            joining.send(self._loop, Welcome(rejected=rejection, later=later))
             return
         hidden = self._membership.join(host)
         if hidden is None:
@@ -108,7 +108,7 @@ class Coordinator:
             f"neither of {hidden} and {hello.name} can be reached by the other; open a port on one "
             "of them (network.listen; see `thinpipe doctor`)"
         )
-        joining.send(self._loop, Welcome(refused=message))
+        joining.send(self._loop, Welcome(rejected=message))
 
 
 class _Joining:
@@ -122,7 +122,7 @@ class _Joining:
         def over(_: object) -> None:
             self.sending, self.sent_s = False, time.monotonic()
             self.sent = message if isinstance(message, PeerList) else None
-            if isinstance(message, Welcome) and message.refused:
+            if isinstance(message, Welcome) and message.rejected:
                 loop.close(self.connection)
 
         self.sending = True

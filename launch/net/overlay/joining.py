@@ -8,7 +8,7 @@ from typing import Any
 from thinpipe.launch.host.interfaces import format_endpoint
 from thinpipe.launch.net.overlay.links.handshake import (
     Hello,
-    Refused,
+    Rejected,
     Welcome,
     connect,
     peer_name,
@@ -58,7 +58,7 @@ class Joiner:
         self._loop, self._context, self._coordinator = loop, context, coordinator
         self._hello, self._joined, self._report = hello, joined, report
         self._own_name, self._waits = hello.name, waits
-        self._refused_s: float | None = None
+        self._rejected_s: float | None = None
         self._segments = Segments()
 
     def start(self) -> None:
@@ -83,8 +83,8 @@ class Joiner:
         )
         try:
             welcome = yield from receive(connection, Welcome)
-            if welcome.refused:
-                raise Refused(welcome)
+            if welcome.rejected:
+                raise Rejected(welcome)
         except BaseException:
             self._loop.close(connection)
             raise
@@ -107,7 +107,7 @@ class Joiner:
         self._loop.spawn(steps, _WELCOME_S, done=done, failed=self._failed)
 
     def _failed(self, error: Exception) -> None:
-        if isinstance(error, Refused):
+        if isinstance(error, Rejected):
             own, place = self._hello.name == self._own_name, error.welcome.place
             # another one may have been faster; then there may be another place
             name = place if own and place is not None else self._own_name
@@ -116,11 +116,11 @@ class Joiner:
                 self.start()
                 return
             now_s = time.monotonic()
-            self._refused_s = self._refused_s or now_s
+            self._rejected_s = self._rejected_s or now_s
             if error.welcome.later and self._waits:
-                self._refused_s = None
+                self._rejected_s = None
                 self._report("spare", message=str(error))
-            elif not error.welcome.again or now_s - self._refused_s > _STALE_S:
+            elif not error.welcome.again or now_s - self._rejected_s > _STALE_S:
                 self._report("failed", message=str(error))
                 return
         else:

@@ -80,7 +80,7 @@ class Membership:
         hosts = tuple(sorted(self._hosts.values(), key=lambda host: natural(host.name)))
         return PeerList(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
 
-    def refusal(self, hello: Hello) -> str:
+    def rejection(self, hello: Hello) -> str:
         """Why a host cannot join; nothing if it can."""
         known = self._hosts.get(hello.name)
         names = ", ".join(self.peer_list.names)

@@ -67,7 +67,7 @@ class Overlay:
             try:
                 event = self._events.get(timeout=max(0.0, limit - monotonic()))
             except Empty:
-                if self._waits and news.refused:
+                if self._waits and news.rejected:
                     raise OverlayError(f"the run does not answer any more. {news.reason}") from None
                 needed = f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
                 raise OverlayError(needed + news.why(expected)) from None
@@ -126,18 +126,18 @@ class _News:
 
     joined: list[str]
     reason: str = ""
-    refused: str = ""
+    rejected: str = ""
 
     def take(self, event: Mapping[str, Any], needed: int) -> Iterator[str]:
         kind, message = event["event"], event.get("message", "")
-        if kind == "spare" and not self.refused:
+        if kind == "spare" and not self.rejected:
             yield (
                 "waiting as a spare until a machine of the run is lost; start one that it begins "
                 "with as the others, with --nnodes"
             )
-        if kind in ("spare", "refused"):
-            self.refused = message
-        if kind == "refused":
+        if kind in ("spare", "rejected"):
+            self.rejected = message
+        if kind == "rejected":
             yield f"rejected: {message}"
         if kind == "unreachable" and message != self.reason:
             self.reason = message
@@ -154,5 +154,5 @@ class _News:
         return (
             (self.reason or f"only {', '.join(self.joined)} did")
             + (f"; missing: {', '.join(missing)}" if missing else "")
-            + (f"; rejected: {self.refused}" if self.refused else "")
+            + (f"; rejected: {self.rejected}" if self.rejected else "")
         )

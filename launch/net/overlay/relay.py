@@ -36,7 +36,7 @@ from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
 from thinpipe.launch.net.overlay.settings import Settings
 
 _LEAVE_S = 2.0  # for the last bytes: a peer that takes none must not hold this host up
-_MOST_TOLD = 10  # different refusals: strangers must not fill the launcher's terminal
+_MOST_TOLD = 10  # different rejections: strangers must not fill the launcher's terminal
 
 
 class Relay:
@@ -56,7 +56,7 @@ class Relay:
         self._links: dict[str, Link] = {}
         self._dialers: list[Dialer] = []
         self._forwards = Forwards(self._loop, settings.name, settings.store_port)
-        self._refused: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
         self._told: set[str] = set()
         self._listener = self._listen(accepting)
         self._coordinator: Coordinator | None = None
@@ -252,14 +252,14 @@ class Relay:
         return address in [host.address for host in hosts] + [other for other, _ in named]
 
     def _welcome(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
-        refusal = self._refusal(connection, hello)
-        if refusal is not None:
-            self._refused[refusal.refused] += 1
+        rejection = self._rejection(connection, hello)
+        if rejection is not None:
+            self._rejected[rejection.rejected] += 1
             # but for peers that look for the one before, as long as a newcomer is not let in
             if hello.purpose == "join" or self._coordinator is not None:
-                self._tell_refusal(f"{hello.name} ({source}): {refusal.refused}")
-        if refusal is not None or hello.purpose == "probe":
-            self._answer(connection, refusal or Welcome(), self._loop.close)
+                self._tell_rejection(f"{hello.name} ({source}): {rejection.rejected}")
+        if rejection is not None or hello.purpose == "probe":
+            self._answer(connection, rejection or Welcome(), self._loop.close)
         elif hello.purpose == "join":
             assert self._coordinator is not None
             self._coordinator.admit(connection, hello, source)
@@ -268,14 +268,14 @@ class Relay:
 
     def _on_stranger(self, source: str, error: Exception) -> None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            self._tell_refusal(f"{source}: {explain_key(error)}")
+            self._tell_rejection(f"{source}: {explain_key(error)}")
 
-    def _tell_refusal(self, message: str) -> None:
+    def _tell_rejection(self, message: str) -> None:
         """The launcher shows each once while it waits; a running job is not disturbed."""
         waiting = self._peer_list is None and len(self._told) < _MOST_TOLD
         if waiting and message not in self._told:
             self._told.add(message)
-            _report("refused", message=message)
+            _report("rejected", message=message)
 
     def _resume(self, connection: ssl.SSLSocket, hello: Hello) -> None:
         link = self._links[hello.name]
@@ -290,11 +290,11 @@ class Relay:
 
         self._answer(connection, Welcome(known=known, received=link.session.received), use)
 
-    def _refusal(self, connection: ssl.SSLSocket, hello: Hello) -> Welcome | None:
+    def _rejection(self, connection: ssl.SSLSocket, hello: Hello) -> Welcome | None:
         proven, link = peer_name(connection), self._links.get(hello.name)
         if proven not in (None, hello.name):
             text = f"the key is that of {proven!r}, not of {hello.name!r}; correct network.name"
-            return Welcome(refused=text)
+            return Welcome(rejected=text)
         if hello.purpose == "probe":
             return None
         if hello.purpose == "join" and self._coordinator is not None:
@@ -302,14 +302,14 @@ class Relay:
             lost = [name for name, known in links if known.is_lost or known.has_left]
             if proven is not None and lost and link is None and not hello.hosts:
                 return Welcome(
-                    refused=f"the key of this machine is for the name {proven} alone, which is "
+                    rejected=f"the key of this machine is for the name {proven} alone, which is "
                     f"none of the run's; use the run's key, or one for {lost[0]}, which is lost "
                     "(`thinpipe key add`, network.name)"
                 )
-            return self._coordinator.refusal(hello, connected=connected, lost=lost)
+            return self._coordinator.rejection(hello, connected=connected, lost=lost)
         if hello.purpose == "join":
             return Welcome(
-                refused=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
+                rejected=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
             )
         peer_list = self._peer_list
         if (
@@ -317,11 +317,11 @@ class Relay:
             or peer_list is None
             or (hello.run, hello.to) != (peer_list.run, self._settings.name)
         ):
-            return Welcome(refused="another run")
+            return Welcome(rejected="another run")
         if peer_list.hosts[peer_list.index(hello.name)].instance != hello.instance:
-            return Welcome(refused="stale session: one of the two has not seen the last restart")
+            return Welcome(rejected="stale session: one of the two has not seen the last restart")
         if hello.attempt <= link.attempt:
-            return Welcome(refused="overtaken by a later connection")
+            return Welcome(rejected="overtaken by a later connection")
         return None
 
     def _answer(
@@ -351,7 +351,7 @@ class Relay:
         self._forwards.forward(index, port, traffic, link, owner=owner)
 
     def _status(self) -> dict[str, Any]:
-        strangers = self._listener.refused if self._listener is not None else Counter()
+        strangers = self._listener.rejected if self._listener is not None else Counter()
         links = {
             name: {
                 **asdict(link.stats),
@@ -367,7 +367,7 @@ class Relay:
         return {
             "name": self._settings.name,
             "links": links,
-            "refused": {**strangers, **self._refused},
+            "rejected": {**strangers, **self._rejected},
         }
 
 

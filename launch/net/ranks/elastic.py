@@ -154,9 +154,9 @@ def _launch(
         lost = elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         return _failed(error)
-    except rendezvous.RefusedError as refused:
-        print_error(f"not restarted: {refused}")
-        return 1 if str(refused) == STOPPED else USAGE_ERROR
+    except rendezvous.RejectedError as rejected:
+        print_error(f"not restarted: {rejected}")
+        return 1 if str(rejected) == STOPPED else USAGE_ERROR
     except RendezvousClosedError:
         print_error("error: another machine ended the run; see its output")
         return 1

@@ -37,7 +37,7 @@ from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.network import ROUND, HostNetwork
-from thinpipe.launch.net.ranks.restarts import refused_restarts
+from thinpipe.launch.net.ranks.restarts import rejected_restarts
 from thinpipe.launch.net.ranks.stopping import Stop
 
 BACKEND = "thinpipe"
@@ -91,7 +91,7 @@ class _RoundStore(PrefixStore):
             time.sleep(_POLL_S)
 
 
-class RefusedError(RendezvousClosedError):
+class RejectedError(RendezvousClosedError):
     """A rank wants no restart; the message says why."""
 
 
@@ -150,7 +150,7 @@ class Rendezvous(RendezvousHandler):
         Raises:
             RendezvousTimeoutError: they did not in time.
             RendezvousClosedError: another host has ended the run.
-            RefusedError: a rank says that a restart would not help.
+            RejectedError: a rank says that a restart would not help.
             RendezvousConnectionError: the host that holds the store is gone.
             SignalException: this host was asked to stop.
         """
@@ -233,10 +233,10 @@ class Rendezvous(RendezvousHandler):
                 return rank, round_, posts
             if full:
                 raise RendezvousTimeoutError(self._store.get("full").decode())
-            if self._store.check(["refused"]):
-                raise RendezvousTimeoutError(self._store.get("refused").decode())
-            if self._round and (why := refused_restarts(self._tcp)) is not None:
-                raise RefusedError(why)
+            if self._store.check(["rejected"]):
+                raise RendezvousTimeoutError(self._store.get("rejected").decode())
+            if self._round and (why := rejected_restarts(self._tcp)) is not None:
+                raise RejectedError(why)
             if self.is_closed():
                 raise RendezvousClosedError
             if network.is_gone:
@@ -276,7 +276,7 @@ class Rendezvous(RendezvousHandler):
                 names = [host for *_, host in come.values()]
                 check_hosts(self._network.placed, names, "the machines that joined")
             except ValueError as error:
-                self._store.set("refused", str(error))
+                self._store.set("rejected", str(error))
                 return
         going = sorted(come.values())[: self._hosts]
         names = [host for *_, host in going]

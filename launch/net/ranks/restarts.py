@@ -14,8 +14,8 @@ from thinpipe.launch.net.ranks.store import connect_store
 
 STOPPED = "the run was asked to stop"
 """Why there are no restarts after that."""
-_REFUSED = "refused for good"
-_STORE_S = 5.0  # to connect; else agents restart the run, and it is refused again
+_REJECTED = "rejected for good"
+_STORE_S = 5.0  # to connect; else agents restart the run, and it is rejected again
 _LAST = "last session"
 _NO_RANK = "no rank said why: a machine was started again, or its ranks ended before they joined"
 
@@ -55,13 +55,13 @@ def restart_words(failure: str) -> str | None:
     return f"restarting{which}: {failure}"
 
 
-def refuse_restarts(why: str = "a restart would end the same way") -> None:
+def reject_restarts(why: str = "a restart would end the same way") -> None:
     """Called by a rank that ends, and why the agents are to end the run."""
     if agents_met():
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
-            connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, why)
+            connect_store(store_address(), wait_s=_STORE_S).set(_REJECTED, why)
 
 
-def refused_restarts(store: Store) -> str | None:
+def rejected_restarts(store: Store) -> str | None:
     """Why, if a rank has done so; `store` is that of the agents, without a prefix."""
-    return store.get(_REFUSED).decode() if store.check([_REFUSED]) else None
+    return store.get(_REJECTED).decode() if store.check([_REJECTED]) else None

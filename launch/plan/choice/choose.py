@@ -125,16 +125,16 @@ def choose(
     whole = _Variant(config, sequences, blocks, memory, 1.0, CompressionLevels(config))
     bounded = sorted(_variants(whole, cluster), key=lambda found: found[0])
     found: list[tuple[float, _Variant, Settings]] = []
-    refused = "the devices are too few"
+    rejected = "the devices are too few"
     for bound_s, variant in bounded:
         if len(found) >= _REFINED and bound_s >= sorted(f[0] for f in found)[_REFINED - 1]:
             break
         try:
             found.append(_fitting(variant, cluster))
         except ValueError as error:
-            refused = str(error)
+            rejected = str(error)
     if not found:
-        raise ValueError(f"no number of stages and replicas fits the network: {refused}")
+        raise ValueError(f"no number of stages and replicas fits the network: {rejected}")
     found.sort(key=lambda first: first[0])
     each_s = None if seconds is None else seconds / (2 * _REFINED)
     choices = [_refined(variant, start, cluster, each_s) for _, variant, start in found[:_REFINED]]
@@ -145,7 +145,7 @@ def _fitting(variant: _Variant, cluster: Cluster) -> tuple[float, _Variant, Sett
     """Step, variant and settings: as it is, or with what needs less memory, if it has to."""
     faithful = replace(variant.lean, exchange=len(variant.levels.exchanges) - 1)
     frugal = variant.scheduled("1F1B")
-    refused = "the replicas cannot exchange in this way"
+    rejected = "the replicas cannot exchange in this way"
     for trial, settings in ((variant, variant.lean), (frugal, frugal.lean), (frugal, faithful)):
         work = trial.workload(settings)
         if work is None:
@@ -153,8 +153,8 @@ def _fitting(variant: _Variant, cluster: Cluster) -> tuple[float, _Variant, Sett
         try:
             return solve_step(cluster, work, rounds=0).cost, trial, settings
         except ValueError as error:
-            refused = str(error)
-    raise ValueError(refused)
+            rejected = str(error)
+    raise ValueError(rejected)
 
 
 def _refined(

@@ -201,7 +201,7 @@ class RedoingTraining(ElasticTraining):
         saves = False
         while self._done < had:
             batch = self.batch(self._done)
-            assert batch is not None, "a stream is refused"
+            assert batch is not None, "a stream is rejected"
             self._once(batch, self._done)
             saves |= self._save_again
             if self.stopping:

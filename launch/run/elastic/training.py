@@ -374,7 +374,7 @@ class ElasticTraining(Training):
             self._givers.goes_on(has_met=has_met)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler, mesh = self._sampler, self._session.mesh
-            assert own is not None, "a stream is refused"
+            assert own is not None, "a stream is rejected"
             return engine.train_step(own, step, self._ids(step + 1))
 
         scope: Scope = "replica" if alone else "world"

@@ -58,7 +58,7 @@ def watch(
     """Show runs, live: on a page, in a terminal, as a file or a picture."""
     try:
         if terminal:
-            _refuse_others(listen, export, share)
+            _reject_others(listen, export, share)
             from thinpipe.launch.view.watch.terminal import show
 
             show(runs)
@@ -83,7 +83,7 @@ def watch(
         sys.exit(130)
 
 
-def _refuse_others(listen: str, export: Path | None, share: Path | None) -> None:
+def _reject_others(listen: str, export: Path | None, share: Path | None) -> None:
     given = {"--listen": listen != LOOPBACK, "--export": export, "--share": share}
     if also := [option for option, value in given.items() if value]:
         raise ValueError(f"--terminal shows the numbers here alone; remove {', '.join(also)}")

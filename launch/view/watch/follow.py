@@ -94,7 +94,7 @@ class Followed:
         return self.story is not None and self.story.ended is not None
 
     def refresh(self, *, strict: bool = False) -> bool:
-        """Read what is new; whether there is more to tell. A damaged file is `strict`ly refused."""
+        """Read what is new; whether there is more to tell. `strict` rejects damaged files."""
         seen = [_signature(self.folder / name) for name in _FILES]
         known = seen == self._seen and any(seen)  # nothing at all: a run that is just starting
         if known and (self.is_over or not is_gone(self.folder, self.patience_s)):

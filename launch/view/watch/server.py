@@ -80,7 +80,7 @@ class Site:
         self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
     ) -> None:
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
-        problem = self._refusal(scope["path"], scope["method"], headers)
+        problem = self._rejection(scope["path"], scope["method"], headers)
         if problem is not None:
             await _answer(send, *problem)
         elif scope["path"] == "/":
@@ -88,7 +88,7 @@ class Site:
         else:
             await self._stream(receive, send)
 
-    def _refusal(
+    def _rejection(
         self, path: str, method: str, headers: Mapping[str, str]
     ) -> tuple[int, bytes] | None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()

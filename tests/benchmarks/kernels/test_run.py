@@ -1,4 +1,4 @@
-"""The kernel benchmark measures what it says and refuses wrong kernels."""
+"""The kernel benchmark measures what it says and rejects wrong kernels."""
 
 from typing import Any
 

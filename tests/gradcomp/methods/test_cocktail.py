@@ -265,6 +265,6 @@ def test_impossible_settings_are_rejected(options: dict[str, Any], reported: str
         parse_options("cocktail", options)
 
 
-def test_a_model_in_fp16_is_refused() -> None:
+def test_a_model_in_fp16_is_rejected() -> None:
     with pytest.raises(ValueError, match="parameters in fp16; use fp32 or bf16"):
         build(Config(), [*nn.Linear(2, 2).half().parameters()], local_peers(2)[0])

@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> 
             assert all(torch.equal(tensor, after[name]) for name, tensor in found.items())
 
 
-def test_a_changed_base_is_refused_by_its_digest(tmp_path: Path) -> None:
+def test_a_changed_base_is_rejected_by_its_digest(tmp_path: Path) -> None:
     saved_model("llama", tmp_path / "source")
     run = lora_run(tmp_path, [3])
     trained_and_saved(run)

@@ -39,7 +39,7 @@ def test_a_part_is_a_plain_safetensors_file_with_the_folder_s_permissions(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
-def test_a_part_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_part_name_that_is_no_file_name_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="part = "):
         write_part(begin(tmp_path, 0), name, {})
 
@@ -116,7 +116,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, name: str) -> None:
     assert read_part(path.parent, STAGES[0])["step"] == 50
 
 
-def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_part_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     folder = save(tmp_path, 50)
     with pytest.raises(CheckpointError) as caught:
         read_part(folder, "stage-9.replica-0")
@@ -138,7 +138,7 @@ def test_only_a_step_that_holds_the_part_whole_is_offered(tmp_path: Path) -> Non
         read_part(tmp_path / "step-40", STAGES[0])
 
 
-def test_a_manifest_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_of_another_format_or_none_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 50)
     path = folder / "manifest.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"format": 2', '"format": 3'))
@@ -201,12 +201,12 @@ def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> N
         read_part(mine / "step-40", "stage-1")
 
 
-def test_a_state_too_large_for_its_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_state_too_large_for_its_header_is_rejected_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"large; keep long lists as tensors$"):
         write_part(begin(tmp_path, 0), "stage-0", {"long": "x" * 100_000_001})
 
 
-def test_finish_refuses_parts_that_are_not_the_files(tmp_path: Path) -> None:
+def test_finish_rejects_parts_that_are_not_the_files(tmp_path: Path) -> None:
     folder = begin(tmp_path, 40)
     one, two = (write_part(folder, name, {}) for name in ("one", "two"))
     with pytest.raises(CheckpointError, match="holds two, which are not in parts"):
@@ -258,7 +258,7 @@ def test_a_folder_that_was_renamed_to_another_step_is_told(tmp_path: Path) -> No
     assert list(checkpoint.broken(tmp_path)) == [50]
 
 
-def test_writing_without_begin_is_refused(tmp_path: Path) -> None:
+def test_writing_without_begin_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="call begin before writing 'stage-0'"):
         write_part(tmp_path / "absent", "stage-0", {})
     with pytest.raises(ValueError, match="step = -1"):

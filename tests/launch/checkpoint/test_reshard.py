@@ -258,7 +258,7 @@ def _expect_error(rank: int, run: RunConfig, root: str) -> str:
 
 
 @pytest.mark.dist
-def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_rejected_by_name(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
     other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
     (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
@@ -275,7 +275,7 @@ def test_samples_that_moved_are_counted(before: int, now: int, moved: tuple[int,
     assert moved_samples(before, now) == moved
 
 
-def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tied_copies_that_differ_are_rejected(tmp_path: Path) -> None:
     tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     saved = {name: tensor.clone() for name, tensor in tied.state_dict().items()}

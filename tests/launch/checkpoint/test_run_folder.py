@@ -110,7 +110,7 @@ def test_hosts_of_a_run_share_the_lock_and_a_resumed_run_takes_it_over(tmp_path:
     again.release()
 
 
-def test_a_second_run_is_refused_naming_the_owner_until_it_ends(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_naming_the_owner_until_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), str(OURS)],

@@ -160,7 +160,7 @@ def test_what_cannot_be_written_is_named_by_its_path(
     assert str(caught.value).startswith(path)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_rejected(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"other\.safetensors: no 'thinpipe\.state'"):
         statefile.load_state(tmp_path / "other.safetensors")

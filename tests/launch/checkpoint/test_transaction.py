@@ -42,7 +42,7 @@ class Machine:
         return Transaction(self.place, what, self.gather, self.peers).run(state)
 
     def restore(self, step: int | None = None) -> tuple[Any, ...] | str:
-        """Step, run and refused steps; or the error. `repaired` has what second copies replaced."""
+        """Step, run and rejected steps, or the error; `repaired`: what second copies replaced."""
         choice = CheckpointChoice(self.place, self.gather, lambda: self.peers)
         try:
             chosen = choice.newest(step, lambda *_: [self.place.part])
@@ -52,7 +52,7 @@ class Machine:
         state = files.read_part(chosen.folder, self.place.part)
         weight = float(state["w"][0])
         assert weight == chosen.manifest.step * 10 + self.rank
-        return chosen.manifest.step, state["run"], chosen.refused
+        return chosen.manifest.step, state["run"], chosen.rejected
 
     def part(self, step: int) -> Path:
         return self.root / f"step-{step}" / f"{self.place.part}.safetensors"
@@ -114,20 +114,20 @@ def _mixed_runs(machine: Machine) -> Any:
     if machine.rank == 1:  # the other run's step comes back
         shutil.rmtree(machine.root / "step-20")
         shutil.copytree(f"{machine.root}.old/step-20", machine.root / "step-20")
-    passed_over, refused = machine.restore(), machine.restore(20)
+    passed_over, rejected = machine.restore(), machine.restore(20)
     older = machine.root / "step-10"
     if machine.rank == 1:
         shutil.rmtree(older)
-    return passed_over, refused, machine.restore()
+    return passed_over, rejected, machine.restore()
 
 
 def test_parts_of_different_saves_are_never_joined(outcomes: Outcomes) -> None:
-    for passed_over, refused, nothing in outcomes[_mixed_runs.__name__]:
+    for passed_over, rejected, nothing in outcomes[_mixed_runs.__name__]:
         assert passed_over[:2] == (10, 1)
         names = (f"{1:016x}", f"{2:016x}")
         assert "step-20 cannot be used: parts of different saves" in passed_over[2][0]
         assert all(name in passed_over[2][0] for name in names)
-        assert refused.startswith("step-20 cannot be used: parts of different saves: rank ")
+        assert rejected.startswith("step-20 cannot be used: parts of different saves: rank ")
         assert "no step is whole: step-20 cannot be used: parts of different" in nothing
         assert "step-10/rank-1.safetensors: missing" in nothing
 
@@ -142,9 +142,9 @@ def _older_model(machine: Machine) -> Any:
 
 
 def test_an_older_model_under_a_newer_name_is_not_taken(outcomes: Outcomes) -> None:
-    for step, _, refused in outcomes[_older_model.__name__]:
+    for step, _, rejected in outcomes[_older_model.__name__]:
         assert step == 10
-        assert "is that of step 10; the folder was renamed" in " ".join(refused)
+        assert "is that of step 10; the folder was renamed" in " ".join(rejected)
 
 
 def _burnt_disk(machine: Machine) -> Any:
@@ -230,10 +230,10 @@ def test_whatever_is_damaged_the_newest_whole_step_is_restored_on_all(outcomes: 
     found = outcomes[_at_random.__name__]
     for mine, other in zip(*found, strict=True):
         assert mine[:2] == other[:2], (mine, other)
-        step, _, refused = mine
+        step, _, rejected = mine
         assert step in (10, 20, 30)
         if step < 30:  # machine 0 warns
-            assert f"step-{step + 10}" in " ".join(refused)
+            assert f"step-{step + 10}" in " ".join(rejected)
     assert {outcome[0] for outcome in found[0]} == {10, 20, 30}
 
 

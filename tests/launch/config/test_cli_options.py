@@ -10,7 +10,7 @@ from thinpipe.launch.config.cli_options import Machines, is_rank, run_app
 from thinpipe.launch.host.packages import versions
 
 
-def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
+def rejected(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         run_app(app, [str(argument) for argument in arguments])
     assert ended.value.code == 2
@@ -47,15 +47,15 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_an_option_that_cannot_be_read_is_named_with_its_remedy(
     capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert refused(capfd, *arguments).startswith(message)
+    assert rejected(capfd, *arguments).startswith(message)
 
 
 def test_an_unknown_machine_is_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.toml"
     hosts.write_text('[[host]]\nname = "alfa"\ncheckout = "thinpipe"')
-    error = refused(capfd, "launch", hosts, "run.toml", "--show", "abc")
+    error = rejected(capfd, "launch", hosts, "run.toml", "--show", "abc")
     assert error == "--show = 'abc': no such machine; use one of alfa"
-    error = refused(capfd, "train", hosts)
+    error = rejected(capfd, "train", hosts)
     assert error.startswith(f"{hosts}: this is a hosts file; pass it to `thinpipe launch`")
 
 
@@ -103,7 +103,7 @@ def test_a_missing_file_is_named_with_what_to_do(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text("")
-    assert refused(capfd, *arguments).startswith(message.format(cwd=os.getcwd()))
+    assert rejected(capfd, *arguments).startswith(message.format(cwd=os.getcwd()))
 
 
 def test_version_option_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:

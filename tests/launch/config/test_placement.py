@@ -25,7 +25,7 @@ def test_ranks_follow_replicas_and_stages() -> None:
         ([["a", "b"]], {"shards": 2}, "with pipeline.shards = 2"),
     ],
 )
-def test_what_does_not_fit_the_run_is_refused(
+def test_what_does_not_fit_the_run_is_rejected(
     placement: list[list[str]], fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

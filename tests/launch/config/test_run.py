@@ -21,7 +21,7 @@ def load(folder: Path, text: str = "", *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def refused(folder: Path, text: str, *overrides: str) -> str:
+def rejected(folder: Path, text: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load(folder, text, *overrides)
     return str(caught.value)
@@ -176,13 +176,13 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_named_with_its_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
-    message = refused(tmp_path, text)
+    message = rejected(tmp_path, text)
     for part in parts:
         assert part in message
 
 
 def test_nothing_is_guessed_where_no_name_is_near(tmp_path: Path) -> None:
-    message = refused(tmp_path, "[pipeline]\ndevice = 'gpu'")
+    message = rejected(tmp_path, "[pipeline]\ndevice = 'gpu'")
     assert message.endswith("pipeline.device = 'gpu': use 'auto', 'cpu' or 'cuda'")
     assert "run.toml" in message
 
@@ -196,7 +196,7 @@ def test_nothing_is_guessed_where_no_name_is_near(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> None:
-    assert part in refused(tmp_path, "[[boundary]]", override)
+    assert part in rejected(tmp_path, "[[boundary]]", override)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> 
 def test_a_mistake_in_an_override_is_not_blamed_on_the_file(
     tmp_path: Path, override: str, problem: str
 ) -> None:
-    assert refused(tmp_path, "", override).startswith(f"--set {override}: {problem}")
-    own = refused(tmp_path, "[train]\nlrr = 1\n", "train.epochs=3")
+    assert rejected(tmp_path, "", override).startswith(f"--set {override}: {problem}")
+    own = rejected(tmp_path, "[train]\nlrr = 1\n", "train.epochs=3")
     assert own.startswith(f"{tmp_path}/")
 
 
@@ -305,8 +305,8 @@ def test_later_settings_win_under_either_name(tmp_path: Path, theirs: str, ours:
             assert unsaid.gradcomp["cocktail"] == {}
 
 
-def test_two_names_of_one_setting_in_a_file_are_refused(tmp_path: Path) -> None:
-    message = refused(tmp_path, "[gradcomp.cocktail]\nbits = 4\nQUANT_BITS = 8")
+def test_two_names_of_one_setting_in_a_file_are_rejected(tmp_path: Path) -> None:
+    message = rejected(tmp_path, "[gradcomp.cocktail]\nbits = 4\nQUANT_BITS = 8")
     assert "gradcomp.cocktail.QUANT_BITS and gradcomp.cocktail.bits are one setting" in message
 
 

@@ -31,15 +31,15 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, mark: bytes) -
         (b"extends = 3\n", "extends = 3: give the name of a file, in quotes"),
     ],
 )
-def test_other_files_are_refused_by_what_they_are(
+def test_other_files_are_rejected_by_what_they_are(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load_config(path)
-    assert str(refused.value).startswith(f"{path}: ")
-    assert message in str(refused.value)
+    assert str(rejected.value).startswith(f"{path}: ")
+    assert message in str(rejected.value)
 
 
 @pytest.mark.timeout(30)

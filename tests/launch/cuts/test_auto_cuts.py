@@ -65,7 +65,7 @@ def test_auto_needs_the_number_of_stages_and_nothing_else(tmp_path: Path) -> Non
         ({"auto_cuts": True}, "pipeline.auto_cuts: unknown key"),
     ],
 )
-def test_impossible_settings_are_refused(
+def test_impossible_settings_are_rejected(
     tmp_path: Path, pipeline: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -243,7 +243,7 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
         (["--set", "pipeline.devices_per_rank=2", "--set", "pipeline.cuts=[2]"], "on one device"),
     ],
 )
-def test_wrong_options_are_refused(run_file: Path, options: list[str], message: str) -> None:
+def test_wrong_options_are_rejected(run_file: Path, options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["plan", str(run_file), *options])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())

@@ -119,6 +119,6 @@ def test_a_slow_link_and_a_slow_device_move_the_cut() -> None:
     ) in [(1,), (5,)]
 
 
-def test_more_stages_than_blocks_are_refused() -> None:
+def test_more_stages_than_blocks_are_rejected() -> None:
     with pytest.raises(ValueError, match="use at most 2"):
         problem([1.0, 1.0], 3)

@@ -146,7 +146,7 @@ def test_rows_and_settings_that_do_not_fit_are_named(
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
+def test_settings_that_contradict_each_other_are_rejected(
     choices: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -303,7 +303,7 @@ def test_mixtures_and_packing_reach_the_sets(tmp_path: Path) -> None:
     assert training.digest == again != other
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_rejected(tmp_path: Path) -> None:
     path = _write(tmp_path, "a.txt", "text " * 100)
     with pytest.raises(ValueError, match=r"model.vocab = 99: .* has 256 tokens; set .* = 256"):
         load(DataConfig(path=path, sequence_length=8), vocab=99)

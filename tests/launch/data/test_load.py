@@ -32,7 +32,7 @@ def test_targets_are_the_inputs_shifted_by_one(ids: list[int] | Tensor) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 5])
-def test_ids_out_of_range_are_refused(wrong: int) -> None:
+def test_ids_out_of_range_are_rejected(wrong: int) -> None:
     with pytest.raises(ValueError, match=rf"ids \[{wrong}\]: .* 5 sequences; use ids from 0 to 4"):
         _set().batch([0, wrong])
 
@@ -215,7 +215,7 @@ def test_standard_library_leaves_out_what_differs_between_machines(
         (b"0123456789" * 50, {"eval_sequences": 99}, r"data.eval_sequences = 99: .* at most 3"),
     ],
 )
-def test_too_little_text_is_refused(
+def test_too_little_text_is_rejected(
     tmp_path: Path, content: bytes, changes: dict[str, int], message: str
 ) -> None:
     path = tmp_path / "text"
@@ -234,7 +234,7 @@ def test_too_little_text_is_refused(
         (".", r"data.path = '.*': no files found"),
     ],
 )
-def test_paths_without_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_paths_without_files_are_rejected(tmp_path: Path, name: str, message: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Samples of one's own: what an item and a batch may be, and what is refused."""
+"""Samples of one's own: what an item and a batch may be, and what is rejected."""
 
 import random
 from typing import Any
@@ -78,7 +78,7 @@ def test_what_a_collate_function_draws_follows_from_the_samples() -> None:
         ),
     ],
 )
-def test_what_is_no_batch_is_refused(
+def test_what_is_no_batch_is_rejected(
     items: list[Any], reading: Reading | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"mine: .*{message}"):

@@ -85,13 +85,13 @@ def test_order_changes_with_epoch_and_seed() -> None:
         ({"n": 1}, r"1 training sequences for 2 replicas: .* use at least 2"),
     ],
 )
-def test_impossible_samplers_are_refused(changes: dict[str, int], message: str) -> None:
+def test_impossible_samplers_are_rejected(changes: dict[str, int], message: str) -> None:
     choices = {"n": 8, "batch_size": 4, "replicas": 2, "replica": 0, "seed": 0} | changes
     with pytest.raises(ValueError, match=message):
         EpochSampler(choices.pop("n"), **choices)
 
 
-def test_negative_step_is_refused() -> None:
+def test_negative_step_is_rejected() -> None:
     sampler = EpochSampler(8, batch_size=4, replicas=1, replica=0, seed=0)
     with pytest.raises(ValueError, match="step = -1: steps count from 0"):
         sampler.ids(-1)

@@ -76,7 +76,7 @@ def test_bytes_need_nothing() -> None:
         ("tokenizer.json", r"data.tokenizer = '.*words': cannot be read"),
     ],
 )
-def test_folders_without_a_tokenizer_are_refused(
+def test_folders_without_a_tokenizer_are_rejected(
     tmp_path: Path, make: str | None, message: str
 ) -> None:
     folder = tmp_path / "words"

@@ -27,7 +27,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_wrong_numbers_of_hosts_are_refused_without_waiting(run_file: Path) -> None:
+def test_wrong_numbers_of_hosts_are_rejected_without_waiting(run_file: Path) -> None:
     wait = ("--wait", "86400", "--rdzv", "127.0.0.1:1")  # would hang
     code, output = doctor(run_file, "--nnodes", "2", *wait)
     assert code == 2

@@ -146,12 +146,14 @@ def test_without_bbr_the_kernels_setting_is_named(net: ShapedNetwork, tmp_path: 
 def test_hosts_that_cannot_connect_report_the_reason(net: ShapedNetwork, tmp_path: Path) -> None:
     nowhere = Host(options=("--rdzv", "nowhere:29500"))
     closed = Host(options=("--rdzv", "host0:29501"))
-    waiting, unresolved, refused = diagnose(net, tmp_path, [Host(), nowhere, closed], "--wait", "3")
-    assert (waiting.code, unresolved.code, refused.code) == (1, 1, 1)
+    waiting, unresolved, unreachable = diagnose(
+        net, tmp_path, [Host(), nowhere, closed], "--wait", "3"
+    )
+    assert (waiting.code, unresolved.code, unreachable.code) == (1, 1, 1)
     assert "3 machines did not join within 3 s: only host0" in waiting.text
     assert "nowhere: this host cannot resolve the name" in unresolved.text
     assert "add a line with its address to /etc/hosts" in unresolved.text
-    assert "10.77.0.1:29501 cannot be reached: Connection refused" in refused.text
+    assert "10.77.0.1:29501 cannot be reached: Connection refused" in unreachable.text
 
 
 def test_a_foreign_key_is_named(net: ShapedNetwork, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from thinpipe.launch.host.device import (
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_rejected() -> None:
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="torch finds no GPU on this host; install a CUDA build"):
         choose_device("cuda")
@@ -71,8 +71,8 @@ def test_ranks_with_several_gpus_share_none(monkeypatch: pytest.MonkeyPatch) -> 
         assert choose_devices("auto", 2) == expected
     check_gpus("auto", 2, ranks_here=2)
     check_gpus("auto", 1, ranks_here=9)
-    refusal = "devices_per_rank = 2: 3 ranks on this host need 6 GPUs and it has 4"
-    with pytest.raises(ValueError, match=refusal):
+    rejection = "devices_per_rank = 2: 3 ranks on this host need 6 GPUs and it has 4"
+    with pytest.raises(ValueError, match=rejection):
         check_gpus("auto", 2, ranks_here=3)
     assert choose_devices("cpu", 2) == [torch.device("cpu")] * 2
     check_gpus("cpu", 2, ranks_here=9)

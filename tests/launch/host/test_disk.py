@@ -92,7 +92,7 @@ except ValueError as error:
 """
 
 
-def test_a_key_is_refused_where_it_cannot_be_ones_own(faults: Path, tmp_path: Path) -> None:
+def test_a_key_is_rejected_where_it_cannot_be_ones_own(faults: Path, tmp_path: Path) -> None:
     """As on vfat, whose files are open to all whatever chmod is told."""
     done = use(faults, tmp_path, "modes=1", KEYS)
     made, read = done.stdout.splitlines()

@@ -47,7 +47,7 @@ def test_an_endpoint_is_read_and_written_alike(text: str, host: str, port: int) 
         *("::1:29500", "[::1]", "[]:1", "[::1:29500", "2001:db8::1"),
     ],
 )
-def test_what_is_no_endpoint_is_refused_with_examples(text: str) -> None:
+def test_what_is_no_endpoint_is_rejected_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"host0:29500.*\[2001:db8::1\]:29500"):
         parse_endpoint(text)
 
@@ -94,13 +94,13 @@ def test_a_resolver_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "/etc/hosts" in said
 
 
-def test_a_link_local_address_is_refused() -> None:
+def test_a_link_local_address_is_rejected() -> None:
     with pytest.raises(ValueError, match="link-local"):
         resolve("fe80::1")
 
 
 @pytest.mark.parametrize("name", ["x" * 70, "a..b", "café..x"])
-def test_what_can_be_no_name_is_refused(name: str) -> None:
+def test_what_can_be_no_name_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="cannot resolve the name"):
         resolve(name)
 

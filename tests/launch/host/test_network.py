@@ -30,7 +30,7 @@ def test_payload_rates_exclude_headers() -> None:
     assert Network.uniform(2, MBIT).payload().link_s(0, 1, 125_000) == 1 / PAYLOAD_SHARE
 
 
-def test_wrong_networks_are_refused(tmp_path: Path) -> None:
+def test_wrong_networks_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"3 hosts, among which 4 ranks cannot"):
         Network.uniform(3).for_ranks(4)
     with pytest.raises(ValueError, match=r"--network = .*nowhere"):
@@ -60,7 +60,7 @@ def test_wrong_networks_are_refused(tmp_path: Path) -> None:
         ('{"latency_s": [[0]], "rate_bps": [[0, 1], [1, 0]]}', "needs 2 rows, one per sender"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_wrong_file_is_rejected(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "net.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):

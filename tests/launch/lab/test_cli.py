@@ -210,7 +210,7 @@ def _open_to_all(path: str) -> bool:
         (["set", "--run", "1", "--rate", "1mbit"], "--run = 1: no such run"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: Sequence[str], message: str) -> None:
+def test_wrong_arguments_are_rejected(arguments: Sequence[str], message: str) -> None:
     result = CliRunner().invoke(app, ["shaped", *arguments])
     assert result.exit_code == 2
     assert message in result.output

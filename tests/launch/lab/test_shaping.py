@@ -1,4 +1,4 @@
-"""What a kernel lacks or refuses."""
+"""What a kernel lacks or rejects."""
 
 import errno
 
@@ -24,7 +24,7 @@ def test_a_missing_feature_is_named_with_its_remedy_and_other_errors_are_not() -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_a_change_that_the_kernel_refuses_is_refused_again_and_undone() -> None:
+def test_a_change_that_the_kernel_rejects_is_rejected_again_and_undone() -> None:
     def unplug(_: int) -> None:
         with IPRoute() as ip:
             ip.link("del", index=ip.link_lookup(ifname="eth0")[0])

@@ -14,13 +14,13 @@ from thinpipe.launch.lab.spec import NetworkSpec
 @pytest.mark.parametrize(
     "text", ["100", "100mb", "-1mbit", "mbit", "7bit", "100gbit", "nanbit", ""]
 )
-def test_a_wrong_rate_is_refused_by_its_option(text: str) -> None:
+def test_a_wrong_rate_is_rejected_by_its_option(text: str) -> None:
     with pytest.raises(ValueError, match=r"--up = .*(mbit|gbit)"):
         NetworkSpec.of(2, up=text or "0bit")
 
 
 @pytest.mark.parametrize("text", ["20", "11s", "-1ms", "fast"])
-def test_a_wrong_delay_is_refused(text: str) -> None:
+def test_a_wrong_delay_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="--delay = "):
         NetworkSpec.of(2, delay=text)
 
@@ -53,7 +53,7 @@ def test_up_and_down_replace_the_rate() -> None:
         ({"hosts": 2, "pairs": ["0,1="]}, "--pair = ''.*or none"),
     ],
 )
-def test_inconsistent_options_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_inconsistent_options_are_rejected(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NetworkSpec.of(**arguments)  # type: ignore[arg-type]
 
@@ -87,7 +87,7 @@ def test_a_pair_overrides_or_removes_a_limit_of_the_matrix(tmp_path: Path) -> No
         spec.changed(pairs=["0,1=none"])
 
 
-def test_a_matrix_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_of_another_size_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text('{"latency_s": [[0, 0.1], [0.1, 0]]}')
     with pytest.raises(ValueError, match="describes 2; leave out --hosts"):

@@ -93,7 +93,7 @@ def test_every_nth_block_computed_again_keeps_what_the_others_do(layers: int) ->
     assert kept[1] == pytest.approx(kept[0] - inner * layers / 4, rel=0.01)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_rejected_before_anything_is_built(tmp_path: Path) -> None:
     for shape in ({"layers": 10**9}, {"width": 2**17, "layers": 16}):
         run = run_config(**shape)
         with pytest.raises(ConfigError, match=r"the 3 ranks on this host do not fit: RAM .* free"):
@@ -250,7 +250,7 @@ def test_what_lies_in_ram_is_not_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatc
         assert in_ram[1] - in_ram[0] == before.activations + before.optimizer
 
 
-def test_what_does_not_fit_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_on_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config()
     run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"device": "cuda"})})
     monkeypatch.setattr("thinpipe.launch.memory.rows.gpu_count", lambda: 2)

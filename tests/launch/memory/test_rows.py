@@ -119,7 +119,7 @@ def test_cuts_without_memories_need_nothing() -> None:
         ("ram", 0, 10**9, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
     ],
 )
-def test_memories_that_do_not_fit_are_refused(
+def test_memories_that_do_not_fit_are_rejected(
     monkeypatch: pytest.MonkeyPatch, tier: str, disk: int, ram: int, message: str
 ) -> None:
     monkeypatch.setattr(planned, "free_nbytes", lambda _folder: disk)
@@ -135,9 +135,11 @@ def test_a_gpu_holds_the_memories_of_the_ranks_that_use_it(
     assert [planned.busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
 
 
-def test_offload_is_refused_on_a_host_without_gpus() -> None:
-    refusal = r'pipeline.offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
-    with pytest.raises(ConfigError, match=refusal):
+def test_offload_is_rejected_on_a_host_without_gpus() -> None:
+    rejection = (
+        r'pipeline.offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
+    )
+    with pytest.raises(ConfigError, match=rejection):
         check_memory(config(pipeline={"device": "cpu", "offload": True}), 8, range(2))
 
 
@@ -207,7 +209,7 @@ def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_file: Path) -> None:
+def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_rejects(run_file: Path) -> None:
     code, output = dry_run(run_file, "pipeline.device=cuda")
     assert code == 0, output
     assert "model, activations and what is cached on a GPU: up to" in output
@@ -237,7 +239,7 @@ def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path)
     assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in uneven.output
 
 
-def test_a_batch_larger_than_all_samples_is_refused(run_file: Path) -> None:
+def test_a_batch_larger_than_all_samples_is_rejected(run_file: Path) -> None:
     code, output = dry_run(run_file, "train.batch_size=32")
     assert code == 2
     assert "train.batch_size = 32, but there are 24 training samples" in output

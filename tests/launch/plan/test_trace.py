@@ -58,7 +58,7 @@ def test_concurrent_codecs_are_drawn_on_separate_tracks() -> None:
     assert names == {0: "compute", 2: "codec", 3: "codec"}
 
 
-def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_a_timeline_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"run.toml: no such folder; give that of a finished run"):
         read_timeline(tmp_path / "run.toml")
     with pytest.raises(ValueError, match="no timeline"):

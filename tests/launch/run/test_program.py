@@ -297,7 +297,7 @@ def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(folder: Path) -> 
     assert "SIGABRT" not in done.stderr
 
 
-def test_what_is_no_program_is_refused(folder: Path) -> None:
+def test_what_is_no_program_is_rejected(folder: Path) -> None:
     assert "no such file" in run("run", "nothing.py", code=2).stderr
     assert "a run file; use `thinpipe train" in run("run", "run.toml", code=2).stderr
     (folder / "empty.py").write_text("print('hello')")
@@ -334,7 +334,7 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
 
 
 @pytest.mark.slow
-def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
+def test_batches_that_are_left_out_or_changed_are_rejected(folder: Path) -> None:
     program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))
     said = run("run", "skips.py", code=1).stderr
@@ -345,7 +345,7 @@ def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     assert "activations belong to the samples" in run("run", "changes.py", code=1).stderr
 
 
-def test_a_refused_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> None:
+def test_a_rejected_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> None:
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/metrics.jsonl").write_text("precious")
     program = (folder / "mine.py").read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def test_its_end_is_the_same_on_all_replicas(count: int, last: list[int]) -> Non
     assert sorted(both[0][-1] + both[1][-1]) == (last or [4, 5, 6, 7])
 
 
-def test_what_cannot_be_read_again_or_is_cached_is_refused() -> None:
+def test_what_cannot_be_read_again_or_is_cached_is_rejected() -> None:
     with pytest.raises(ValueError, match="can be read once only, and a resumed run reads it again"):
         own_stream(iter(Numbers(3)), "numbers", 4, 2, Reading())
     config = RunConfig.model_validate(

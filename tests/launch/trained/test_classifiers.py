@@ -192,7 +192,7 @@ def saved_run_of_pairs(run: RunConfig, batch: Batch) -> None:
         ({"task": "language", "classes": None, "problem_type": "regression"}, r"made for task"),
     ],
 )
-def test_settings_of_a_head_that_contradict_each_other_are_refused(
+def test_settings_of_a_head_that_contradict_each_other_are_rejected(
     choices: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     saved_model("bert", tmp_path, num_labels=1, problem_type="regression")

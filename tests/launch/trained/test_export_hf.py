@@ -133,7 +133,7 @@ def test_export_keeps_the_source_dtype(tmp_path: Path) -> None:
     assert next(reloaded(tmp_path / "wide", "llama").parameters()).dtype == torch.float32
 
 
-def test_a_weight_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_weight_that_the_dtype_cannot_hold_is_rejected(tmp_path: Path) -> None:
     source, run = tmp_path / "source", tmp_path / "run"
     saved_model("gpt2", source)
     for path, tensors in stored(source).items():
@@ -266,7 +266,7 @@ def test_tensors_of_other_heads_are_left_out_with_a_note(tmp_path: Path) -> None
     assert "not part of this model, left out: cls.bias" in notes
 
 
-def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+def test_the_command_exports_and_rejects_what_it_cannot(tmp_path: Path) -> None:
     source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
     saved_model("gpt2", source)
     saved_run(run_config(section("gpt2", source), run), steps=1)
@@ -289,7 +289,7 @@ def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_our_own_is_rejected(tmp_path: Path) -> None:
     run = config()
     write_config(run, tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=r"no class for the model.*--format safetensors"):
@@ -297,7 +297,7 @@ def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "out"), [("file", "out"), ("run", "file"), ("run", "file/out")])
-def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, run: str, out: str) -> None:
+def test_a_file_in_place_of_a_folder_is_rejected(tmp_path: Path, run: str, out: str) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ConfigError, match=r"^(RUN_FOLDER|OUT) = .* is a file; name another folder"):

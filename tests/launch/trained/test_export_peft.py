@@ -94,7 +94,7 @@ def test_a_head_and_a_pooler_that_no_file_holds_go_along(name: str, tmp_path: Pa
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_a_run_without_adapters_or_files_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_adapters_or_files_is_rejected(tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved_model("llama", source)
     random = {"config": str(source), "pretrained": None, "lora": {"rank": 2}}

@@ -86,7 +86,7 @@ def test_a_head_of_its_own_is_used_though_the_config_says_tied(
     torch.testing.assert_close(again, trained)
 
 
-def test_an_exact_tie_of_unlike_copies_is_refused(tmp_path: Path) -> None:
+def test_an_exact_tie_of_unlike_copies_is_rejected(tmp_path: Path) -> None:
     changed(tmp_path, own_head)
     message = rf'"exact": the head .* no copy of its embedding \({HEAD} of its files differs\)'
     with pytest.raises(ValueError, match=message):

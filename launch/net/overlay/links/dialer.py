@@ -100,9 +100,9 @@ class Dialer:
             self._loop.close(connection)
             self._wait(_LONGEST_PAUSE_S)
             return
-        if welcome.refused or not welcome.known or said.session != link.session.identity:
+        if welcome.rejected or not welcome.known or said.session != link.session.identity:
             self._loop.close(connection)
-            if welcome.refused:
+            if welcome.rejected:
                 self._wait(_LONGEST_PAUSE_S)
             else:  # the peer was restarted, or has given up on this host
                 link.give_up("no longer knows this connection")

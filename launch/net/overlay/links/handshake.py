@@ -56,7 +56,7 @@ class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     `later`: there may be one later.
     """
 
-    refused: str = ""
+    rejected: str = ""
     again: bool = False
     place: Name | None = None
     later: bool = False
@@ -64,11 +64,11 @@ class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     received: Annotated[int, Field(ge=0)] = 0
 
 
-class Refused(ConnectionError):  # noqa: N818  reads as what happened
+class Rejected(ConnectionError):  # noqa: N818  reads as what happened
     """The other host is a member of the run, and says why it does not want this connection."""
 
     def __init__(self, welcome: Welcome) -> None:
-        super().__init__(welcome.refused)
+        super().__init__(welcome.rejected)
         self.welcome = welcome
 
 

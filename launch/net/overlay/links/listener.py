@@ -24,7 +24,7 @@ OnHello = Callable[[ssl.SSLSocket, Hello, str], None]
 class Listener:
     """Accepts connections, and hands on those whose other end has the run's key.
 
-    `refused` counts the others, by reason, and `on_stranger` hears of each. `is_member` says
+    `rejected` counts the others, by reason, and `on_stranger` hears of each. `is_member` says
     whether an address is one of the run's.
     """
 
@@ -43,7 +43,7 @@ class Listener:
         Raises:
             OSError: the address is not this host's, or the port is in use.
         """
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
         self._is_member, self._on_stranger = is_member, on_stranger
         self._unproven: dict[int, tuple[str, Task]] = {}  # by their number; the oldest first
@@ -83,7 +83,7 @@ class Listener:
 
         def failed(error: Exception) -> None:
             self._unproven.pop(number, None)
-            self.refused[type(error).__name__] += 1
+            self.rejected[type(error).__name__] += 1
             self._on_stranger(source, error)
 
         steps = accept(sock, self._context)

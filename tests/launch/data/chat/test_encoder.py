@@ -103,9 +103,9 @@ def test_what_is_no_conversation_is_rejected(chatml: Path, said: Any, reason: st
     assert rejected(chatml, said).startswith(reason.partition(" and args")[0])
 
 
-def test_what_a_template_refuses_is_rejected(tmp_path: Path) -> None:
+def test_what_a_template_rejects_is_rejected(tmp_path: Path) -> None:
     folder = saved(STYLES["gemma"], tmp_path)
-    assert rejected(folder, talk()) == "the chat template refuses it (System role not supported)"
+    assert rejected(folder, talk()) == "the chat template rejects it (System role not supported)"
 
 
 def test_answers_that_cannot_be_told_apart_are_rejected(tmp_path: Path) -> None:

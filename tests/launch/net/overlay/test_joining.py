@@ -24,7 +24,7 @@ from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.net.overlay import joining, keys
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.joining import Joiner
-from thinpipe.launch.net.overlay.links.handshake import Hello, Refused, Welcome
+from thinpipe.launch.net.overlay.links.handshake import Hello, Rejected, Welcome
 from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
@@ -120,7 +120,7 @@ def test_connections_of_the_past_are_not_believed(met: Run) -> None:
         ({"instance": "earlier", "attempt": 99}, "stale session"),
         ({"instance": instances["h1"], "attempt": 99, "run": "other"}, "another run"),
     ):
-        assert reason in say(met, Hello.model_validate({**known, **wrong})).refused
+        assert reason in say(met, Hello.model_validate({**known, **wrong})).rejected
     assert is_undisturbed(met)
 
 
@@ -147,7 +147,7 @@ def test_a_peer_that_looks_for_the_one_before_is_told_of_where_all_meet_alone(
     assert told[1].get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
     old = {"purpose": "link", "name": "h2", "to": "h1", "run": "old", "session": "x"}
     hello = Hello.model_validate({**old, "instance": "y", "attempt": 1})
-    assert say(run, hello, port if asked else 0).refused == "another run"
+    assert say(run, hello, port if asked else 0).rejected == "another run"
     run.host("h2").join(PATIENCE_S, ignore)
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -167,7 +167,7 @@ def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: 
     thread.start()
     assert said.get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
     other = say(run, Hello(purpose="join", name="h1", hosts=3, instance="another"))
-    assert TWICE in other.refused
+    assert TWICE in other.rejected
     assert other.again  # or the first one's connection broke a moment ago
     wire.cut()
     assert said.get(timeout=PATIENCE_S).endswith("; trying again")
@@ -191,15 +191,15 @@ def test_a_name_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     )
     for _ in range(3):
         assert not reports
-        joiner._failed(Refused(Welcome(refused=TWICE, again=True)))
+        joiner._failed(Rejected(Welcome(rejected=TWICE, again=True)))
     assert reports == [f"failed: {TWICE}"]
 
 
-def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(met: Run) -> None:
+def test_one_that_is_started_twice_is_rejected_and_the_run_goes_on(met: Run) -> None:
     again = Hello(purpose="join", name="h1", hosts=2, instance="another")
-    assert TWICE in say(met, again).refused
+    assert TWICE in say(met, again).rejected
     itself = Hello(purpose="join", name="h0", hosts=2, instance="another")
-    assert "another machine is named 'h0'" in say(met, itself).refused
+    assert "another machine is named 'h0'" in say(met, itself).rejected
     assert is_undisturbed(met)
 
 
@@ -245,10 +245,10 @@ def test_of_two_that_want_one_place_the_slower_asks_for_another() -> None:
         report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
     )
     joiner.start = lambda: asked.append(joiner._hello.name)  # type: ignore[method-assign]
-    joiner._failed(Refused(Welcome(refused="none", place="h1")))
-    joiner._failed(Refused(Welcome(refused=TWICE, again=True)))
+    joiner._failed(Rejected(Welcome(rejected="none", place="h1")))
+    joiner._failed(Rejected(Welcome(rejected=TWICE, again=True)))
     assert (asked, joiner._hello.name) == (["h1"], "new")
-    joiner._failed(Refused(Welcome(refused="none", place="h2")))
+    joiner._failed(Rejected(Welcome(rejected="none", place="h2")))
     assert asked == ["h1", "h2"]
     assert not reports
 

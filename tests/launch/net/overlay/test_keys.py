@@ -42,7 +42,7 @@ def test_a_machines_key_has_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no key", "-----BEGIN CERTIFICATE-----\nAAAA\n"])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.key"
     path.write_text(text)
     path.chmod(0o600)

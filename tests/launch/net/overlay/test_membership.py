@@ -57,22 +57,22 @@ def test_a_host_that_leaves_before_the_start_is_waited_for_again() -> None:
     assert full.peer_list.is_complete
 
 
-def test_refusals_have_reasons() -> None:
+def test_rejections_have_reasons() -> None:
     full = members("a", host("a"), host("b"))
 
-    def refusal(name: str, hosts: int = 2) -> str:
-        return full.refusal(Hello(purpose="join", name=name, hosts=hosts))
+    def rejection(name: str, hosts: int = 2) -> str:
+        return full.rejection(Hello(purpose="join", name=name, hosts=hosts))
 
-    assert "started with 3; start all machines with the same" in refusal("b", 3)
-    assert "has its 2 machines already (a, b)" in refusal("c")
-    assert "another machine is named 'a'" in refusal("a")
-    assert refusal("b") == ""  # it was started again
-    assert refusal("b", 0) == ""
-    assert "none of the run's machines (a, b) is lost, so c cannot" in refusal("c", 0)
+    assert "started with 3; start all machines with the same" in rejection("b", 3)
+    assert "has its 2 machines already (a, b)" in rejection("c")
+    assert "another machine is named 'a'" in rejection("a")
+    assert rejection("b") == ""  # it was started again
+    assert rejection("b", 0) == ""
+    assert "none of the run's machines (a, b) is lost, so c cannot" in rejection("c", 0)
     early = Membership("a", 2)
     early.join(host("a"))
     spare = Hello(purpose="join", name="b", hosts=0)
-    assert "has not begun" in early.refusal(spare)
+    assert "has not begun" in early.rejection(spare)
     assert early.is_spare(spare), "it may wait"
     assert early.place(spare, ["a"]) is None
 

@@ -1,4 +1,4 @@
-"""Ranks agree before step 0, or refuse and say who differs in what."""
+"""Ranks agree before step 0, or reject and say who differs in what."""
 
 import json
 import os
@@ -227,7 +227,7 @@ def wrong_world(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_world_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
+def test_a_world_of_the_wrong_size_is_rejected(ranks: Ranks) -> None:
     assert "start that many" in ranks(2, wrong_world)[0]
 
 

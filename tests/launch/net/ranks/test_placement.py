@@ -27,7 +27,7 @@ def settings(
     return [*chosen, "--nnodes", "2", "--rdzv", f"{LOOPBACK}:{port}"]
 
 
-def test_a_machine_that_is_not_named_is_refused() -> None:
+def test_a_machine_that_is_not_named_is_rejected() -> None:
     nodes = Nodes(2, f"{LOOPBACK}:1", 0, 9.0, placed=("b", "a"))
     said = r"pipeline.placement: this machine is 'c' \(network.name\), which it does not"
     with pytest.raises(ValueError, match=said):

@@ -91,7 +91,7 @@ class Slow:
         return found
 
 
-def test_a_machine_that_is_let_in_while_it_looks_is_not_refused(
+def test_a_machine_that_is_let_in_while_it_looks_is_not_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks

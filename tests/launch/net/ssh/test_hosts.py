@@ -40,16 +40,16 @@ GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
         ),
     ],
 )
-def test_invalid_hosts_files_are_refused_naming_the_key(
+def test_invalid_hosts_files_are_rejected_naming_the_key(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load_hosts(path)
-    assert str(refused.value).startswith(f"{path}: ")
-    assert message in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1  # one error, one line
+    assert str(rejected.value).startswith(f"{path}: ")
+    assert message in str(rejected.value)
+    assert len(str(rejected.value).splitlines()) == 1  # one error, one line
 
 
 RUN = """

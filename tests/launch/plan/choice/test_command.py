@@ -60,7 +60,7 @@ def test_what_is_applied_is_a_valid_run(
         assert spec.words() in output
 
 
-def test_seconds_without_place_are_refused(tmp_path: Path) -> None:
+def test_seconds_without_place_are_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(RUN)
     code, output = plan(run, "--seconds", "5")

@@ -107,9 +107,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("content", "message"), BAD)
-def test_wrong_files_are_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_wrong_files_are_rejected(content: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=message) as rejected:
         read_cluster(path)
-    assert str(refused.value).startswith(str(path))
+    assert str(rejected.value).startswith(str(path))

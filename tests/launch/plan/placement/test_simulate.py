@@ -156,7 +156,7 @@ def test_a_slow_link_delays_its_own_messages_and_no_others() -> None:
     assert spans == {(0, 0): (0, 0.5), (0, 1): (0.5, 1), (1, 0): (0.5, 1.5), (1, 1): (1.5, 2.5)}
 
 
-def test_inconsistent_models_are_refused() -> None:
+def test_inconsistent_models_are_rejected() -> None:
     with pytest.raises(ValueError, match="activations has 2 entries"):
         two_stages(activations=(FREE, FREE))
     with pytest.raises(ValueError, match="3 hosts for 2 ranks"):

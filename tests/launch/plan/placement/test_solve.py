@@ -92,7 +92,7 @@ def test_a_stage_goes_where_its_memory_is() -> None:
     assert set(solve_step(alike, work, rounds=2).grid_RP[:, 2].tolist()) == {1, 4}
 
 
-def test_a_stage_that_fits_nowhere_is_refused() -> None:
+def test_a_stage_that_fits_nowhere_is_rejected() -> None:
     hosts = tuple(Host(name=f"h{n}", memory_gb=4) for n in range(4))
     alike = Cluster(hosts, np.full((4, 4), 1e9), np.zeros((4, 4)))
     work = dataclasses.replace(small_workload(2, 2, 0), memory=(1e9, 5e9))
@@ -100,7 +100,7 @@ def test_a_stage_that_fits_nowhere_is_refused() -> None:
         solve_step(alike, work)
 
 
-def test_too_few_devices_are_refused() -> None:
+def test_too_few_devices_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 stages x 4 replicas need 12 devices"):
         solve_step(random_cluster(11, 0), small_workload(3, 4, 0))
 

@@ -241,7 +241,7 @@ def test_below_the_least_it_ends_as_before(folder: Path) -> None:
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],
 )
-def test_what_cannot_go_on_is_refused_by_name(sections: dict[str, Any], message: str) -> None:
+def test_what_cannot_go_on_is_rejected_by_name(sections: dict[str, Any], message: str) -> None:
     base: dict[str, Any] = {
         "pipeline": {"cuts": [], "replicas": 2},
         "boundary": [],

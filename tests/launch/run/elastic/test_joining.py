@@ -242,11 +242,11 @@ def test_a_knock_that_is_no_list_of_numbers_is_nobody_s(said: str) -> None:
 def nobody_is_missing(rank: int, port: int) -> str:
     store, _, elastic = connected(rank, port, wait_s=0.5, comes=rank >= WORLD)
     if rank < WORLD:
-        store.wait(["refused"], timedelta(seconds=60))
+        store.wait(["rejected"], timedelta(seconds=60))
         return ""
     with pytest.raises(ConfigError, match="it has all its replicas") as raised:
         elastic.join()
-    store.set("refused", "")
+    store.set("rejected", "")
     return str(raised.value)
 
 

@@ -51,7 +51,7 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
             raise SystemExit
         if step == 12:
             store.set("comes", "")
-        stop_asked(training, store, "refused")
+        stop_asked(training, store, "rejected")
 
     changes = [*LONG]
     if rank == 3:
@@ -64,13 +64,13 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         if rank == 3:
-            store.set("refused", "")
+            store.set("rejected", "")
     return "trained to the end"
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_newcomer_with_later_checkpoints_of_the_run_is_refused_by_name(
+def test_a_newcomer_with_later_checkpoints_of_the_run_is_rejected_by_name(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     write_run(tmp_path)

@@ -158,7 +158,7 @@ def test_samples_are_of_epochs_whose_steps_all_know_them(tmp_path: Path) -> None
     assert summarize(run_info((), folder=tmp_path), steps)["samples"] == {"2": 14}
 
 
-def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_steps_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no step was recorded"):
         summarize(_info(tmp_path), [])
 

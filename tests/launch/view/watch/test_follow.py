@@ -116,7 +116,7 @@ def test_notes_come_without_a_step(tmp_path: Path) -> None:
     assert message["parts"]["notes"][-1]["kind"] == "warning"
 
 
-def test_damage_is_refused_at_first_and_named_later(tmp_path: Path) -> None:
+def test_damage_is_rejected_at_first_and_named_later(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(4))
     run = Followed(folder)
     with (folder / "metrics.jsonl").open("ab") as file:

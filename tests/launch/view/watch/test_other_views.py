@@ -33,7 +33,7 @@ def run(*words: object) -> str:
     return done.output
 
 
-def refused(*words: object) -> str:
+def rejected(*words: object) -> str:
     done = CliRunner().invoke(app, ["watch", *map(str, words)])
     assert done.exit_code == 2
     return done.output
@@ -68,14 +68,14 @@ def test_a_picture_has_the_size_of_previews(tmp_path: Path) -> None:
     alone = tmp_path / "alone.png"
     run(folders[0], "--share", alone)
     assert (imread(alone) != picture).any(), "the other run's loss is in it"
-    assert "name a file that ends in .png" in refused(folders[0], "--share", tmp_path / "a.doc")
+    assert "name a file that ends in .png" in rejected(folders[0], "--share", tmp_path / "a.doc")
 
 
 def test_a_run_on_one_machine_with_one_stage_has_a_picture_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_run(tmp_path / "run", [])
-    assert "no step was recorded" in refused(tmp_path / "run", "--share", tmp_path / "a.png")
+    assert "no step was recorded" in rejected(tmp_path / "run", "--share", tmp_path / "a.png")
     story = Followed(write_run(tmp_path / "one", [step_record(1)], cuts=())).story
     assert story is not None
     draw([replace(story, places=[], summary={**story.summary, "edges": []})], tmp_path / "a.png")
@@ -91,7 +91,7 @@ def test_a_terminal_shows_the_numbers_of_the_page(tmp_path: Path) -> None:
     assert "hadamard" in text
     assert re.search(r"warning: channel 5 is massive", text)
     assert "several" not in text
-    assert "name one" in refused(folder, folder, "--terminal")
+    assert "name one" in rejected(folder, folder, "--terminal")
 
 
 def test_a_terminal_shows_a_run_of_another_machine(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_terminal_shows_a_run_of_another_machine(tmp_path: Path) -> None:
         token = links[0].partition("#")[2]
         text = run(f"http://127.0.0.1:{port}/#{token}", "--terminal")
         assert text == run(folder, "--terminal")
-        assert "401, use the whole link" in refused(f"http://127.0.0.1:{port}/", "--terminal")
-    assert "is the run's page still served there" in refused(f"http://127.0.0.1:{port}/",
+        assert "401, use the whole link" in rejected(f"http://127.0.0.1:{port}/", "--terminal")
+    assert "is the run's page still served there" in rejected(f"http://127.0.0.1:{port}/",
                                                              "--terminal")  # fmt: skip
 
 
@@ -134,13 +134,13 @@ def test_a_link_whose_server_ends_is_named(tmp_path: Path, monkeypatch: pytest.M
     moment = Followed(write_run(tmp_path / "run", records(20))).moment
     assert moment is not None
     with stand_in(200, {}, b"data: {}\n\n") as (link, _):
-        assert f"error: {link}: its server has ended" in refused(link, "--terminal")
+        assert f"error: {link}: its server has ended" in rejected(link, "--terminal")
     cut_off = {"Content-Length": "99999999"}
     for headers in ({}, cut_off):
         screen = Console(file=io.StringIO(), force_terminal=True, width=120)
         monkeypatch.setattr(terminal, "Console", lambda screen=screen, **_: screen)
         with stand_in(200, headers, f"data: {moment.since(0, None)}\n\n".encode()) as (link, _):
-            assert f"error: {link}: " in refused(link, "--terminal")
+            assert f"error: {link}: " in rejected(link, "--terminal")
         assert isinstance(screen.file, io.StringIO)
         assert "Step 20 of 40." in screen.file.getvalue()
 
@@ -148,7 +148,7 @@ def test_a_link_whose_server_ends_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_a_token_goes_nowhere_else(tmp_path: Path) -> None:
     with stand_in(200, {}, b"") as (other, stolen):
         with stand_in(302, {"Location": f"{other}\x1b[2J"}, b"") as (link, tokens):
-            said = refused(f"{link}#secret", "--terminal")
+            said = rejected(f"{link}#secret", "--terminal")
         assert (tokens, stolen) == (["Bearer secret"], [])
     assert f"302, it leads to {other}" in said
     assert "\x1b" not in said
@@ -185,15 +185,15 @@ def test_a_terminal_obeys_no_text_of_others(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     for options in ([], ["--terminal"], ["--export", "x.html"]):
         problem = f"{tmp_path}: holds no state.json, so it is no run's folder"
-        assert problem in refused(tmp_path, *options)
+        assert problem in rejected(tmp_path, *options)
     for name in ("b", "a"):
         write_run(tmp_path / name, records(2))
-    assert f"{tmp_path}: is not a run's folder; it contains the runs a, b: name one" in refused(
+    assert f"{tmp_path}: is not a run's folder; it contains the runs a, b: name one" in rejected(
         tmp_path
     )
-    assert "no such folder; name that of a run" in refused(tmp_path / "c")
+    assert "no such folder; name that of a run" in rejected(tmp_path / "c")
     (tmp_path / "a/state.json").unlink()
-    assert "an earlier version trained it; run `thinpipe report" in refused(tmp_path / "a")
+    assert "an earlier version trained it; run `thinpipe report" in rejected(tmp_path / "a")
 
 
 def test_a_run_that_has_just_been_started_is_waited_for(tmp_path: Path) -> None:
@@ -216,12 +216,12 @@ def test_a_run_that_ends_before_it_has_written_anything_is_a_problem(tmp_path: P
     assert "the run's process is gone, before its first step" in run.problem
 
 
-def test_what_an_option_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_what_an_option_cannot_do_is_rejected(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(2))
-    words = refused(folder, "--terminal", "--listen", "0.0.0.0:9", "--share", "a.png")
+    words = rejected(folder, "--terminal", "--listen", "0.0.0.0:9", "--share", "a.png")
     assert "--terminal shows the numbers here alone; remove --listen, --share" in words
-    assert "open the link in a browser, or add --terminal" in refused("http://localhost:1/")
-    assert "this machine has no such address; it has" in refused(folder, "--listen", "192.0.2.1:9")
+    assert "open the link in a browser, or add --terminal" in rejected("http://localhost:1/")
+    assert "this machine has no such address; it has" in rejected(folder, "--listen", "192.0.2.1:9")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 39, 40])

@@ -33,7 +33,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def ask(port: int, request: bytes, *, host: str = "127.0.0.1", whole: bool = True) -> bytes:
     """The answer to bytes, as they are; of a stream its beginning."""
     with socket.create_connection((host, port), timeout=PATIENCE_S) as client:
-        with contextlib.suppress(OSError):  # refused before it was read
+        with contextlib.suppress(OSError):  # rejected before it was read
             client.sendall(request)
         answer = b""
         try:
@@ -115,7 +115,7 @@ def test_text_of_others_is_data(port: int) -> None:
     assert b"pwned" not in get(port, "/")
 
 
-def test_huge_headers_are_refused(port: int) -> None:
+def test_huge_headers_are_rejected(port: int) -> None:
     huge = [
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 10_000_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 10_000_000 + b" HTTP/1.1\r\n\r\n",

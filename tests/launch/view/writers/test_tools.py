@@ -185,7 +185,7 @@ def test_a_run_whose_id_cannot_be_kept_goes_on(
     assert caplog.text.count("run_id: Is a directory") == 1
 
 
-def test_an_unknown_tool_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tool_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[report]\nwriters = ["tensorbord"]\n')
     with pytest.raises(ConfigError, match="tensorboard"):
         load_config(tmp_path / "run.toml")

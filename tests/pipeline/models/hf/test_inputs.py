@@ -46,7 +46,7 @@ def test_ids_alone_come_with_targets_that_are_shifted_and_labels_of_samples_stay
     assert adapted({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, LABELS).samples.plain
 
 
-def test_what_it_would_not_be_given_is_refused() -> None:
+def test_what_it_would_not_be_given_is_rejected() -> None:
     with pytest.raises(ValueError, match="samples have position_ids; give a model of a folder inp"):
         adapted({**ARGUMENTS, "position_ids": IDS}, LABELS)
     with pytest.raises(ValueError, match="samples have a tuple; give"):

@@ -1,4 +1,4 @@
-"""A module with a forward of its own: cut, it computes what it does whole, or is refused."""
+"""A module with a forward of its own: cut, it computes what it does whole, or is rejected."""
 
 from itertools import pairwise
 from typing import Any
@@ -153,7 +153,7 @@ def test_batches_of_other_lengths_have_messages_of_theirs() -> None:
         ("peeks", [1, 2, 3, 4, 5], "when cut, block 2 is given other hidden states, masks or pos"),
     ],
 )
-def test_what_a_cut_would_change_is_refused_with_the_reason(
+def test_what_a_cut_would_change_is_rejected_with_the_reason(
     change: str, places: list[int], message: str
 ) -> None:
     model = own(**{change: True})
@@ -166,7 +166,7 @@ def test_what_a_cut_would_change_is_refused_with_the_reason(
             model.check_stages(3)
 
 
-def test_other_forwards_are_refused_with_the_reason() -> None:
+def test_other_forwards_are_rejected_with_the_reason() -> None:
     class Twice(Model):
         def forward(self, ids: Tensor, attention: Tensor | None = None) -> Any:
             x, blocks = self.inner["words"](ids), self.inner["blocks"]

@@ -1,4 +1,4 @@
-"""Strangers at the one open port: refused, in bounded time and number."""
+"""Strangers at the one open port: rejected, in bounded time and number."""
 
 import contextlib
 import random
@@ -90,7 +90,7 @@ def test_what_is_not_tls_does_not(door: Door, said: bytes) -> None:
         with contextlib.suppress(OSError):
             stranger.shutdown(socket.SHUT_WR)
             stranger.recv(4096)
-    until(lambda: door.listener.refused.total() == 1)
+    until(lambda: door.listener.rejected.total() == 1)
     assert not door.hellos
 
 
@@ -112,7 +112,7 @@ def test_other_keys_and_older_tls_do_not(door: Door) -> None:
         context.set_ecdh_curve(curve)
         with pytest.raises(ssl.SSLError), context.wrap_socket(door.connect()):
             pass
-    until(lambda: door.listener.refused.total() == 5)
+    until(lambda: door.listener.rejected.total() == 5)
     assert not door.hellos
 
 
@@ -122,7 +122,7 @@ def test_a_member_that_does_not_say_hello_does_not(door: Door, text: str) -> Non
     with context.wrap_socket(door.connect()) as connection:
         connection.sendall(struct.pack("!I", len(text)) + text.encode())
         assert connection.recv(1) == b""
-    until(lambda: door.listener.refused["ValueError"] == 1)
+    until(lambda: door.listener.rejected["ValueError"] == 1)
 
 
 def test_a_length_beyond_reason_is_not_waited_for(door: Door) -> None:
@@ -136,7 +136,7 @@ def test_a_silent_crowd_keeps_nobody_out(door: Door, monkeypatch: pytest.MonkeyP
     """No more than 32 of one address stand at the door at a time; the oldest make room."""
     monkeypatch.setattr(listener, "LIMIT_S", 600.0)
     crowd = [door.connect() for _ in range(100)]
-    until(lambda: door.listener.refused["TimeoutError"] == 68)
+    until(lambda: door.listener.rejected["TimeoutError"] == 68)
     door.knock()
     until(lambda: len(door.hellos) == 1)
     for stranger in crowd:
@@ -148,7 +148,7 @@ def test_who_stays_silent_is_sent_away(door: Door, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(listener, "LIMIT_S", 0.2)
     with door.connect() as stranger:
         assert stranger.recv(1) == b""
-    until(lambda: door.listener.refused == {"TimeoutError": 1})
+    until(lambda: door.listener.rejected == {"TimeoutError": 1})
 
 
 def test_crowds_from_many_addresses_leave_members_alone(
@@ -162,7 +162,7 @@ def test_crowds_from_many_addresses_leave_members_alone(
         for last in range(10, 20)
         for _ in range(20)
     ]
-    until(lambda: door.listener.refused["TimeoutError"] == 200 - 64)
+    until(lambda: door.listener.rejected["TimeoutError"] == 200 - 64)
     door.say_hello(member)
     until(lambda: len(door.hellos) == 1)
     for stranger in crowd:

@@ -80,7 +80,7 @@ def test_acknowledgements_are_owed_before_the_sender_keeps_much() -> None:
     assert not receiver.owes_acknowledgement
 
 
-def test_headers_come_back_and_noise_is_refused() -> None:
+def test_headers_come_back_and_noise_is_rejected() -> None:
     header = Header(Kind.DATA, Traffic.EXCHANGE, 5, 77, 66, 1000)
     assert unpack(HEADER.pack(*header)) == header
     random_ = random.Random(1)
@@ -103,6 +103,6 @@ def test_headers_come_back_and_noise_is_refused() -> None:
         Header(Kind.DATA, Traffic.CONTROL, 1, 1, 0, LARGEST + 1),
     ],
 )
-def test_frames_that_cannot_be_are_refused(header: Header) -> None:
+def test_frames_that_cannot_be_are_rejected(header: Header) -> None:
     with pytest.raises(FrameError):
         unpack(HEADER.pack(*header))

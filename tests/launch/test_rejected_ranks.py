@@ -1,4 +1,4 @@
-"""Ranks that do not fit together refuse to start, and tell the others."""
+"""Ranks that do not fit together reject to start, and tell the others."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
 
 
 def reported_by(ranks: list[Command]) -> list[str]:
-    """What ranks that refuse to start print."""
+    """What ranks that reject to start print."""
     try:
         ended = [rank.done() for rank in ranks]
     finally:
@@ -34,7 +34,7 @@ def reported_by(ranks: list[Command]) -> list[str]:
 CUT = ("--set", "pipeline.cuts=[2]")
 
 
-def test_ranks_with_different_configs_or_data_refuse_to_start(run_file: Path) -> None:
+def test_ranks_with_different_configs_or_data_reject_to_start(run_file: Path) -> None:
     other = run_file.parent / "other.txt"
     other.write_text(
         (run_file.parent / "text.txt").read_text(encoding="utf-8").replace("7 squared", "7 cubed")
@@ -69,7 +69,7 @@ def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
+def test_a_wrong_number_of_processes_is_rejected(run_file: Path) -> None:
     (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
     assert "3 ranks per pipeline (pipeline.cuts) with pipeline.replicas = 1 need 3" in output
 
