@@ -74,18 +74,18 @@ def reduce_sharded(
     `targets` holds one vector (fp32) per server. `finish` turns the sum of this server's shard,
     which it may overwrite, into what the answer is to be.
     """
-    frames = Frames(key, codec)
-    me = peers.rank
+    frames, me, others = Frames(key, codec), peers.rank, _others(peers)
+    longest = max(codec.capacity(target.numel()) for target in targets)
+    for _ in ("to servers", "answers"):
+        peers.expect(others, longest, key.lane)
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
-    outgoing = {peer: messages[peer] for peer in _others(peers)}
-    longest = codec.capacity(targets[me].numel())
-    incoming = peers.exchange(outgoing, list(outgoing), longest, key.lane)
+    outgoing = {peer: messages[peer] for peer in others}
+    incoming = peers.exchange(outgoing, others, longest, key.lane)
     total_n = frames.total(incoming, seen[me], TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
     message = frames.pack(answer_n, result_n, FROM_SERVER, me)
-    longest = max(codec.capacity(target.numel()) for target in targets)
     incoming = _to_all(peers, key, message, longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n

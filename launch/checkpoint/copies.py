@@ -76,7 +76,7 @@ def _send(peers: Peers, folder: Path, transfer: Transfer, number: int) -> None:
                 with contextlib.suppress(OSError):
                     file.readinto(message[EXCHANGE_HEADER_NBYTES:].numpy().data)
             _header(transfer, number, chunk).write(message)
-            peers.exchange({transfer.target: message}, (), _CHUNK_NBYTES)
+            peers.exchange({transfer.target: message}, (), length)
 
 
 def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str | None:

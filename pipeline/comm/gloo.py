@@ -5,7 +5,9 @@ behind the other; so do control vectors, and exchanges between replicas.
 """
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
-from thinpipe.pipeline.comm.transport import CPU, FIRST_CUT, TIED, WEIGHTS, Scope
+from thinpipe.pipeline.comm.transport import CPU, FIRST_CUT, LANES, TIED, WEIGHTS, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, payload_nbytes
@@ -189,6 +191,25 @@ class GlooTransport:
         return group
 
 
+_CAPACITY, _HEADER, _PAYLOAD = 8, 16, 16 + EXCHANGE_HEADER_NBYTES
+"""Where each begins in a buffer; kernels may want the payload aligned."""
+_LARGEST_TAG = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A message that is received into `buffer` in two parts: all before the payload, and that."""
+
+    buffer: Tensor
+    start: dist.Work
+    payload: dist.Work
+
+
+def _tag(lane: int, capacity: int) -> int:
+    """Of a payload; below `LANES` are those of what comes before it."""
+    return LANES * (1 + capacity % (_LARGEST_TAG // LANES)) + lane
+
+
 class GlooPeers:
     """The ranks of two groups, which nothing else may use meanwhile; a lane is a tag in both.
 
@@ -208,6 +229,15 @@ class GlooPeers:
     def reset(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
         self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._groups = groups
+        self._expected = defaultdict[tuple[int, int], deque[_Expected]](deque)
+        """By source and lane."""
+
+    def expect(self, sources: Collection[int], capacity: int, lane: int = 0) -> None:
+        for peer in sorted(sources):
+            buffer = torch.empty(_PAYLOAD + capacity, dtype=torch.uint8)
+            start = self._receive(buffer[_CAPACITY:_PAYLOAD], peer, lane)
+            payload = self._receive(buffer[_PAYLOAD:], peer, _tag(lane, capacity))
+            self._expected[peer, lane].append(_Expected(buffer, start, payload))
 
     def exchange(
         self,
@@ -216,46 +246,50 @@ class GlooPeers:
         capacity: int,
         lane: int = 0,
     ) -> dict[int, Tensor]:
-        """Send and receive everything at once; a payload's receive is posted when its length is
-        known, as gloo ends a process that is sent more.
+        """Send and receive everything at once.
+
+        gloo ends a process that is sent more than the receive it posted holds. So payloads have
+        tags by capacity, and what comes before one tells whether its tag is the same here.
         """
-        headers = {}
-        for peer in sorted(sources):
-            header = torch.empty(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8)
-            headers[peer] = (self._receive(header, peer, lane), header)
-        works = []
+        unexpected = [peer for peer in sources if not self._expected[peer, lane]]
+        self.expect(unexpected, capacity, lane)
+        starts, payloads = [], []
         for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
-            edge, group = self._edge(self.rank, peer), self._groups[peer < self.rank]
-            message = outgoing[peer]
-            for part in (message[:EXCHANGE_HEADER_NBYTES], message[EXCHANGE_HEADER_NBYTES:]):
-                works.append((edge, isend(part, group, peer, edge=edge, tag=lane)))
-        incoming = {}
-        for peer, (work, header) in headers.items():
-            edge = self._edge(peer, self.rank)
+            header, payload = outgoing[peer].tensor_split([EXCHANGE_HEADER_NBYTES])
+            longest = max(capacity, payload.numel())  # the peer rejects what is longer
+            start = torch.cat([torch.tensor([longest]).view(torch.uint8), header])
+            starts.append(self._send(start, peer, lane))
+            payloads.append(self._send(payload, peer, _tag(lane, longest)))
+        for edge, work in starts:  # first: who rejects a message must have told the others
             wait(work, edge=edge)
-            incoming[peer] = self._message(header, peer, capacity)
-            payload = incoming[peer][EXCHANGE_HEADER_NBYTES:]
-            works.append((edge, self._receive(payload, peer, lane)))
-        for edge, work in works:
+        incoming = {peer: self._message(peer, capacity, lane) for peer in sorted(sources)}
+        for edge, work in payloads:
             wait(work, edge=edge)
         with self._counting:
             self.bytes_sent += sum(message.numel() for message in outgoing.values())
         return incoming
 
-    def _receive(self, buffer: Tensor, peer: int, lane: int) -> dist.Work:
-        edge = self._edge(peer, self.rank)
-        return irecv(buffer, self._groups[self.rank < peer], peer, edge=edge, tag=lane)
+    def _send(self, part: Tensor, peer: int, tag: int) -> tuple[str, dist.Work]:
+        edge = self._edge(self.rank, peer)
+        return edge, isend(part, self._groups[peer < self.rank], peer, edge=edge, tag=tag)
 
-    def _message(self, header: Tensor, peer: int, capacity: int) -> Tensor:
-        length = payload_nbytes(header)
-        if length > capacity:
+    def _receive(self, buffer: Tensor, peer: int, tag: int) -> dist.Work:
+        edge = self._edge(peer, self.rank)
+        return irecv(buffer, self._groups[self.rank < peer], peer, edge=edge, tag=tag)
+
+    def _message(self, peer: int, capacity: int, lane: int) -> Tensor:
+        edge, expected = self._edge(peer, self.rank), self._expected[peer, lane].popleft()
+        wait(expected.start, edge=edge)
+        message = expected.buffer[_HEADER:]
+        theirs = int(expected.buffer[_CAPACITY:_HEADER].view(torch.int64))
+        if theirs != capacity or (length := payload_nbytes(message)) > capacity:
             raise DesyncError(
-                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of {length} bytes, "
-                f"where at most {capacity} can be; the two {self._what}s are at different exchanges"
+                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of up to {theirs} "
+                f"bytes, where at most {capacity} can be; the two {self._what}s are at different "
+                "exchanges"
             )
-        message = torch.empty(EXCHANGE_HEADER_NBYTES + length, dtype=torch.uint8)
-        message[:EXCHANGE_HEADER_NBYTES] = header
-        return message
+        wait(expected.payload, edge=edge)
+        return message[: EXCHANGE_HEADER_NBYTES + length]
 
     def _edge(self, source: int, target: int) -> str:
         return f"{self._what} {source} -> {self._what} {target}: lost in an exchange"

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 LANES = 4
-"""An exchange waits four times for the link's delay: so many buckets wait at the same time. Each
+"""An exchange waits three times for the link's delay: so many buckets wait at the same time. Each
 takes the memory of some five buckets meanwhile."""
 
 
@@ -38,6 +38,12 @@ class Peers(Protocol):
     bytes_sent: int
     """Bytes handed to the network so far, headers included."""
 
+    def expect(self, sources: Collection[int], capacity: int, lane: int = 0) -> None:
+        """Be ready for messages that an `exchange` to come will return, as it would be itself.
+
+        Data leaves a peer once it knows that: an exchange that is expected takes a delay less.
+        """
+
     def exchange(
         self,
         outgoing: Mapping[int, Tensor],
@@ -48,11 +54,12 @@ class Peers(Protocol):
         """Send each message (uint8, by target), return one message of every source.
 
         A message starts with the header of `pipeline/wire/exchange_header.py`; payloads are at
-        most `capacity` bytes long. If a rank names a source, that source must name it a target.
+        most `capacity` bytes long, of which all ranks give the same number. If a rank names a
+        source, that source must name it a target.
 
         Raises:
             TransportError: a peer is gone, or silent for longer than the timeout.
-            DesyncError: a message is longer than it can be.
+            DesyncError: a message is longer than it can be, or its sender has another `capacity`.
         """
 
 

@@ -63,6 +63,9 @@ class Through:
     def bytes_sent(self) -> int:
         return int(self.inner.bytes_sent)
 
+    def expect(self, sources: Collection[int], capacity: int, lane: int = 0) -> None:
+        self.inner.expect(sources, capacity, lane)
+
     def exchange(
         self,
         outgoing: Mapping[int, Tensor],

@@ -55,7 +55,9 @@ def exchange_all(rank: int) -> dict[str, Any]:
         "sizes": (whole, sent),
         "primitives": (sharded(peers), summed(peers), gathered(peers)),
         "ring": along_ring(peers),
-        "too long": send_too_much(peers_of_all()),
+        "too long": send_wrongly(peers_of_all(), 400, 300),
+        "apart": send_wrongly(peers_of_all(), 200, 300 + rank),
+        "expected": take_expected(peers_of_all()),
         "silent": wait_for_nothing(impatient_peers()),
     }
 
@@ -75,12 +77,27 @@ def swap_sizes(peers: Peers) -> bool:
     return good
 
 
-def send_too_much(peers: Peers) -> str:
-    """Each sends the next more than that allows."""
+def send_wrongly(peers: Peers, nbytes: int, capacity: int) -> str:
+    """Each sends the next so much."""
     following, before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-    with pytest.raises(DesyncError) as caught:
-        peers.exchange({following: message(400, 0)}, [before], 300)
-    return str(caught.value)
+    try:
+        peers.exchange({following: message(nbytes, 0)}, [before], capacity)
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def take_expected(peers: Peers) -> bool:
+    """Whether messages that are expected arrive in order, of any size up to their capacities."""
+    following, before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    sizes = [(3, 64), (64, 64), (0, 7), (5, 7)]
+    for _, capacity in sizes:
+        peers.expect([before], capacity, lane=1)
+    good = True
+    for nbytes, capacity in sizes:
+        found = peers.exchange({following: message(nbytes, nbytes)}, [before], capacity, lane=1)
+        good &= torch.equal(found[before], message(nbytes, nbytes))
+    return good
 
 
 def wait_for_nothing(peers: Peers) -> str:
@@ -115,7 +132,18 @@ def test_replicas_may_exchange_with_neighbors_only(found: list[dict[str, Any]]) 
 
 
 def test_a_message_longer_than_it_can_be_is_rejected(found: list[dict[str, Any]]) -> None:
-    assert found[0]["too long"].startswith("replica 2 -> replica 0: a payload of 400 bytes")
+    assert found[0]["too long"].startswith("replica 2 -> replica 0: a payload of up to 400 bytes")
+
+
+def test_a_peer_at_another_exchange_is_named_at_once(found: list[dict[str, Any]]) -> None:
+    for rank, one in enumerate(found):
+        before = (rank - 1) % SIZE
+        said = f"a payload of up to {300 + before} bytes, where at most {300 + rank} can be"
+        assert one["apart"].startswith(f"replica {before} -> replica {rank}: {said}")
+
+
+def test_messages_that_are_expected_arrive_in_order(found: list[dict[str, Any]]) -> None:
+    assert all(one["expected"] for one in found)
 
 
 def test_a_silent_peer_is_named(found: list[dict[str, Any]]) -> None:
