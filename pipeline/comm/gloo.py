@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, naming, wait
+from thinpipe.pipeline.comm.gloo_link import GlooLink, Naming, irecv, isend, wait
 from thinpipe.pipeline.comm.transport import CPU, FIRST_CUT, LANES, TIED, WEIGHTS, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
@@ -180,7 +180,7 @@ class GlooTransport:
         return f"rank {source} -> rank {target}: lost in an exchange of control messages"
 
     def _group(self, ranks: Sequence[int], traffic: Traffic) -> dist.ProcessGroup:
-        with naming(f"ranks {list(ranks)}: connecting failed"):
+        with Naming(f"ranks {list(ranks)}: connecting failed"):
             group = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=self._timeout_s),

@@ -18,7 +18,7 @@ Its magic differs from that of messages over a cut (`header.py`): neither is tak
 """
 
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class ExchangeHeader:
         _LAYOUT.check(message, self._fields(message), place=place, words=_WORDS)
 
     def _fields(self, message: Tensor) -> dict[str, int]:
-        return {**asdict(self), "unused": 0, "length": message.numel() - EXCHANGE_HEADER_NBYTES}
+        return {**vars(self), "unused": 0, "length": message.numel() - EXCHANGE_HEADER_NBYTES}
 
 
 def payload_nbytes(message: Tensor) -> int:

@@ -23,7 +23,7 @@ which holds the length that was meant, is checked before a byte is used. 52 byte
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ class Header:
     reserved: int = 0
 
     def write(self, message: Tensor) -> None:
-        _LAYOUT.write(message, asdict(self))
+        _LAYOUT.write(message, vars(self))
 
     def check(self, message: Tensor) -> None:
         """Compare the header of a received message with what this end expects.
@@ -130,7 +130,7 @@ class Header:
         """
         direction = DIRECTIONS[self.direction]
         place = f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
-        _LAYOUT.check(message, asdict(self), place=place)
+        _LAYOUT.check(message, vars(self), place=place)
 
 
 def payload_length(message: Tensor) -> int:

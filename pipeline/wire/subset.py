@@ -14,6 +14,7 @@ with state, so no subset depends on which were drawn before it.
 Axes: N values of the vector, R chosen runs, n chosen values.
 """
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -104,6 +105,7 @@ def random_subset(
     return Subset(numel, chosen_R * RUN, size)
 
 
+@functools.lru_cache
 def exact_fraction(fraction: float | Fraction) -> Fraction:
     """The ratio that a decimal number stands for: 0.15 is 3 / 20, 0.3333333333333333 is 1 / 3.
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from thinpipe.pipeline.comm.abandoned import abandonable
 from thinpipe.pipeline.comm.gloo import Traffic
-from thinpipe.pipeline.comm.gloo_link import naming
+from thinpipe.pipeline.comm.gloo_link import Naming
 
 BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
@@ -65,15 +65,15 @@ def pair(store: Store, place: int, wait_s: float, lost: Callable[[], bool]) -> P
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
     options._devices, options._timeout = [_DEVICES[JOINING]], timedelta(seconds=wait_s)
     edge = "a connection for states"
-    with naming(edge):
+    with Naming(edge):
         group: Any = abandonable(lambda: dist.ProcessGroupGloo(store, place, 2, options), lost)
 
     def send(tensor: Tensor) -> None:
-        with naming(edge):
+        with Naming(edge):
             abandonable(group.send([tensor], 1 - place, 0).wait, lost)
 
     def receive(tensor: Tensor) -> None:
-        with naming(edge):
+        with Naming(edge):
             abandonable(group.recv([tensor], 1 - place, 0).wait, lost)
 
     return send, receive
