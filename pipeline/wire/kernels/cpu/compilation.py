@@ -14,25 +14,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Any
 from uuid import uuid4
 
 import llvmlite
 import numba
-from numba import config, njit
+from numba import njit
 from numba.core.caching import NullCache, dumps
 from numba.core.compiler import CompileResult
-from numba.misc.appdirs import AppDirs
 
-_PACKAGE = "thinpipe"
+from thinpipe.pipeline.wire.kernels.cpu import kept
+
 _FOLDER = Path(__file__).parents[4]
 _ROOM_DEPTH = 4
 """Names to a room of kernels: thinpipe.pipeline.wire.kernels, thinpipe.launch.plan.placement."""
 _VERSIONS = (numba.__version__, llvmlite.__version__, sys.version)
 _DIGEST_NBYTES = 32  # SHA-256
-_ROOM_NBYTES = 2**20
-"""Of a kernel's code, 30 to 400 kB."""
 _LONGEST_WAIT_S = 60.0
 """For a kernel that another process compiles; then it is compiled here too."""
 
@@ -74,7 +71,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
             self._unlock(name)
 
     def _read(self, name: str, target: Any) -> Any:
-        for folder in cache_folders():
+        for folder in kept.cache_folders():
             with contextlib.suppress(OSError):
                 content = (folder / name).read_bytes()
                 digest, code = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
@@ -84,7 +81,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
     def _lock(self, name: str) -> None:
         """Wait until no other process compiles this; go on without a lock where there are none."""
-        for folder in cache_folders():
+        for folder in kept.cache_folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 # one process compiles, the others wait: each would take seconds of the same cores
@@ -112,7 +109,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
 
 def _keep(name: str, code: bytes) -> None:
-    for folder in cache_folders():
+    for folder in kept.cache_folders():
         partial = folder / f"{name}.{uuid4().hex}"  # other processes may write the same
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,31 +119,6 @@ def _keep(name: str, code: bytes) -> None:
         except OSError:
             with contextlib.suppress(OSError):
                 partial.unlink()
-
-
-def cache_folders() -> list[Path]:
-    """Where code is kept: NUMBA_CACHE_DIR if that is set, the user's cache folder, next to ours.
-
-    One for all checkouts: the names of kernels carry a digest of their sources.
-    """
-    chosen = [Path(config.CACHE_DIR)] if config.CACHE_DIR else []
-    user = Path(AppDirs(_PACKAGE, False).user_cache_dir) / "kernels"
-    return [*chosen, *[user] * user.is_absolute(), Path(__file__).parent / "__pycache__"]
-
-
-def why_nothing_is_kept() -> str | None:
-    """Why no folder takes compiled code; None if one does."""
-    problems = []
-    for folder in cache_folders():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder, buffering=0) as file:
-                if file.write(bytes(_ROOM_NBYTES)) == _ROOM_NBYTES:
-                    return None
-            problems.append(f"{folder}: too little space")
-        except OSError as error:
-            problems.append(f"{folder}: {error.strerror}")
-    return "; ".join(problems)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

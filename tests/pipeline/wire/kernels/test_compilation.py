@@ -12,7 +12,7 @@ import pytest
 from tests.disk import full_disk
 from tests.ranks import Ranks
 from tests.waiting import until
-from thinpipe.pipeline.wire.kernels.cpu import compilation
+from thinpipe.pipeline.wire.kernels.cpu import compilation, kept
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -42,7 +42,7 @@ def _used(found: Any) -> tuple[int, int]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only place for code."""
-    monkeypatch.setattr(compilation, "cache_folders", lambda: [tmp_path])
+    monkeypatch.setattr(kept, "cache_folders", lambda: [tmp_path])
     return tmp_path
 
 
@@ -70,11 +70,11 @@ def test_damaged_code_is_compiled_again_and_replaced(
 def test_without_room_code_is_compiled_in_memory_and_nothing_is_left(folder: Path) -> None:
     with full_disk():
         assert _used(_fresh()) == (0, 1)
-        problem = compilation.why_nothing_is_kept()
+        problem = kept.why_nothing_is_kept()
     assert problem is not None
     assert problem.startswith(f"{folder}: ")
     assert [*folder.iterdir()] == []
-    assert compilation.why_nothing_is_kept() is None
+    assert kept.why_nothing_is_kept() is None
 
 
 def test_code_is_found_where_nothing_can_be_written_and_kept_in_the_next_place(
@@ -82,18 +82,18 @@ def test_code_is_found_where_nothing_can_be_written_and_kept_in_the_next_place(
 ) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
-    monkeypatch.setattr(compilation, "cache_folders", lambda: [blocked, tmp_path / "new" / "place"])
+    monkeypatch.setattr(kept, "cache_folders", lambda: [blocked, tmp_path / "new" / "place"])
     assert _used(_fresh()) == (0, 1)
     assert _used(_fresh()) == (1, 0)
-    monkeypatch.setattr(compilation, "cache_folders", lambda: [blocked])
+    monkeypatch.setattr(kept, "cache_folders", lambda: [blocked])
     assert _used(_fresh()) == (0, 1)
-    problem = compilation.why_nothing_is_kept()
+    problem = kept.why_nothing_is_kept()
     assert problem == f"{blocked}: File exists"
 
 
 def _compile_together(rank: int, folder: Path) -> int:
     """How many variants this process compiled."""
-    compilation.cache_folders = lambda: [folder / "code"]
+    kept.cache_folders = lambda: [folder / "code"]
     product = _fresh()
     (folder / f"ready {rank}").touch()
     until(lambda: len([*folder.glob("ready *")]) == 2)
@@ -158,10 +158,10 @@ def test_without_locks_or_past_the_deadline_a_process_compiles_by_itself(
 def test_the_users_choice_comes_first_and_an_unknown_home_is_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     next_to_ours = Path(compilation.__file__).parent / "__pycache__"
-    assert compilation.cache_folders()[0] == tmp_path
-    assert compilation.cache_folders()[-1] == next_to_ours
+    assert kept.cache_folders()[0] == tmp_path
+    assert kept.cache_folders()[-1] == next_to_ours
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # no HOME, nobody in passwd
-    assert compilation.cache_folders() == [tmp_path, next_to_ours]
+    assert kept.cache_folders() == [tmp_path, next_to_ours]
