@@ -22,7 +22,8 @@ class LocalPeers:
 
     rank: int
     size: int
-    mailboxes: dict[tuple[int, int, int], "queue.SimpleQueue[Tensor]"]
+    mailboxes: dict[tuple[int, int, int], "queue.SimpleQueue[tuple[int, Tensor]]"]
+    """By source, target and lane: messages, and what their senders take for the capacity."""
     timeout_s: float = 60.0
     bytes_sent: int = 0
     exchanges: int = 0
@@ -42,27 +43,31 @@ class LocalPeers:
             self.exchanges += 1
             self.bytes_sent += sum(message.numel() for message in outgoing.values())
         for peer, message in outgoing.items():
-            self.mailboxes[self.rank, peer, lane].put(message.clone())
+            longest = max(capacity, payload_nbytes(message))
+            self.mailboxes[self.rank, peer, lane].put((longest, message.clone()))
         return {peer: self._receive(peer, capacity, lane) for peer in sources}
 
     def _receive(self, peer: int, capacity: int, lane: int) -> Tensor:
+        theirs, message = self._take(peer, lane)
+        if theirs != capacity:
+            raise DesyncError(
+                f"replica {peer} -> replica {self.rank}: a payload of up to {theirs} bytes, where "
+                f"at most {capacity} can be"
+            )
+        return message
+
+    def _take(self, peer: int, lane: int) -> tuple[int, Tensor]:
         try:
-            message = self.mailboxes[peer, self.rank, lane].get(timeout=self.timeout_s)
+            return self.mailboxes[peer, self.rank, lane].get(timeout=self.timeout_s)
         except queue.Empty:
             raise TransportError(
                 f"replica {peer} -> replica {self.rank}: no message in {self.timeout_s} s"
             ) from None
-        if (length := payload_nbytes(message)) > capacity:
-            raise DesyncError(
-                f"replica {peer} -> replica {self.rank}: a payload of {length} bytes, where at "
-                f"most {capacity} can be"
-            )
-        return message
 
 
 def local_peers(size: int, *, timeout_s: float = 60.0) -> list[LocalPeers]:
     """Both ends of everything, one element per replica."""
-    mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {
+    mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[tuple[int, Tensor]]] = {
         edge: queue.SimpleQueue() for edge in product(range(size), range(size), range(LANES))
     }
     return [LocalPeers(rank, size, mailboxes, timeout_s) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""A device of its own kind, made of a CPU: its tensors reject to meet those of the CPU.
+"""A device of its own kind, made of a CPU: its tensors refuse to meet those of the CPU.
 
 Importing this registers the device "fake" with torch, for the whole process: do so in a child. What
 a GPU would reject (operations on tensors of two devices) is rejected; what would make the CPU wait

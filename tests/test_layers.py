@@ -204,7 +204,7 @@ ROOMS = {
     ("host",): (
         "pipeline.models.paths",
         "pipeline.precision",
-        "pipeline.wire.kernels.cpu.compilation",
+        "pipeline.wire.kernels.cpu.kept",
     ),
     ("view",): SHOWN,
     ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods", "pipeline.models.paths"),
@@ -240,7 +240,9 @@ def test_importing_is_cheap_and_what_trains_does_not_load_what_draws_or_reads_ta
     heavy = "{'triton', 'numba', 'torch.distributed.pipelining'} & set(sys.modules)"
     code = "".join(f"import {name}\nassert not {heavy}, ('{name}', {heavy})\n" for name in CHEAP)
     drawing = "{'matplotlib', 'datasets', 'pandas', 'pyarrow', 'tokenizers'}"
-    code += f"import thinpipe.launch.start\nassert not {drawing} & set(sys.modules)"
+    code += f"import thinpipe.launch.start\nassert not {drawing} & set(sys.modules)\n"
+    code += "from thinpipe.launch.host.device import cache_notice\n"
+    code += "cache_notice('cpu')\nassert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT)
 
 

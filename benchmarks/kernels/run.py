@@ -175,7 +175,7 @@ def top(buffers: Buffers, repetitions: int) -> Iterator[Row]:
 
 
 def check(bits: int, device: str = "cpu") -> None:
-    """Reject to time kernels whose bytes are not the reference's.
+    """Reject kernels whose bytes are not the reference's.
 
     Raises:
         RuntimeError: naming the kernel.

@@ -86,7 +86,7 @@ def cache_notice(name: DeviceName) -> str | None:
     """A notice where the kernels' machine code cannot be kept on disk."""
     if device_type(name) != "cpu":
         return None
-    from thinpipe.pipeline.wire.kernels.cpu.kept import why_nothing_is_kept  # for CPUs alone
+    from thinpipe.pipeline.wire.kernels.cpu.kept import why_nothing_is_kept
 
     why = why_nothing_is_kept()
     return why and (

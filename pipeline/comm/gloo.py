@@ -216,6 +216,8 @@ class GlooPeers:
     Both groups hold all ranks; messages to higher ones travel on the first, those to lower ones on
     the second. With a single one, gloo's own message that a receive is posted would queue behind
     the data that goes the same way, and half of a full-duplex link would be used.
+
+    After an exchange that failed only `reset` makes it usable again: receives of others are posted.
     """
 
     def __init__(
@@ -279,14 +281,16 @@ class GlooPeers:
 
     def _message(self, peer: int, capacity: int, lane: int) -> Tensor:
         edge, expected = self._edge(peer, self.rank), self._expected[peer, lane].popleft()
+        assert expected.buffer.numel() == _PAYLOAD + capacity, "expected with another capacity"
         wait(expected.start, edge=edge)
         message = expected.buffer[_HEADER:]
         theirs = int(expected.buffer[_CAPACITY:_HEADER].view(torch.int64))
-        if theirs != capacity or (length := payload_nbytes(message)) > capacity:
+        length = payload_nbytes(message)
+        if theirs != capacity or length > capacity:
             raise DesyncError(
-                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of up to {theirs} "
-                f"bytes, where at most {capacity} can be; the two {self._what}s are at different "
-                "exchanges"
+                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of up to "
+                f"{max(theirs, length)} bytes, where at most {capacity} can be; the two "
+                f"{self._what}s are at different exchanges"
             )
         wait(expected.payload, edge=edge)
         return message[: EXCHANGE_HEADER_NBYTES + length]

@@ -1,8 +1,9 @@
 """Links over torch process groups (gloo): tags, preposted receives, clear failures.
 
-gloo moves nothing before the receive is posted, matches by (peer, tag) first in first out, swallows
-a message whose receive was dropped, and cannot abort; hence every receive of a pass is posted
-before any compute, tags are unique within two passes, and every posted receive is taken.
+gloo moves nothing before the receive is posted, matches by (peer, tag) first in first out, reads no
+more from a peer after a message whose receive was dropped, and cannot abort; hence every receive of
+a pass is posted before any compute, tags are unique within two passes, and every posted receive is
+taken.
 """
 
 import re

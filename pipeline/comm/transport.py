@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 
 
 LANES = 4
-"""An exchange waits three times for the link's delay: so many buckets wait at the same time. Each
-takes the memory of some five buckets meanwhile."""
+"""A sum over replicas waits three times for the link's delay: so many buckets wait at the same
+time. Each takes the memory of some five buckets meanwhile."""
 
 
 class Peers(Protocol):
@@ -36,12 +36,12 @@ class Peers(Protocol):
     rank: int
     size: int
     bytes_sent: int
-    """Bytes handed to the network so far, headers included."""
+    """Bytes handed to the network so far, headers included, but not what a transport adds."""
 
     def expect(self, sources: Collection[int], capacity: int, lane: int = 0) -> None:
-        """Be ready for messages that an `exchange` to come will return, as it would be itself.
+        """Post the receives of the lane's next `exchange` that has none, with the same arguments.
 
-        Data leaves a peer once it knows that: an exchange that is expected takes a delay less.
+        Data leave a peer once it knows of them: an exchange that is expected takes a delay less.
         """
 
     def exchange(

@@ -1,6 +1,6 @@
 """Checkpoints of two machines with disks of their own: damaged, and killed while they save.
 
-Whatever happens, both restore the same whole state, the newest that there is, or reject by name.
+Whatever happens, both restore the same whole state, the newest that there is, or say why not.
 """
 
 import json

@@ -51,8 +51,15 @@ def test_a_silent_peer_is_named() -> None:
         first.exchange({1: message(4, 0)}, [1], 4)
 
 
+def test_a_replica_at_another_exchange_is_rejected() -> None:
+    first, second = local_peers(2)
+    second.exchange({0: message(4, 0)}, [], 299)
+    with pytest.raises(DesyncError, match="up to 299 bytes, where at most 300 can be"):
+        first.exchange({}, [1], 300)
+
+
 def test_a_message_longer_than_it_can_be_is_rejected() -> None:
     first, second = local_peers(2)
-    second.exchange({0: message(400, 0)}, [], 0)
-    with pytest.raises(DesyncError, match="replica 1 -> replica 0: a payload of 400 bytes"):
+    second.exchange({0: message(400, 0)}, [], 300)
+    with pytest.raises(DesyncError, match="replica 1 -> replica 0: a payload of up to 400 bytes"):
         first.exchange({}, [1], 300)

@@ -27,14 +27,14 @@ class PatientPeers(LocalPeers):
 
     failed: threading.Event = field(default_factory=threading.Event)
 
-    def _receive(self, peer: int, capacity: int, lane: int) -> Tensor:
+    def _take(self, peer: int, lane: int) -> tuple[int, Tensor]:
         mailbox = self.mailboxes[peer, self.rank, lane]
         while not self.failed.is_set():
             try:
                 return mailbox.get(timeout=0.01)
             except queue.Empty:
                 continue
-        return super()._receive(peer, capacity, lane)
+        return super()._take(peer, lane)
 
 
 @dataclass

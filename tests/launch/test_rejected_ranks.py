@@ -1,4 +1,4 @@
-"""Ranks that do not fit together reject to start, and tell the others."""
+"""Ranks that do not fit together do not start, and tell the others."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
 
 
 def reported_by(ranks: list[Command]) -> list[str]:
-    """What ranks that reject to start print."""
+    """What ranks that do not start print."""
     try:
         ended = [rank.done() for rank in ranks]
     finally:

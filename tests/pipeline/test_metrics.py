@@ -104,7 +104,7 @@ def test_a_function_of_ones_own_is_averaged_over_all_ranks() -> None:
         Mean(lambda x, y: 1.0, "sum").tally(None, None)  # type: ignore[arg-type, return-value]
 
 
-def test_names_are_rejected_what_they_cannot_compare() -> None:
+def test_what_names_cannot_compare_is_rejected() -> None:
     accuracy = Measures(named_metrics(["accuracy"]))
     with pytest.raises(ValueError, match="give a function of your own"):
         accuracy.add({"logits": torch.zeros(1)}, torch.zeros(1))

@@ -209,7 +209,9 @@ def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_rejects(run_file: Path) -> None:
+def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_rejects_it(
+    run_file: Path,
+) -> None:
     code, output = dry_run(run_file, "pipeline.device=cuda")
     assert code == 0, output
     assert "model, activations and what is cached on a GPU: up to" in output

@@ -22,11 +22,13 @@ from tests.gradcomp.exchanges import (
     message,
     sharded,
     summed,
+    total,
 )
 from tests.ranks import Ranks, run_ranks
+from thinpipe.pipeline.comm import gloo
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooPeers
-from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.comm.transport import LANES, Peers
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError
 
@@ -41,7 +43,7 @@ def peers_of_all() -> Peers:
     return GlooPeers((dist.group.WORLD, dist.group.WORLD))
 
 
-def impatient_peers() -> Peers:
+def impatient_peers() -> GlooPeers:
     """Peers that wait for 3 seconds."""
     dist.barrier()  # making the group has the same timeout
     group = dist.new_group(timeout=timedelta(seconds=3))
@@ -56,8 +58,9 @@ def exchange_all(rank: int) -> dict[str, Any]:
         "primitives": (sharded(peers), summed(peers), gathered(peers)),
         "ring": along_ring(peers),
         "too long": send_wrongly(peers_of_all(), 400, 300),
-        "apart": send_wrongly(peers_of_all(), 200, 300 + rank),
+        "apart": send_wrongly(peers_of_all(), 200, 500 + rank),
         "expected": take_expected(peers_of_all()),
+        "moved": go_on_in_another_group(rank),
         "silent": wait_for_nothing(impatient_peers()),
     }
 
@@ -100,6 +103,17 @@ def take_expected(peers: Peers) -> bool:
     return good
 
 
+def go_on_in_another_group(rank: int) -> bool:
+    """Whether an exchange is right after one that failed in its first phase, with more expected."""
+    peers = impatient_peers()
+    if rank == 0:
+        with pytest.raises(TransportError):
+            sharded(peers)
+    group = dist.new_group()
+    peers.reset((group, group))
+    return torch.equal(sharded(peers), total(SIZE))
+
+
 def wait_for_nothing(peers: Peers) -> str:
     """The first replica waits for the second, which is alive but does not send."""
     if peers.rank != 0:
@@ -138,8 +152,20 @@ def test_a_message_longer_than_it_can_be_is_rejected(found: list[dict[str, Any]]
 def test_a_peer_at_another_exchange_is_named_at_once(found: list[dict[str, Any]]) -> None:
     for rank, one in enumerate(found):
         before = (rank - 1) % SIZE
-        said = f"a payload of up to {300 + before} bytes, where at most {300 + rank} can be"
+        said = f"a payload of up to {500 + before} bytes, where at most {500 + rank} can be"
         assert one["apart"].startswith(f"replica {before} -> replica {rank}: {said}")
+
+
+def test_after_a_failure_another_group_is_as_good_as_new(found: list[dict[str, Any]]) -> None:
+    assert all(one["moved"] for one in found)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2**29 - 1, 2**29, 2**40])
+@pytest.mark.parametrize("lane", range(LANES))
+def test_tags_of_payloads_are_those_of_a_lane_and_fit_torch(capacity: int, lane: int) -> None:
+    tag = gloo._tag(lane, capacity)
+    assert LANES <= tag < 2**31
+    assert tag % LANES == lane
 
 
 def test_messages_that_are_expected_arrive_in_order(found: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, StringConstraints, ValidationError
 
 from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Steps
@@ -48,6 +48,12 @@ class Hello(BaseModel, frozen=True, extra="forbid", strict=True):
     received: Annotated[int, Field(ge=0)] = 0
 
 
+_REFUSED: Any = Field(
+    validation_alias=AliasChoices("refused", "rejected"),
+    serialization_alias="refused",  # as hosts up to version 0.3.0 call it
+)
+
+
 class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     """The answer: why the host was rejected, or what this host received in the session.
 
@@ -56,7 +62,7 @@ class Welcome(BaseModel, frozen=True, extra="forbid", strict=True):
     `later`: there may be one later.
     """
 
-    rejected: str = ""
+    rejected: Annotated[str, _REFUSED] = ""
     again: bool = False
     place: Name | None = None
     later: bool = False
@@ -126,7 +132,7 @@ def peer_name(connection: ssl.SSLSocket) -> str | None:
 def send(connection: ssl.SSLSocket, message: BaseModel) -> Steps[None]:
     """Send a message."""
     # without what is unknown: a peer of an older version rejects names that it does not know
-    text = message.model_dump_json(exclude_none=True).encode()
+    text = message.model_dump_json(exclude_none=True, by_alias=True).encode()
     data = memoryview(_LENGTH.pack(len(text)) + text)
     while data:
         try:

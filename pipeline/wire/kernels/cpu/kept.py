@@ -9,7 +9,7 @@ _ROOM_NBYTES = 2**20
 
 
 def cache_folders() -> list[Path]:
-    """NUMBA_CACHE_DIR if that is set, the user's cache folder, next to ours.
+    """Where code is kept: NUMBA_CACHE_DIR if that is set, the user's cache folder, next to ours.
 
     One for all checkouts: the names of kernels carry a digest of their sources.
     """

@@ -1,4 +1,4 @@
-"""Ranks agree before step 0, or reject and say who differs in what."""
+"""Ranks agree before step 0, or do not start and say who differs in what."""
 
 import json
 import os

@@ -140,7 +140,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         def is_there() -> bool:
             try:
                 tab.open(f"http://localhost:{port}/")
-            except Exception:  # rejected as yet
+            except Exception:  # refused as yet
                 return False
             return True
 
@@ -150,7 +150,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
         tab.wait(lambda: tab.text("#state") != first)
         seen = tab.run("return runs[0].columns.loss")
         tab.wait(lambda: f"watch at http://localhost:{port}/" in tab.text("#notes"))
-        assert all("net::ERR_CONNECTION_REJECTED" in complaint for complaint in tab.complaints())
+        assert all("net::ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints())
         tab.wait(lambda: tab.text("#state") == "Finished.")
         assert tab.run("return runs[0].columns.step.at(-1)") == 300
         tab.wait(lambda: "samples" in visible(tab))

@@ -38,7 +38,7 @@ def attack(port: int, over: threading.Event, held: list[socket.socket]) -> None:
             over.wait(0.05)
 
 
-def rejects(port: int) -> bool:
+def refuses(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=10).close()
     except ConnectionRefusedError:
@@ -63,4 +63,4 @@ def test_losses_are_the_same_while_the_page_is_attacked(run_file: Path) -> None:
         for client in held:
             client.close()
     assert found == losses(run_file, "alone", epochs)
-    until(lambda: rejects(port), 10)  # the page ends soon after its run
+    until(lambda: refuses(port), 10)  # the page ends soon after its run

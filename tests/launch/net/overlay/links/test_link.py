@@ -356,10 +356,10 @@ def test_who_was_given_up_is_not_given_up_again_as_another_has_its_name(key: Pat
         assert "another has its name" not in reasons
 
 
-def test_a_rejection_means_nothing_where_the_peer_never_was(
+def test_a_refusal_means_nothing_where_the_peer_never_was(
     key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something else may reject there, as a router in front of it does."""
+    """Something else may refuse there, as a router in front of it does."""
     monkeypatch.setattr(dialer, "_REFUSED_S", 0.0)  # elsewhere the second one would be the end
     with Pair(key) as pair:
         near, far = pair.pipe()
@@ -367,7 +367,7 @@ def test_a_rejection_means_nothing_where_the_peer_never_was(
         attempts, note = pair.attempts, dialer.Dialer._note_refusal
 
         def note_late(*arguments: Any, **options: Any) -> None:
-            """The peer's address is its own again while an attempt elsewhere is rejected."""
+            """The peer's address is its own again while an attempt elsewhere is refused."""
             if pair.attempts >= attempts + 4:
                 pair.wire.address = address
             note(*arguments, **options)
