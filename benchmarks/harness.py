@@ -59,7 +59,7 @@ def parse_options(
 ) -> argparse.Namespace:
     """Parse a command line with a switch that stands for other defaults, and say which.
 
-    What is given beside the switch holds.
+    Options given with the switch hold.
     """
     flags = ", ".join(f"--{name} {_words(value)}" for name, value in defaults.items())
     parser.add_argument(f"--{switch}", action="store_true", help=f"{flags}, but for what is given")
@@ -145,7 +145,7 @@ PREDICTED = {"predicted s": ".3f", "measured s": ".3f", "error": "+.1%"}
 
 
 def prediction_numbers(predicted_s: float, steps_s: Sequence[float]) -> dict[str, float | None]:
-    """A predicted step beside the median of measured ones, if there are any: `PREDICTED`."""
+    """A predicted step against the median of measured ones, if there are any: `PREDICTED`."""
     measured_s = statistics.median(steps_s) if steps_s else None
     error = predicted_s / measured_s - 1 if measured_s else None
     return {"predicted s": predicted_s, "measured s": measured_s, "error": error}

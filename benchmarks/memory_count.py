@@ -1,4 +1,4 @@
-"""Memory counted before a run beside the peak that its ranks reach, and the seconds of its steps.
+"""Memory counted before a run against the peak that its ranks reach, and the seconds of its steps.
 
     python -m benchmarks.memory_count run.toml --cases small --json memory.jsonl
     python -m benchmarks.memory_count run.toml

@@ -136,7 +136,7 @@ def kernels(work: Work) -> str:
 
 
 def memory(work: Work) -> str:
-    """Peaks of training steps beside what was counted."""
+    """Peaks of training steps against what was counted."""
     if work.rehearse:
         return "Not on a CPU."
     path = work.folder / "memory.jsonl"

@@ -1,4 +1,4 @@
-"""The peak of a GPU's memory in training steps, beside the bytes counted before the run.
+"""The peak of a GPU's memory in training steps, against the bytes counted before the run.
 
     python -m benchmarks.gpu.memory --json memory.jsonl
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.links.planner`: the step `thinpipe plan` predicts beside the measured one.
+"""`python -m benchmarks.links.planner`: the step `thinpipe plan` predicts against the measured one.
 
 Two forms on emulated networks (`launch/lab/`). "slept": the paper-shaped stages of
 `benchmarks.links.workloads` with chosen times, real codecs and links. "real": a small transformer

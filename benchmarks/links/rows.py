@@ -1,4 +1,4 @@
-"""Rows of the link benchmark: measured steps beside the best that the schedule can reach."""
+"""Rows of the link benchmark: measured steps against the best that the schedule can reach."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.placement`: layouts of our solver beside DT-FM's, random and greedy ones.
+"""`python -m benchmarks.placement`: layouts of our solver against DT-FM's, random and greedy ones.
 
 `--networks` is a JSON file that maps names to DT-FM's matrices (labels, latency_ms, gbps): what
 compression changes in predicted steps of its case study. On a network made here, how time and

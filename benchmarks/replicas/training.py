@@ -148,7 +148,7 @@ def train(
     Numbers are how many times fewer bytes than in a ring all-reduce of the same parameters a
     replica sends, headers included; the loss of the global model on held-out text [nats per token],
     and in training, in the last quarter of the steps, each replica with its own parameters; and the
-    bytes per parameter that a replica holds beside it: the optimizer's state and the method's.
+    bytes per parameter that a replica holds in addition: the optimizer's state and the method's.
 
     Raises:
         RuntimeError: a loss is not finite.

@@ -60,13 +60,13 @@ def write_adapter(
     """Write adapters, and whole modules with them, by the names of training."""
     assert model.lora is not None, "there are adapters"
     whole = model.whole()
-    beside = {
+    others = {
         _module(name, whole.base_model_prefix) for name in tensors if f".{ADAPTER}." not in name
     }
     options = peft_config(whole, model.lora)
     options.base_model_name_or_path = str(model.folder)
     options.task_type = "CAUSAL_LM" if model.classes is None else "SEQ_CLS"
-    options.modules_to_save = sorted(beside) or None
+    options.modules_to_save = sorted(others) or None
     options.inference_mode = True
     options.save_pretrained(str(folder))
     wide = DTYPES.get(dtype, torch.float32)

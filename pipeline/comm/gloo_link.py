@@ -41,7 +41,7 @@ class Naming:
             return
         reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
-        # a wait that timed out closes its pairs: "Application timeout" for whoever waits beside it
+        # a wait that timed out closes its pairs: "Application timeout" for whoever else waits
         late = any(word in reason.lower() for word in ("timed out", "timeout"))
         raise (SilentError if late else TransportError)(f"{self._edge}: {reason}") from error
 
