@@ -1,6 +1,10 @@
 """Exchanges between replicas in one process."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from tests.gradcomp.exchanges import (
     along_ring,
@@ -11,7 +15,7 @@ from tests.gradcomp.exchanges import (
     sharded,
     summed,
 )
-from tests.gradcomp.replicas import all_of
+from tests.gradcomp.replicas import Through, all_of
 from thinpipe.gradcomp.local_peers import LocalPeers, local_peers
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.header import DesyncError
@@ -23,6 +27,29 @@ def test_all_replicas_find_the_same(size: int) -> None:
     found = all_of(peers, lambda peer: (sharded(peer), summed(peer), gathered(peer)))
     for rank, one in enumerate(found):
         check_primitives(size, rank, one)
+
+
+@dataclass
+class Noting(Through):
+    """Knows in which order it was called."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def expect(self, *arguments: Any, **options: Any) -> None:
+        self.calls.append("expect")
+        super().expect(*arguments, **options)
+
+    def exchange(self, *arguments: Any, **options: Any) -> dict[int, Tensor]:
+        self.calls.append("exchange")
+        return super().exchange(*arguments, **options)
+
+
+def test_a_sum_expects_both_its_messages_before_it_sends() -> None:
+    """Else each waits once more for the delay of the link."""
+    peers = [Noting(inner) for inner in local_peers(2)]
+    all_of(peers, sharded)
+    for one in peers:
+        assert one.calls == ["expect", "expect", "exchange", "exchange"]
 
 
 def test_replicas_may_exchange_with_neighbors_only() -> None:

@@ -24,7 +24,7 @@ from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.net.overlay import joining, keys
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.joining import Joiner
-from thinpipe.launch.net.overlay.links.handshake import Hello, Rejected, Welcome
+from thinpipe.launch.net.overlay.links.handshake import Hello, Rejected, Welcome, send
 from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.process import Overlay
 from thinpipe.launch.net.overlay.settings import Settings
@@ -326,3 +326,14 @@ def test_what_a_process_asked_for_ends_with_it(met: Run) -> None:
         assert reached(), "its process lives"
     wait_until(lambda: not reached(), PATIENCE_S)
     wait_until(lambda: own.num_fds() <= before, PATIENCE_S)
+
+
+def test_why_a_host_was_rejected_keeps_its_name_on_the_wire() -> None:
+    said = Welcome.model_validate_json('{"refused": "another run"}')
+    assert said.rejected == "another run"
+    ours, theirs = socket.socketpair()
+    connection: Any = ours
+    with ours, theirs:
+        for _ in send(connection, said):
+            pass
+        assert b'"refused":"another run"' in theirs.recv(1000)
