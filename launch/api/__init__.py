@@ -15,7 +15,6 @@ Your own program:
 """
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -46,8 +45,6 @@ __all__ = [
     "load",
 ]
 
-__version__ = _version("thinpipe")
-
 _PLACES = {
     "AQSGD": ("aqsgd.config", "AqsgdConfig"),
     "Boundary": ("launch.config.boundary", "BoundaryConfig"),
@@ -65,6 +62,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "__version__":
+        from importlib.metadata import version  # takes as long as all else that help needs
+
+        return version("thinpipe")
     if name not in _PLACES:
         raise AttributeError(
             f"module 'thinpipe' has no attribute {name!r}; it has {', '.join(_PLACES)}"

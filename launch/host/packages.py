@@ -6,7 +6,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
@@ -83,6 +82,8 @@ def _imported_from_here(package: str) -> Path | None:
 
 def versions() -> dict[str, str]:
     """Versions that a run records and peers compare."""
+    from importlib.metadata import version  # imports slowly
+
     return {
         "thinpipe": version("thinpipe"),
         "torch": version("torch").split("+")[0],
