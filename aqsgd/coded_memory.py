@@ -30,15 +30,12 @@ class Visit(NamedTuple):
 
 
 class CodedMemory(SampleMemory):
-    """Last seen values by sample id; ids that were never committed are unknown."""
+    """A `SampleMemory` of values."""
 
     def __init__(
         self, codec: Codec, store: Store | None = None, *, capacity: int | None = None
     ) -> None:
-        """`codec` turns values into stored bytes; it must be deterministic.
-
-        `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
-        """
+        """`codec` turns values into stored bytes; it must be deterministic."""
         super().__init__(codec.capacity, store, capacity=capacity)
         self._codec = codec
 
@@ -61,10 +58,11 @@ class CodedMemory(SampleMemory):
         if isinstance(self._codec, Cast):
             kind = self._codec.dtype
             cached = Cached(old.view(kind)[None], row.view(kind)[None])
-            return Visit(sample, cached, row, home)
-        old_1N = torch.empty(1, numel, device=device)
-        self._codec.decode(old[None], old_1N)
-        return Visit(sample, Cached(old_1N, torch.empty_like(old_1N)), row, home)
+        else:
+            old_1N = torch.empty(1, numel, device=device)
+            self._codec.decode(old[None], old_1N)
+            cached = Cached(old_1N, torch.empty_like(old_1N))
+        return Visit(sample, cached, row, home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
         """Stage what was written to the fresh row, or if it is not to be kept lose the sample.

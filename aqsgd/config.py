@@ -29,9 +29,6 @@ class MemoryConfig(BaseModel, frozen=True, extra="forbid"):
     folder: str | None = None
 
 
-_OF_UNIFORM = ("scale_per", "rounding")  # settings that tiles do not have
-
-
 class AqsgdConfig(QuantizerConfig):
     """Quantized changes. `first_visit` and `memory`: a float format, that many bits, or tiles.
 
@@ -55,7 +52,8 @@ class AqsgdConfig(QuantizerConfig):
     def _of_uniform(self) -> list[str]:
         """Settings given that tiles do not have."""
         fields = type(self).model_fields
-        return [name for name in _OF_UNIFORM if getattr(self, name) != fields[name].default]
+        names = ("scale_per", "rounding")
+        return [name for name in names if getattr(self, name) != fields[name].default]
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
@@ -70,8 +68,8 @@ class AqsgdConfig(QuantizerConfig):
 
     def change_codec(self, width: int) -> ChangeCodec:
         if self.tiled:
-            return StatelessConfig(bits=self.bits).quantizer()
-        return self.quantizer(width)
+            return StatelessConfig(bits=self.bits).codec(width)
+        return self.codec(width)
 
     def first_visit_codec(self, width: int) -> Codec:
         if self.first_visit == "same":

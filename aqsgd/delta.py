@@ -24,8 +24,6 @@ from thinpipe.pipeline.wire.codec import ChangeCodec, Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
-CODEC_ID = 32  # in headers; docs/wire_format.md lists all
-
 
 class _Part(NamedTuple):
     """Some rows of a microbatch: which they are, their samples, and their bytes."""
@@ -48,7 +46,7 @@ class DeltaBoundary:
     receiver computes with m + d, as in the paper, not with the stored (rounded) value.
     """
 
-    codec_id = CODEC_ID
+    codec_id = 32  # in headers; docs/wire_format.md lists all
     take_gradients = None
 
     def __init__(

@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 ROWS = "memory_rows"
 """Key of the bytes in `state_dict`: as large as the cache, so worth not copying."""
 
-_HISTORY = struct.Struct("<qIQ")
-
 
 class History(NamedTuple):
     """What both ends know of a sample without looking at its row."""
@@ -46,6 +44,9 @@ class History(NamedTuple):
 
     def after(self, wire: Tensor) -> "History":
         return History(self.generation + 1, crc32(wire, self.chain))
+
+    def packed(self, sample: int) -> bytes:
+        return struct.pack("<qIQ", sample, self.chain, self.generation)
 
 
 UNSEEN = History(0, 0)
@@ -166,7 +167,7 @@ class SampleMemory:
         """SHA-256 of ids, histories and bytes: equal on both ends, always."""
         hasher = hashlib.sha256()
         for sample, history in sorted(self._histories.items()):
-            hasher.update(_HISTORY.pack(sample, history.chain, history.generation))
+            hasher.update(history.packed(sample))
             hasher.update(self._store.row(sample).cpu().numpy().data)
         return hasher.hexdigest()
 
@@ -177,8 +178,8 @@ class SampleMemory:
         """
         total = 0
         for sample, history in sorted(self._histories.items()):
-            held = _HISTORY.pack(sample, history.chain, history.generation)
-            total = zlib.crc32(held + self._store.checksum(sample).to_bytes(4, "little"), total)
+            checksum = self._store.checksum(sample).to_bytes(4, "little")
+            total = zlib.crc32(history.packed(sample) + checksum, total)
         return total
 
     def release(self) -> None:
@@ -243,7 +244,7 @@ class SampleMemory:
             return 0
         if self._store.is_lost(sample):
             return -1
-        return zlib.crc32(_HISTORY.pack(sample, history.chain, history.generation)) + 1  # 0: none
+        return zlib.crc32(history.packed(sample)) + 1  # 0: none
 
     def _fixed_nbytes(self, numel: int, sample: int) -> int:
         """Bytes of a row, which are those of the first."""

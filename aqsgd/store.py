@@ -131,8 +131,7 @@ class RamStore:
     def checksum(self, sample: int) -> int:
         return self._sums[sample]
 
-    def end_step(self) -> None:
-        """Nothing to do."""
+    def end_step(self) -> None: ...
 
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         rows = [self._rows[sample] for sample in samples]
@@ -140,8 +139,7 @@ class RamStore:
         sums = [self._sums[sample] for sample in samples]
         return packed, torch.arange(len(samples)), torch.tensor(sums, dtype=torch.int64)
 
-    def close(self) -> None:
-        """Nothing: rows go with this object."""
+    def close(self) -> None: ...
 
     def _verify_again(self, sample: int) -> None:
         self._checked.pop(sample, None)

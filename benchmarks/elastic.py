@@ -21,8 +21,8 @@ import random
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -41,6 +41,7 @@ from thinpipe.launch.view.report.metrics import StepRecord
 _NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as all meet
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
 _STOPPED_S, _CUT_S, _SETTLED_S, _SAVE_EVERY = 20.0, 60.0, 60.0, 50
+QUIET = ("--show", "-1")
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
 SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay", "step_s")
 KINDS = ("rank", "relay", "machine", "stopped", "cut")
@@ -54,22 +55,22 @@ _RUN = """
 [model]
 factory = "tests.faults.slept:model"
 [data]
-path = "{text}"
+path = "TEXT"
 train_sequences = 4096
 eval_sequences = 16
 [pipeline]
 device = "cpu"
 [[boundary]]
-forward = {{ kind = "direct", bits = 8 }}
-backward = {{ kind = "direct", bits = 8 }}
+forward = { kind = "direct", bits = 8 }
+backward = { kind = "direct", bits = 8 }
 [train]
 epochs = 1000
-batch_size = {batch}
+batch_size = 16
 [eval]
 every_epochs = 1000
 [checkpoint]
 every_epochs = 1000
-every_steps = {every}
+every_steps = EVERY
 [network]
 patience_s = 3
 """
@@ -202,31 +203,39 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
     elastic = method != RESTARTS
     settings = [f"gradcomp.method={method if elastic else 'allreduce'}", f"run.seed={seed}"]
     settings += ["elastic.min_replicas=1"] * elastic
-    settings += [f"gradcomp.{method}={{interval={given.interval}}}"] * (method in LOCAL)
+    settings += [f"gradcomp.{method}.interval={given.interval}"] * (method in LOCAL)
     layout = {"replicas": HOSTS // given.stages, "cuts": [3] * (given.stages - 1)}
     settings += [f"pipeline.{name}={value}" for name, value in layout.items()]
-    options = ("--show", "-1", *(() if elastic else ("--max-restarts", "1000")))
-    with (
-        tempfile.TemporaryDirectory() as place,
-        ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay=given.delay)) as net,
-    ):
-        folder = Path(place)
-        text = "".join(f"{number} squared is {number**2}.\n" for number in range(90_000))
-        (folder / "text.txt").write_text(text, encoding="utf-8")
-        config = _RUN.format(text=folder / "text.txt", batch=_BATCH, every=_SAVE_EVERY)
-        run = HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
+    options = (*QUIET, *(() if elastic else ("--max-restarts", "1000")))
+    config = _RUN.replace("EVERY", str(_SAVE_EVERY))
+    with hosts_run("100mbit", given.delay, config, *settings, options=options) as run:
+        run.wait_for_step(_FIRST_STEPS)
+        faulty = Faulty(run, seed, given, joins=elastic)
+        begin_s = time.monotonic()
+        strikes = list[tuple[str, float]]()
+        faulty.pass_time(begin_s + _CALM_S)
+        end_s = begin_s + _CALM_S + 60 * given.minutes
+        for number in range(int(60 * given.minutes / given.every_s)):
+            strikes += filter(None, [faulty.strike()])
+            faulty.pass_time(begin_s + _CALM_S + (number + 1) * given.every_s)
+        faulty.pass_time(end_s)
+        return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S, end_s)
+
+
+@contextmanager
+def hosts_run(
+    rate: str, delay: str, config: str, *settings: str, options: Sequence[str] = QUIET
+) -> Iterator[HostsRun]:
+    """A run on `HOSTS` of a network that has one more; TEXT in its `config` is a file of text."""
+    spec = NetworkSpec.of(HOSTS + 1, rate, delay=delay)
+    with tempfile.TemporaryDirectory() as place, ShapedNetwork(spec) as net:
+        text = Path(place) / "text.txt"
+        squares = (f"{number} squared is {number**2}.\n" for number in range(90_000))
+        text.write_text("".join(squares), encoding="utf-8")
+        config = config.replace("TEXT", str(text))
+        run = HostsRun(net, Path(place), config, *settings, hosts=HOSTS, options=options)
         try:
-            run.wait_for_step(_FIRST_STEPS)
-            faulty = Faulty(run, seed, given, joins=elastic)
-            begin_s = time.monotonic()
-            strikes = list[tuple[str, float]]()
-            faulty.pass_time(begin_s + _CALM_S)
-            end_s = begin_s + _CALM_S + 60 * given.minutes
-            for number in range(int(60 * given.minutes / given.every_s)):
-                strikes += filter(None, [faulty.strike()])
-                faulty.pass_time(begin_s + _CALM_S + (number + 1) * given.every_s)
-            faulty.pass_time(end_s)
-            return _row(method, seed, run, faulty, strikes, begin_s + _CALM_S, end_s)
+            yield run
         finally:
             run.kill()
 

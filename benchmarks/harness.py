@@ -220,6 +220,16 @@ def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([_row(heads, widths), rule, *(_row(row, widths) for row in rows)])
 
 
+def write_tokenizer(folder: Path, text: Path, *, vocab: int) -> None:
+    """Learn a byte-level BPE of `vocab` tokens, in a folder that `data.tokenizer` can name."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(text)], vocab_size=vocab, show_progress=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = zip(cells, widths, strict=True)
     padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]

@@ -7,8 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-BUCKET_NBYTES = 25_000_000  # about torch's DDP's: larger ones leave later in backward
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -21,10 +19,13 @@ class Bucket:
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
 
+    def views(self, flat_N: Tensor) -> list[Tensor]:
+        """A vector of all, as tensors of the parameters' shapes."""
+        parts = torch.split(flat_N, [parameter.numel() for parameter in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
-def make_buckets(
-    parameters: Sequence[nn.Parameter], nbytes: int = BUCKET_NBYTES
-) -> tuple[Bucket, ...]:
+
+def make_buckets(parameters: Sequence[nn.Parameter], nbytes: int) -> tuple[Bucket, ...]:
     """Cut the trainable parameters, in their order, into buckets of about `nbytes`.
 
     A parameter is never cut: a bucket may be larger if it holds but one.

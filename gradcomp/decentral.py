@@ -31,7 +31,7 @@ class Averaging(Kept, Protocol):
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
         """Replicas are equal: before the first step."""
 
-    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+    def average(self, bucket: FlatBucket, key: ExchangeKey) -> Tensor:
         """This replica's new parameters; runs on the communication thread."""
 
 
@@ -105,17 +105,12 @@ class Decentral(BaseSync):
         found: list[Tensor] = means
         return found
 
-    def _launch(self, average: Callable[[FlatBucket, Tensor, ExchangeKey], Tensor]) -> None:
-        number, buckets = self._exchanges, self._buckets
+    def _launch(self, average: Callable[[FlatBucket, ExchangeKey], Tensor]) -> None:
+        self._overlap.launch_each(
+            [partial(average, b, ExchangeKey(self._exchanges, b.index)) for b in self._buckets]
+        )
         self._exchanges += 1
-        self._overlap.launch_each([partial(_averaged, average, b, number) for b in buckets])
 
 
-def _averaged(
-    average: Callable[[FlatBucket, Tensor, ExchangeKey], Tensor], bucket: FlatBucket, number: int
-) -> Tensor:
-    return average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
-
-
-def _mean(peers: Peers, _bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-    return sum_sharded(peers, key, mine_N, codec=EXACT).div_(peers.size)
+def _mean(peers: Peers, bucket: FlatBucket, key: ExchangeKey) -> Tensor:
+    return sum_sharded(peers, key, bucket.local_N.float(), codec=EXACT).div_(peers.size)

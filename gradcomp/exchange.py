@@ -133,10 +133,9 @@ def swap(
 ) -> dict[int, Tensor]:
     """The vectors (fp32) of some replicas, to which this one's goes; `seen_N` is what they see."""
     frames = Frames(key, codec)
-    seen_N = torch.empty_like(mine_N) if seen_N is None else seen_N
     message = frames.pack(mine_N, seen_N, TO_SERVER, peers.rank)
-    sources, longest = list(dict.fromkeys(others)), codec.capacity(mine_N.numel())
-    incoming = peers.exchange(dict.fromkeys(others, message), sources, longest, key.lane)
+    longest = codec.capacity(mine_N.numel())
+    incoming = peers.exchange(dict.fromkeys(others, message), others, longest, key.lane)
     found = {peer: torch.empty_like(mine_N) for peer in incoming}
     for peer, theirs in incoming.items():
         frames.unpack(theirs, found[peer], TO_SERVER, peer)

@@ -18,26 +18,17 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 
 
-class Residuals(Staged):
-    """One residual (fp32) per name."""
+class FeedbackReducer(Staged):
+    """Base of reducers that keep residuals (fp32) by name; each adds `reduce`."""
+
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        super().__init__()
+        self._peers, self._codec = peers, codec
 
     def add_to(self, name: str, x_N: Tensor) -> Tensor:
         """Add to `x_N`, in place, what was left out before."""
         left_N = self.get(name, x_N.device)
         return x_N if left_N is None else x_N.add_(left_N)
-
-    def move(self, name: str, to: str, start: int) -> None:
-        """Add a residual to another one, from its value `start` on, and forget it."""
-        if (moved_n := self._kept.pop(name, None)) is not None:
-            self._kept[to][start : start + len(moved_n)] += moved_n
-
-
-class FeedbackReducer(Residuals):
-    """Base of reducers whose only state is residuals; each adds `reduce`."""
-
-    def __init__(self, peers: Peers, codec: Codec) -> None:
-        super().__init__()
-        self._peers, self._codec = peers, codec
 
     def regroup(self, rank: int, size: int) -> None:
         """Replicas left or came; this one was `rank` of `size`. What it owes stays owed."""
@@ -73,8 +64,6 @@ class ServedReducer(FeedbackReducer):
 
         So only what the lost ones owed is lost.
         """
-        for name, sent_N in [*self._kept.items()]:
-            kind, _, bucket = name.partition("-")
-            if kind == "sent":
-                starts_N = torch.arange(len(sent_N)).tensor_split(size)[rank][:1].tolist()
-                self.move(f"served-{bucket}", name, starts_N[0] if starts_N else 0)
+        for name in [name for name in self._kept if name.startswith("served-")]:
+            sent_N = self._kept[name.replace("served", "sent")]
+            sent_N.tensor_split(size)[rank].add_(self._kept.pop(name))

@@ -19,10 +19,9 @@ class FlatBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         """Parameters keep their values; their storage becomes a view of `local_N`."""
-        self.index = bucket.index
-        self._parameters = bucket.parameters
+        self.index, self._bucket = bucket.index, bucket
         self.local_N = torch.cat([p.detach().flatten() for p in bucket.parameters])
-        for parameter, view in zip(bucket.parameters, self._views(self.local_N), strict=True):
+        for parameter, view in zip(bucket.parameters, bucket.views(self.local_N), strict=True):
             parameter.data = view
 
     def check_storage(self) -> None:
@@ -31,17 +30,13 @@ class FlatBucket:
         Raises:
             RuntimeError: a parameter is no view of the vector any more.
         """
-        views = self._views(self.local_N)
-        for parameter, view in zip(self._parameters, views, strict=True):
+        views = self._bucket.views(self.local_N)
+        for parameter, view in zip(self._bucket.parameters, views, strict=True):
             if parameter.data_ptr() != view.data_ptr():
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} got other storage after the "
                     "exchange was built; load weights in place (load_state_dict without assign)"
                 )
-
-    def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
-        parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
 
 
 class SharedBucket(FlatBucket):

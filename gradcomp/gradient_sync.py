@@ -89,9 +89,7 @@ class GradientSync(BaseSync):
         self._overlap.settle()
 
     def abandon(self) -> None:
-        self.settle()
-        self._overlap.close()
-        self._overlap = Overlap(device_of([p for b in self._buckets for p in b.parameters]))
+        self._overlap.abandon()
         self._reducer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
@@ -134,10 +132,9 @@ class GradientSync(BaseSync):
 
     def _put(self, sums: Sequence[Tensor]) -> None:
         for bucket, flat_N in zip(self._buckets if sums else (), sums, strict=True):
-            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
-            for parameter, part in zip(bucket.parameters, parts, strict=True):
+            for parameter, part in zip(bucket.parameters, bucket.views(flat_N), strict=True):
                 assert parameter.grad is not None
-                parameter.grad.copy_(part.view_as(parameter.grad))
+                parameter.grad.copy_(part)
 
 
 def flat_gradients(bucket: Bucket) -> Tensor:

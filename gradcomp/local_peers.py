@@ -33,11 +33,7 @@ class LocalPeers:
         """Mailboxes always are."""
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         with self._counting:
             self.exchanges += 1

@@ -19,8 +19,9 @@ again by those who are left, from where they are then.
 Axes: N values of a bucket.
 """
 
+import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -120,8 +121,7 @@ class LocalSteps(BaseSync):
         self._fragments: list[list[SharedBucket]] = [[] for _ in range(config.fragments)]
         if peers.size > 1:
             self._fragments = self._make()
-        self._device = device_of(parameters)
-        self._overlap = Overlap(self._device)
+        self._overlap = Overlap(device_of(parameters))
         self._captured = False
         self._exchanges = self._met = 0
         self._pending: int | None = None
@@ -133,7 +133,7 @@ class LocalSteps(BaseSync):
         return step >= turn and step % turn in (0, self._config.overlap)
 
     def begin_step(self, step: int, passes: int) -> None:
-        self.meet(step, _by_itself)
+        self.meet(step, operator.call)
         if self.overlaps and self._is_turn(step):
             self._pending = self._fragment(step)
             self._launch(self._pending)
@@ -154,7 +154,7 @@ class LocalSteps(BaseSync):
         return self._is_turn(step) and step > self._met
 
     def finish(self) -> None:
-        self.finish_by(_by_itself)
+        self.finish_by(operator.call)
 
     def finish_by(self, hold: Hold) -> None:
         """Exchange all fragments once more: replicas are equal to the global model then."""
@@ -171,9 +171,8 @@ class LocalSteps(BaseSync):
         self._overlap.settle()
 
     def abandon(self) -> None:
-        self.settle()
-        self._overlap.close()
-        self._overlap, self._counts = Overlap(self._device), False
+        self._overlap.abandon()
+        self._counts = False
         self._outer.drop()
 
     def regroup(self, rank: int, size: int) -> None:
@@ -291,10 +290,6 @@ class LocalSteps(BaseSync):
             return
         global_N = bucket.global_N.to(bucket.local_N.dtype)
         bucket.local_N.mul_(self._mix).add_(global_N, alpha=1 - self._mix)
-
-
-def _by_itself(exchange: Callable[[], None]) -> None:
-    exchange()
 
 
 def _exchange(

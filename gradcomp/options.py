@@ -1,8 +1,11 @@
 """Options that all methods share, and what a run tells a method's own optimizer."""
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Codec
 
 
 class ExchangeOptions(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -11,27 +14,34 @@ class ExchangeOptions(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fals
     group: ClassVar[int] = 128
     """Values that share a bf16 scale, as in CocktailSGD's scripts: 0.125 bits a value."""
 
-    bucket_mb: float = Field(25.0, gt=0)
+    bucket_mb: float = Field(25.0, gt=0)  # as DDP's: larger ones leave later in backward
 
     @property
     def bucket_nbytes(self) -> int:
         return int(self.bucket_mb * 1e6)
 
+    @property
+    def codec(self) -> Codec:
+        """Of what is sent."""
+        return Cast("fp32")
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        _ = self.codec  # rejects what it cannot be
+        return self
+
 
 class TrainOptions(Protocol):
-    """A run's settings of the optimizer."""
+    """A run's settings of the optimizer; decay is decoupled from gradients, as of AdamW."""
 
     @property
-    def lr(self) -> float:
-        """Learning rate after warm-up."""
+    def lr(self) -> float: ...
 
     @property
-    def betas(self) -> tuple[float, float]:
-        """Of Adam."""
+    def betas(self) -> tuple[float, float]: ...
 
     @property
-    def weight_decay(self) -> float:
-        """Decoupled from the gradient."""
+    def weight_decay(self) -> float: ...
 
 
 class ReplicaCountError(ValueError):

@@ -64,11 +64,6 @@ class Overlap:
 
         self._jobs.append(all_worker.submit(_after_queue(all_stream, all_of_them)))
 
-    def close(self) -> None:
-        """End the threads, of which one that has failed keeps all that its job used."""
-        for worker, _ in self._lanes.values():
-            worker.stop(0.0)
-
     def _lane(self, lane: int) -> tuple[Worker, SideStream]:
         if lane not in self._lanes:
             self._lanes[lane] = Worker("gradcomp"), SideStream(self._device)
@@ -102,6 +97,14 @@ class Overlap:
         """
         for job in self._jobs:
             job.exception(_END_S)
+
+    def abandon(self) -> None:
+        """Settle, and forget all. Threads end: one that has failed keeps all that its job used."""
+        self.settle()
+        for worker, _ in self._lanes.values():
+            worker.stop(0.0)
+        self._lanes.clear()
+        self._jobs.clear()
 
     def save(self) -> dict[str, Any]:
         """A result that was not joined, for `state_dict`."""

@@ -30,10 +30,9 @@ from thinpipe.launch.optimizer import (
     named_parameters,
 )
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
-from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.tied import TiedWeight
-from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
+from thinpipe.pipeline.comm.transport import FIRST_CUT, Link, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.stage import Channels, Stage

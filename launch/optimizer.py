@@ -39,11 +39,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def make_optimizer(
-    train: TrainConfig,
-    parameters: Named,
-    *,
-    in_bf16: bool,
-    own: OptimizerFactory | None = None,
+    train: TrainConfig, parameters: Named, *, in_bf16: bool, own: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer that the settings ask for; `own` makes it instead if given.
 

@@ -15,13 +15,7 @@ from rich.console import Console
 
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.config.cli_options import (
-    Machines,
-    is_rank,
-    reject,
-    share_of,
-    started_by_torch,
-)
+from thinpipe.launch.config.cli_options import Machines, is_rank, reject, share_of, started_by_torch
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -66,13 +60,7 @@ def start_run(
 
 
 def _start_here(  # as `start_run`
-    main: Main,
-    config: RunConfig,
-    machines: Machines,
-    resume: Resume,
-    *,
-    show: int,
-    dry_run: bool,
+    main: Main, config: RunConfig, machines: Machines, resume: Resume, *, show: int, dry_run: bool
 ) -> NoReturn:
     _check_elastic(config, machines)
     shares = preflight.shares_here(config, machines.count, machines.ranks)

@@ -56,8 +56,7 @@ class Samples:
     given: PyTree = None
 
     def to(self, device: torch.device) -> Self:
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: moved(value, device) for name, value in held.items()})
+        return replace(self, **moved(vars(self), device))
 
     @property
     def plain(self) -> bool:

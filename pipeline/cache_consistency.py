@@ -11,7 +11,10 @@ Axes: R DP ranks (`pipeline/mesh.py`), P ranks of a pipeline, C directions of cu
 """
 
 import logging
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -118,45 +121,47 @@ class CacheConsistency:
             if (place, end) in self._memories and len(ids_B):
                 self._memories[place, end].forget(ids_B)
                 if end == 1:
-                    cut, direction = self.places[place]
+                    shown = ", ".join(map(str, ids_B[:8].tolist()))
                     _log.warning(
-                        "cut %d %s: the activation caches of its ends differed for, or lost, %d "
+                        "%s: the activation caches of its ends differed for, or lost, %d "
                         "samples (%s); they will be sent like new ones",
-                        cut,
-                        DIRECTIONS[direction],
+                        self._name(place),
                         len(ids_B),
-                        _shorten(ids_B.tolist()),
+                        shown if len(ids_B) <= 8 else f"{shown}, ...",
                     )
 
     def _agree_on_room(self, ids_B: Tensor) -> None:
         """The smaller capacity of two ends counts."""
-        rooms_CE = torch.full((len(self.places), 2), float("inf"), dtype=torch.float64)
-        for end, memory in self._memories.items():
-            if memory.capacity is not None:
-                rooms_CE[end] = memory.capacity
-        shared_PN = self._transport.share(rooms_CE.flatten(), "pipeline")
-        own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
+
+        def room(memory: Memory) -> float:
+            return math.inf if memory.capacity is None else memory.capacity
+
+        own_CE = self._of_pipeline(room, missing=math.inf).amin(0)
         for (place, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
 
     def _agree_on_what_was_learned(self) -> None:
         """Ends that have learned different things besides samples start again."""
-        known_CE = torch.zeros(len(self.places), 2, dtype=torch.float64)
-        for key, memory in self._memories.items():
-            known_CE[key] = memory.learned()
-        shared_PN = self._transport.share(known_CE.flatten(), "pipeline")
-        all_CE = shared_PN.view(len(shared_PN), *known_CE.shape).sum(0)
+        all_CE = self._of_pipeline(lambda memory: memory.learned(), missing=0.0).sum(0)
         for (place, end), memory in self._memories.items():
             if all_CE[place, 0] == all_CE[place, 1]:
                 continue
             memory.reset()
             if end == 1:
-                cut, direction = self.places[place]
-                _log.warning(
-                    "cut %d %s: its ends had learned different things, and start again",
-                    cut,
-                    DIRECTIONS[direction],
-                )
+                message = "%s: its ends had learned different things, and start again"
+                _log.warning(message, self._name(place))
+
+    def _of_pipeline(self, number: Callable[[Memory], float], *, missing: float) -> Tensor:
+        """[P, C, E]: what each rank says of each end's memory, if it has that."""
+        own_CE = torch.full((len(self.places), 2), missing, dtype=torch.float64)
+        for end, memory in self._memories.items():
+            own_CE[end] = number(memory)
+        shared_PN = self._transport.share(own_CE.flatten(), "pipeline")
+        return shared_PN.view(len(shared_PN), *own_CE.shape)
+
+    def _name(self, place: int) -> str:
+        cut, direction = self.places[place]
+        return f"cut {cut} {DIRECTIONS[direction]}"
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
@@ -171,14 +176,8 @@ def _differ(prints_RCEB: Tensor) -> Tensor:
     return (sender_RCB != receiver_RCB) | (sender_RCB < 0) | (receiver_RCB < 0)
 
 
-def _shorten(ids: list[int]) -> str:
-    shown = ", ".join(map(str, ids[:8]))
-    return shown if len(ids) <= 8 else f"{shown}, ..."
-
-
 def _sum(*parts: Repaired) -> Repaired:
-    total: dict[int, int] = {}
-    for part in parts:
-        for cut, samples in part:
-            total[cut] = total.get(cut, 0) + samples
+    total = Counter[int]()
+    for cut, samples in chain(*parts):
+        total[cut] += samples
     return tuple((cut, samples) for cut, samples in sorted(total.items()) if samples)

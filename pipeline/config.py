@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, WrapValidator, model_validator
 
-from thinpipe.pipeline.orders import DEPTH
+from thinpipe.pipeline.orders import DEPTH, ONE_STAGE_PER_RANK
 from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
@@ -120,8 +120,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     def pipeline_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
-        one_per_rank = self.schedule in ("GPipe", "1F1B", "Deep1F1B")
-        return self.stages if one_per_rank else max(1, self.stages // 2)
+        return self.stages if self.schedule in ONE_STAGE_PER_RANK else max(1, self.stages // 2)
 
 
 class GuardConfig(BaseModel, frozen=True, extra="forbid"):
@@ -154,7 +153,10 @@ class BoundaryKind(BaseModel, frozen=True, extra="forbid"):
         @property
         def kind(self) -> str: ...
 
-    @abstractmethod
+    def codec(self, width: int) -> Codec:
+        """What codes tokens of `width` channels, where nothing is remembered."""
+        raise NotImplementedError
+
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None
     ) -> "dict[Mode, Boundary]":
@@ -164,6 +166,10 @@ class BoundaryKind(BaseModel, frozen=True, extra="forbid"):
         numbers. What is remembered is kept in `store` (by default in RAM), of at most `capacity`
         samples.
         """
+        from thinpipe.pipeline.comm.boundary import Stateless, raw
+
+        alone = Stateless(self.codec(width), key)
+        return {"train": alone, "eval": raw(), "eval_compressed": alone}
 
     @abstractmethod
     def words(self) -> str: ...
@@ -202,12 +208,8 @@ class RawConfig(BoundaryKind):
     kind: Literal["raw"] = "raw"
     format: CastFormat = "fp32"
 
-    def build(
-        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
-    ) -> "dict[Mode, Boundary]":
-        from thinpipe.pipeline.comm.boundary import raw
-
-        return _by_mode(raw(self.format))
+    def codec(self, width: int) -> Cast:
+        return Cast(self.format)
 
     def words(self) -> str:
         return f"raw {self.format}"
@@ -225,10 +227,10 @@ class QuantizerConfig(BoundaryKind):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "QuantizerConfig":
-        self.quantizer(width=1)
+        self.codec(width=1)
         return self
 
-    def quantizer(self, width: int) -> Uniform:
+    def codec(self, width: int) -> Uniform:
         group = width if self.scale_per == "token" else self.scale_per
         return Uniform(self.bits, group, stochastic=self.rounding == "stochastic")
 
@@ -244,13 +246,6 @@ class DirectConfig(QuantizerConfig):
 
     kind: Literal["direct"] = "direct"
     bits: Bits = 8
-
-    def build(
-        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
-    ) -> "dict[Mode, Boundary]":
-        from thinpipe.pipeline.comm.boundary import Stateless
-
-        return _by_mode(Stateless(self.quantizer(width), key))
 
 
 class StatelessConfig(BoundaryKind):
@@ -271,17 +266,10 @@ class StatelessConfig(BoundaryKind):
             )
         return self
 
-    def quantizer(self) -> "Hadamard":
+    def codec(self, width: int) -> "Hadamard":
         from thinpipe.pipeline.wire.hadamard import Hadamard
 
         return Hadamard(self.bits)
-
-    def build(
-        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
-    ) -> "dict[Mode, Boundary]":
-        from thinpipe.pipeline.comm.boundary import Stateless
-
-        return _by_mode(Stateless(self.quantizer(), key))
 
     def words(self) -> str:
         return f"stateless {self.bits}-bit"
@@ -293,11 +281,5 @@ class StatelessConfig(BoundaryKind):
 def build_codec(spec: CastFormat | int | StatelessConfig, width: int) -> Codec:
     """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
     if isinstance(spec, StatelessConfig):
-        return spec.quantizer()
+        return spec.codec(width)
     return Uniform(spec, width) if isinstance(spec, int) else Cast(spec)
-
-
-def _by_mode(boundary: "Boundary") -> "dict[Mode, Boundary]":
-    from thinpipe.pipeline.comm.boundary import raw
-
-    return {"train": boundary, "eval": raw(), "eval_compressed": boundary}

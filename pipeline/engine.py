@@ -29,7 +29,7 @@ from thinpipe.pipeline.evaluation import evaluate, evaluating
 from thinpipe.pipeline.loss import NextToken, Objective
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.metrics import Measures
-from thinpipe.pipeline.orders import DEPTH, PassOrder, fit_microbatches, single_stage_order
+from thinpipe.pipeline.orders import DEPTH, fit_microbatches, single_stage_order
 from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.shards import Shards
@@ -256,7 +256,9 @@ class PipelineEngine:
 
     def _train_part(self, part: Batch, step: int, batch: Batch) -> list[Tensor]:
         count = self._fit(len(part))
-        schedule = self._schedule(count)
+        if count not in self._schedules:  # they are made for one number of microbatches
+            self._schedules[count] = self._make_schedule(count)
+        schedule = self._schedules[count]
         self._begin_pass(part, count, step, "train", schedule)
         if not self._denominator:  # the first part; its receives are posted meanwhile
             self._denominator = self._count_tokens(batch)
@@ -267,7 +269,10 @@ class PipelineEngine:
         arguments: dict[str, Any] = {}
         if any(stage.is_last for stage in self._stages.values()):
             self._targets = moved(part.targets, self._device)
-            arguments = {"target": self._target_stand_in(len(part)), "losses": losses}
+            target = self._targets
+            if not isinstance(target, Tensor):  # which torch's schedules could not split
+                target = torch.arange(len(part), device=self._device)
+            arguments = {"target": target, "losses": losses}
         with self._autocast(), self._kept:
             schedule.step(*inputs, return_outputs=False, **arguments)
         for stage in self._stages.values():
@@ -279,12 +284,6 @@ class PipelineEngine:
         inputs: PyTree = batch.ids_B if self._options.with_inputs else batch.inputs_BT
         found: Tensor = inputs.to(self._device)
         return found
-
-    def _target_stand_in(self, samples: int) -> Tensor:
-        """Targets as torch's schedules split them; places of samples if they are no tensor."""
-        if isinstance(self._targets, Tensor):
-            return self._targets
-        return torch.arange(samples, device=self._device)
 
     def _begin_pass(
         self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
@@ -310,12 +309,20 @@ class PipelineEngine:
         ]
         this = Pass(self.passes, step, mode, microbatches, self._first_error)
         for index, stage in self._stages.items():
-            stage.begin_pass(this, self._pass_order(schedule, index, count))
+            order = None
+            if schedule is not None and options.cuts:
+                from thinpipe.pipeline.schedule import pass_order  # imports torch's pipelining
+
+                order = pass_order(schedule, index)
+            stage.begin_pass(this, order)
 
     def _apply(self, totals: StepTotals) -> None:
         if not totals.skipped:
-            if self._sync.leaves == "gradients":
-                self._clip(totals.grad_norm)
+            limit, norm = self._options.clip_norm, totals.grad_norm
+            if self._sync.leaves == "gradients" and 0 < limit < norm:
+                gradients = [p.grad for p in self._parameters if p.grad is not None]
+                # 1e-6 as in torch's clip_grad_norm_, so that clipped steps equal a torch loop's
+                torch._foreach_mul_(gradients, limit / (norm + 1e-6))
             self._step_optimizer()
             self._sync.after_step()
         self._finish_step(keep=not totals.skipped)
@@ -323,14 +330,7 @@ class PipelineEngine:
 
     def _finish_step(self, *, keep: bool) -> None:
         for channel in self.channels:
-            channel.codec.finish_step(keep=keep)
-
-    def _clip(self, norm: float) -> None:
-        limit = self._options.clip_norm
-        if 0 < limit < norm:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            # 1e-6 as in torch's clip_grad_norm_, so that clipped steps equal a torch loop's
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+            channel.codec.training.finish_step(keep=keep)
 
     def _square_norm(self) -> float:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
@@ -358,11 +358,6 @@ class PipelineEngine:
             targets = take_samples(self._targets, targets)
         return self.objective.loss_sum(logits, targets) / self._denominator
 
-    def _schedule(self, count: int) -> Any:
-        if count not in self._schedules:  # they are made for one number of microbatches
-            self._schedules[count] = self._make_schedule(count)
-        return self._schedules[count]
-
     def _make_schedule(self, count: int) -> Any:
         name, make = self._options.schedule, self._given_schedule
         stages: list[Any] = [*self._stages.values()]
@@ -374,13 +369,6 @@ class PipelineEngine:
 
             make = build_schedule
         return make(name, stages, count, loss=self._loss, depth=self._options.depth)
-
-    def _pass_order(self, schedule: Any, stage: int, count: int) -> PassOrder:
-        if schedule is None or not self._options.cuts:
-            return PassOrder.ascending(count)
-        from thinpipe.pipeline.schedule import pass_order
-
-        return pass_order(schedule, stage, microbatches=count)
 
     def _fit(self, samples: int) -> int:
         return fit_microbatches(

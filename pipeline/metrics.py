@@ -16,15 +16,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from thinpipe.pipeline.batch import IGNORED_TARGET
-
-Outputs = Any
-"""What the last stage returns: mostly a tensor."""
+from thinpipe.pipeline.loss import mean_loss
 
 
 class Metric(Protocol):
     """One number of an evaluation."""
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         """What is added up over microbatches, batches and ranks: float64 [K], K always the same.
 
         A metric that needs every answer returns rows [N, K], which are laid end to end.
@@ -47,7 +45,7 @@ class _Answers(NamedTuple):
         return self.true.ndim == 2
 
 
-def _answers(outputs: Outputs, targets: Any) -> _Answers:
+def _answers(outputs: Any, targets: Any) -> _Answers:
     """Class of the greatest logit, one axis more than targets; or labels, of as many as targets.
 
     A label is answered where its logit is positive, and true where its target is above one half.
@@ -66,7 +64,7 @@ def _answers(outputs: Outputs, targets: Any) -> _Answers:
 class Accuracy:
     """Share of right answers; with several labels per sample, of samples with all of them right."""
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         found = _answers(outputs, targets)
         right = found.answered == found.true
         if found.are_labels:
@@ -75,8 +73,7 @@ class Accuracy:
         return torch.tensor([int(right.sum()), len(right)], dtype=torch.float64)
 
     def value(self, tally: Tensor) -> float:
-        right, count = tally.tolist()
-        return right / count if count else math.nan
+        return mean_loss(*tally.tolist())
 
 
 def _class_counts(found: _Answers) -> Tensor:
@@ -85,18 +82,15 @@ def _class_counts(found: _Answers) -> Tensor:
         true, answered = found.true & found.known, found.answered & found.known
         sums = [true.sum(0), answered.sum(0), (true & answered).sum(0)]
     else:
-        both = found.true[found.answered == found.true]
-        sums = [
-            torch.bincount(one, minlength=found.classes)
-            for one in (found.true, found.answered, both)
-        ]
+        each = (found.true, found.answered, found.true[found.answered == found.true])
+        sums = [torch.bincount(classes, minlength=found.classes) for classes in each]
     return torch.cat(sums).double().cpu()
 
 
 class F1:
     """F1 of class 1 of two; the mean over more classes; over all labels of several per sample."""
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         found = _answers(outputs, targets)
         kind = torch.tensor([float(found.are_labels), 0.0], dtype=torch.float64)
         return torch.cat([kind, _class_counts(found)])
@@ -117,7 +111,7 @@ class Matthews:
     It is 0 where it is not defined: when one class is all that occurs or all that is answered.
     """
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         found = _answers(outputs, targets)
         if found.are_labels:
             raise ValueError(
@@ -133,7 +127,7 @@ class Matthews:
         return float(covariance) / math.sqrt(float(spread)) if spread > 0 else 0.0
 
 
-def _numbers(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
+def _numbers(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     """Numbers answered and true [N] (float64)."""
     answers, wanted = _tensors(outputs, targets)
     if answers.numel() != wanted.numel():
@@ -149,7 +143,7 @@ def _numbers(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
 class Pearson:
     """Correlation of numbers answered and true, -1 to 1; NaN if one of them is constant."""
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         return _products(*_numbers(outputs, targets))
 
     def value(self, tally: Tensor) -> float:
@@ -169,7 +163,7 @@ def _products(x_N: Tensor, y_N: Tensor) -> Tensor:
 class Spearman:
     """Correlation of ranks, -1 to 1. It keeps two numbers (16 bytes) of every sample."""
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         return torch.stack(_numbers(outputs, targets), 1)
 
     def value(self, tally: Tensor) -> float:
@@ -190,7 +184,7 @@ class Mean:
     def __init__(self, function: Callable[[Any, Any], tuple[Any, Any]], name: str) -> None:
         self._function, self._name = function, name
 
-    def tally(self, outputs: Outputs, targets: Any) -> Tensor:
+    def tally(self, outputs: Any, targets: Any) -> Tensor:
         found = self._function(outputs, targets)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
@@ -200,8 +194,7 @@ class Mean:
         return torch.tensor([float(one) for one in found], dtype=torch.float64)
 
     def value(self, tally: Tensor) -> float:
-        total, count = tally.tolist()
-        return total / count if count else math.nan
+        return mean_loss(*tally.tolist())
 
 
 _KINDS: dict[str, Callable[[], Metric]] = {
@@ -229,7 +222,7 @@ class Measures:
     metrics: Mapping[str, Metric]
     _tallies: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, outputs: Outputs, targets: Any) -> None:
+    def add(self, outputs: Any, targets: Any) -> None:
         """Count a microbatch.
 
         Raises:
@@ -262,7 +255,7 @@ class Measures:
             self._tallies[name] = torch.cat([before, tally]) if tally.ndim == 2 else before + tally
 
 
-def _tensors(outputs: Outputs, targets: Any) -> tuple[Tensor, Tensor]:
+def _tensors(outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         raise ValueError(
             f"outputs are {type(outputs).__name__} and targets {type(targets).__name__}; metrics "

@@ -31,11 +31,6 @@ class PassOrder(NamedTuple):
     forwards: Sequence[int]
     backwards: Sequence[int]
 
-    @staticmethod
-    def ascending(microbatches: int) -> "PassOrder":
-        """As under GPipe, 1F1B and Deep1F1B."""
-        return PassOrder(range(microbatches), range(microbatches))
-
 
 class Action(NamedTuple):
     """Compute of one stage on one microbatch.
@@ -48,7 +43,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches: int) -> None:
+def check_schedule(name: ScheduleName, *, stages: int, ranks: int) -> None:
     """Reject what the schedule cannot run.
 
     Raises:
@@ -71,13 +66,12 @@ def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches:
             f"{where} needs {'exactly two' if exact else 'two or more'} stages on every rank, as "
             f"many on each; {stages} stages on {ranks} ranks do not fit; use {use}"
         )
-    if name in ZERO_BUBBLE and _torch_version() < (2, 13):
+    major, minor = torch.__version__.split(".")[:2]
+    if name in ZERO_BUBBLE and (int(major), int(minor)) < (2, 13):
         raise ValueError(
             f"{where} needs torch >= 2.13 (this is {torch.__version__}): before, its gradients are "
             "wrong for a layer that is used twice. Use GPipe, 1F1B, Deep1F1B or Interleaved1F1B"
         )
-    if microbatches < 1:
-        raise ValueError(f"pipeline.microbatches = {microbatches}: use 1 or more")
 
 
 def fit_microbatches(name: ScheduleName, *, wanted: int, samples: int, ranks: int) -> int:
@@ -126,13 +120,6 @@ def rank_orders(
             single_stage_order(name, stage, stages=stages, microbatches=microbatches, depth=depth)
             for stage in range(stages)
         ]
-    return _torch_orders(name, stages=stages, ranks=ranks, microbatches=microbatches)
-
-
-def _torch_orders(
-    name: ScheduleName, *, stages: int, ranks: int, microbatches: int
-) -> list[list[Action]]:
-    """Of a schedule with several stages per rank."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining.schedules import _ComputationType
 
@@ -166,8 +153,3 @@ def _torch_orders(
         ]
         for rank in range(ranks)
     ]
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)

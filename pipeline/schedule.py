@@ -20,11 +20,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.comm.channel import Pass
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.orders import (
-    ONE_STAGE_PER_RANK,
-    PassOrder,
-    single_stage_order,
-)
+from thinpipe.pipeline.orders import ONE_STAGE_PER_RANK, PassOrder, rank_orders
 from thinpipe.pipeline.stage import LossFunction, Stage
 from thinpipe.pipeline.wire.header import DesyncError
 from thinpipe.pipeline.wire.told import ScheduleName
@@ -177,10 +173,10 @@ def build_schedule(
     return getattr(torch_schedules, f"Schedule{name}")(list(stages), microbatches, **options)
 
 
-def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
-    """Order of a stage's work under a schedule that `build_schedule` returned."""
+def pass_order(schedule: Any, stage: int) -> PassOrder | None:
+    """Order of a stage's work under a schedule that `build_schedule` returned; None: ascending."""
     if not isinstance(schedule, torch_schedules.PipelineScheduleMulti):
-        return PassOrder.ascending(microbatches)
+        return None
     actions = [
         (action.computation_type, action.microbatch_index)
         for order in schedule.pipeline_order.values()
@@ -202,14 +198,12 @@ class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
         super().__init__([stage], n_microbatches, **options)  # type: ignore[no-untyped-call]
         kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
         count = stage.num_stages
+        orders = rank_orders(
+            "Deep1F1B", stages=count, ranks=count, microbatches=n_microbatches, depth=depth
+        )
         self.pipeline_order = {
-            s: [
-                _Action(s, kinds[action.kind], action.microbatch)
-                for action in single_stage_order(
-                    "Deep1F1B", s, stages=count, microbatches=n_microbatches, depth=depth
-                )
-            ]
-            for s in range(count)
+            s: [_Action(s, kinds[action.kind], action.microbatch) for action in order]
+            for s, order in enumerate(orders)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
 

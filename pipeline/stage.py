@@ -101,7 +101,8 @@ class Stage:
         microbatches = this.microbatches
         self._samples = [microbatch.samples.to(self.device) for microbatch in microbatches]
         self._microbatches = microbatches
-        order = order or PassOrder.ascending(len(microbatches))
+        ascending = range(len(microbatches))
+        order = order or PassOrder(ascending, ascending)
         channels, record = self.channels, self._record_event
         if channels.activations_in is not None:
             channels.activations_in.begin_pass(this, record, order.forwards)
@@ -163,16 +164,14 @@ class Stage:
         """
         module: Any = self.submod
         samples = self._samples[m]
-        if getattr(module, "wants_samples", False):
-            y: Tensor = module(x, samples)
-            return y
-        if not samples.plain:
+        told = getattr(module, "wants_samples", False)
+        if not told and not samples.plain:
             raise ValueError(
                 f"stage {self.stage_index}: {type(module).__name__} would ignore padding, packing "
                 "or prefixes of its samples; take them as module(x, samples), which "
                 "wants_samples = True asks for"
             )
-        y = module(x)
+        y: Tensor = module(x, samples) if told else module(x)
         return y
 
     def events(self) -> list[ComputeEvent]:

@@ -113,7 +113,7 @@ class StepStats:
         self.consistency.prefetch(upcoming_B)
         for channel in self._outgoing:
             channel.take_traffic()
-            channel.codec.take_sums()
+            channel.codec.training.error_meter.take()
 
     def share(self, step: RankStep, scope: Scope) -> StepTotals:
         busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
@@ -169,7 +169,7 @@ class StepStats:
         for channel in self._outgoing:
             traffic, codec = channel.take_traffic(), channel.codec
             counts = [traffic.nbytes, traffic.messages, traffic.values]
-            sent[codec.cut, codec.direction] = counts + codec.take_sums()
+            sent[codec.cut, codec.direction] = counts + codec.training.error_meter.take()
         nothing = [0.0] * (_COUNTS + SUMS)
         return [n for place in self.consistency.places for n in sent.get(place, nothing)]
 

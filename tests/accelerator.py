@@ -8,6 +8,7 @@ for it (a copy to the host, a number) is counted in `WAITS`, by operation and pl
 import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,29 +24,16 @@ _INDEXING = ("aten::index", "aten::index_put_")
 _new_tensor = torch.tensor
 
 
-class Backend:
-    """What torch asks a device's module."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Random numbers are the CPU's."""
+BACKEND = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    get_amp_supported_dtype=lambda: [torch.bfloat16],
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,  # random numbers are the CPU's
+)
+"""What torch asks a device's module."""
 
 
 class FakeTensor(Tensor):
@@ -152,7 +140,7 @@ def _wrapped(x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else FakeTensor(x)
 
 
-_setup_privateuseone_for_python_backend(NAME, backend_module=Backend())
+_setup_privateuseone_for_python_backend(NAME, backend_module=BACKEND)
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(_compute, "PrivateUse1")
 torch.tensor = _tensor

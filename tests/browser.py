@@ -61,14 +61,8 @@ class Browser:
         left, width, y = self.run(box, selector)
 
         def send(kind: str, part: float) -> None:
-            points = [
-                {
-                    "x": left + width * (start + part * (stop - start)),
-                    "y": y - part * rise,
-                    "id": number,
-                }
-                for number, (start, stop) in enumerate(fingers)
-            ]
+            places = [left + width * (start + part * (stop - start)) for start, stop in fingers]
+            points = [{"x": x, "y": y - part * rise, "id": n} for n, x in enumerate(places)]
             touches = {"type": kind, "touchPoints": points if kind != "touchEnd" else []}
             self.driver.execute_cdp_cmd("Input.dispatchTouchEvent", touches)
 

@@ -100,14 +100,11 @@ def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: int) -
     pid = os.fork()
     if pid:
         return pid
-    place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
-    place |= {
-        PARENT: os.getppid(),
-        "LOCAL_WORLD_SIZE": processes,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+    place: dict[str, Any] = {
+        PARENT: os.getppid(), "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
+    }  # fmt: skip
     os.environ.update({name: str(value) for name, value in place.items()})
     name_process(f"thinpipe {rank}")
     code = 1

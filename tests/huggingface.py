@@ -11,47 +11,25 @@ from typing import Any
 import torch
 
 LAYERS, VOCAB, CLASSES = 6, 256, 3
+# fmt: off
 _LLAMA = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "num_hidden_layers": LAYERS, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 _GPT2 = {
-    "n_layer": LAYERS,
-    "n_embd": 32,
-    "n_head": 4,
-    "vocab_size": VOCAB,
-    "n_positions": 32,
-    "embd_pdrop": 0,
-    "attn_pdrop": 0,
-    "resid_pdrop": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "n_layer": LAYERS, "n_embd": 32, "n_head": 4, "vocab_size": VOCAB, "n_positions": 32,
+    "embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 _OPT = {**_LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0}
 _BERT = {**_LLAMA, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 _DEBERTA = {
-    **_BERT,
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "conv_kernel_size": 3,
-    "position_biased_input": False,
-    "norm_rel_ebd": "layer_norm",
-    "position_buckets": 8,
+    **_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "conv_kernel_size": 3,
+    "position_biased_input": False, "norm_rel_ebd": "layer_norm", "position_buckets": 8,
 }
 _LOCAL = {"sliding_window": 4}
 _NEO = {
-    **_LLAMA,
-    "num_layers": LAYERS,
-    "num_heads": 4,
-    "window_size": 4,
+    **_LLAMA, "num_layers": LAYERS, "num_heads": 4, "window_size": 4,
     "attention_types": [[["global", "local"], LAYERS // 2]],
 }
 del _NEO["num_hidden_layers"], _NEO["num_attention_heads"]
@@ -81,33 +59,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deberta": ("deberta-v2", _DEBERTA),
 }
 _MOE = {
-    **_LLAMA,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    **_LLAMA, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }
 _DEEPSEEK = {
-    **_MOE,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
+    **_MOE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 2,
 }
 _NEXT = {
-    **_MOE,
-    "head_dim": 8,
-    "shared_expert_intermediate_size": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **_MOE, "head_dim": 8, "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }
 # Families that are in no list: how they are cut is found by trying.
 TRIED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -128,6 +90,7 @@ TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert-decoder": ("modernbert-decoder", {**_LLAMA, "local_attention": 4}),
     "xlm-roberta": ("xlm-roberta", {**_BERT, "pad_token_id": 1, "max_position_embeddings": 34}),
 }
+# fmt: on
 ENCODERS = ("bert", "roberta", "deberta", "electra", "modernbert", "xlm-roberta")
 
 

@@ -15,10 +15,7 @@ def free_port() -> int:
     """
     while True:
         port = _FIRST + secrets.randbelow(_COUNT)
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim,
-            socket.socket() as probe,
-        ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim, socket.socket() as probe:
             try:
                 claim.bind(f"\0thinpipe test port {port}")
                 probe.bind(("127.0.0.1", port))

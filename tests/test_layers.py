@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,8 +16,7 @@ ROOT = Path(__file__).parents[1]
 TOPS = ("pipeline", "aqsgd", "gradcomp", "launch")
 WIRE = "thinpipe.pipeline.wire"
 CONTRACTS = {
-    *(f"thinpipe.pipeline.comm.{name}" for name in ("errors", "transport")),
-    "thinpipe.pipeline.replica_sync",
+    f"thinpipe.pipeline.{name}" for name in ("comm.errors", "comm.transport", "replica_sync")
 }
 """What a method is called by, and what it calls."""
 ALLOWED = {
@@ -86,18 +86,12 @@ def test_there_are_no_import_cycles() -> None:
 @pytest.mark.parametrize("top", TOPS)
 def test_there_are_no_cycles_between_folders(top: str) -> None:
     """A folder is a room: what imports it is above it, whichever files are meant."""
-    known = modules()
-    depth = len(top.split("/")) + 2
+    inside = {m: path for m, path in modules().items() if m.startswith(f"thinpipe.{top}.")}
     graph: dict[str, set[str]] = {}
-    for module, path in known.items():
-        if module.startswith(f"thinpipe.{top}."):
-            room = ".".join(module.split(".")[:depth])
-            names = {
-                ".".join(name.split(".")[:depth]) for name in imports(path, known, at_import=False)
-            }
-            graph.setdefault(room, set()).update(
-                name for name in names if name.startswith(f"thinpipe.{top}.") and name != room
-            )
+    for module, path in inside.items():
+        names = imports(path, inside, at_import=False)
+        room, *others = (name.split(".")[2] for name in (module, *names))
+        graph.setdefault(room, set()).update({*others} - {room})
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
@@ -111,9 +105,8 @@ def test_what_tests_import_exists() -> None:
 
 
 def test_folders_are_small() -> None:
-    sizes: dict[Path, int] = {}
-    for path in modules().values():
-        sizes[path.parent] = sizes.get(path.parent, 0) + (path.name != "__init__.py")
+    files = (path for path in modules().values() if path.name != "__init__.py")
+    sizes = Counter(path.parent for path in files)
     assert {str(folder): size for folder, size in sizes.items() if size > MOST_FILES} == {}
 
 
@@ -201,11 +194,7 @@ SETTINGS = tuple(
     f"launch.config.{name}" for name in ("cli_options", "network", "placement", "toml")
 )
 ROOMS = {
-    ("host",): (
-        "pipeline.models.paths",
-        "pipeline.precision",
-        "pipeline.wire.kernels.cpu.kept",
-    ),
+    ("host",): ("pipeline.models.paths", "pipeline.precision", "pipeline.wire.kernels.cpu.kept"),
     ("view",): SHOWN,
     ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods", "pipeline.models.paths"),
 }
@@ -254,9 +243,8 @@ def test_package_files_hold_only_a_docstring() -> None:
 
 
 def test_every_package_is_in_the_distribution() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-        "setuptools"
-    ]["packages"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = project["tool"]["setuptools"]["packages"]
     folders = {name for name, path in modules().items() if path.name == "__init__.py"}
     assert set(listed) == folders
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from thinpipe.launch.build import build
+from thinpipe.launch.checkpoint.reshard import Layout
+from thinpipe.launch.checkpoint.resume import choose
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -69,11 +70,8 @@ def start(run: RunConfig, *, timeout_s: float = 120) -> Built:
 
 def weights(built: Built) -> dict[str, torch.Tensor]:
     """All weights of this rank's stages by name."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in built.stages:
-        module: Any = stage.submod
-        found.update({name: w.detach().clone() for name, w in module.state_dict().items()})
-    return found
+    states = [stage.submod.state_dict() for stage in built.stages]
+    return {name: w.detach().clone() for state in states for name, w in state.items()}
 
 
 def train_steps(
@@ -100,7 +98,13 @@ def checkpoints(
     session = Session(store, built.engine.transport, 7, rank)
     facts = {"config": run.shared(), "data": "same"}
     folder = root or run.run.path / "checkpoints"
-    return Checkpoints(folder, CheckpointConfig(keep=9), built, session, facts)
+    return Checkpoints(folder, run.updated(checkpoint={"keep": 9}), built, session, facts)
+
+
+def restore(saves: Checkpoints) -> int:
+    """Restore the newest whole step; the steps done."""
+    layout = Layout.of(saves.facts["config"]["pipeline"])
+    return saves.resume(choose(saves._session, saves._root, None, layout))
 
 
 def share(whole: Batch, replica: int, replicas: int) -> Batch:
@@ -140,7 +144,7 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
 
 def _microbatches(run: RunConfig, whole: Batch) -> list[Batch]:
     found: list[Batch] = []
-    for part in whole.split(run.train.accumulate):
+    for part in whole.split(min(run.train.accumulate, len(whole))):
         count = fit_microbatches(
             run.pipeline.schedule,
             wanted=run.pipeline.microbatches,
@@ -148,4 +152,4 @@ def _microbatches(run: RunConfig, whole: Batch) -> list[Batch]:
             ranks=run.pipeline.pipeline_ranks,
         )
         found += part.split(count)
-    return found
+    return found[::-1] if run.pipeline.schedule == "LoopedBFS" else found  # as their backwards

@@ -44,13 +44,11 @@ class Basis:
 
     @staticmethod
     def identity(width: int) -> "Basis":
-        return Basis.of_channels(torch.arange(width))
+        return Basis.of_channels(torch.arange(width), torch.zeros(width, dtype=torch.uint8))
 
     @staticmethod
-    def of_channels(order_D: Tensor, shift_D: Tensor | None = None) -> "Basis":
+    def of_channels(order_D: Tensor, shift_D: Tensor) -> "Basis":
         width = len(order_D)
-        if shift_D is None:
-            shift_D = torch.zeros(width, dtype=torch.uint8)
         entry_DK = torch.zeros(width, width, dtype=torch.int16)
         entry_DK[order_D, torch.arange(width)] = ONE
         return Basis(entry_DK, shift_D, order_D)

@@ -25,6 +25,7 @@ from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind
 from thinpipe.aqsgd.transform.proposal import Proposal
+from thinpipe.aqsgd.transform.steps import MASSIVE, most_massive
 from thinpipe.aqsgd.transform.tokens import median_size
 
 _MOST_TOKENS = 256  # of a message
@@ -38,7 +39,6 @@ _DOUBT = 3
 """Savings are estimated for normal distributions. On a real model's changes .54 bits were estimated
 and .17 were saved, as channels are more peaked than directions."""
 _LEAST_GAIN = 0.5  # bits a value; below, channels go as they are, which needs no products
-_MASSIVE = 100.0  # in squares: ten times as large as any of the other 98 % of channels
 _LARGEST = 4.0  # times the median size, of tokens that covariances are taken of
 _SCALE_BITS = 16  # of a token, where values are quantized without a basis
 _ENERGY = 0.95  # only reported: no direction is left out by it
@@ -166,7 +166,9 @@ class BasisSearch:
         Massive channels stay channels: spread over directions, what is the same in all tokens would
         make many coefficients large.
         """
-        apart = massive_channels(self._value_DD.diag())
+        square_D, few = self._value_DD.diag(), most_massive(self._width)
+        usual = square_D.sort(descending=True).values[few]
+        apart = torch.nonzero(square_D > MASSIVE * usual).flatten()[:few]
         others = torch.ones(self._width, dtype=torch.bool).index_fill_(0, apart, False)
         v_DK = torch.zeros(self._width, kept)
         v_DK[apart, torch.arange(len(apart))] = 1.0
@@ -214,13 +216,6 @@ class BasisSearch:
     def _expected(self, kind: Kind, v_DK: Tensor) -> Tensor:
         count = self._count_M[kind]
         return _expected(_variances(self._sent_MDD[kind] / count, v_DK), count, self._width)
-
-
-def massive_channels(square_D: Tensor) -> Tensor:
-    """Numbers of channels whose mean square is many times that of all but a few."""
-    few = min(max(2, len(square_D) // 50), len(square_D) - 1)
-    usual = square_D.sort(descending=True).values[few]
-    return torch.nonzero(square_D > _MASSIVE * usual).flatten()[:few]
 
 
 def sampled(value_NK: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
-from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
+from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded, as_bytes
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
@@ -51,10 +51,6 @@ from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
-
-CODEC_ID = 33  # in headers; docs/wire_format.md lists all
-BITS = 4
-"""In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +117,9 @@ class _Sent(NamedTuple):
 class TransformBoundary:
     """One end of one direction of a cut. Without a cache every visit is a first one."""
 
-    codec_id = CODEC_ID
-    bits = BITS
+    codec_id = 33  # in headers; docs/wire_format.md lists all
+    bits = 4
+    """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
     def __init__(
         self, learned: Learned, memory: SampleMemory | None, steps: Steps, share: float
@@ -148,9 +145,8 @@ class TransformBoundary:
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """Lengths depend on values; the checksum stands for all that both ends have learned."""
-        prints_B = torch.zeros(len(ids_B), dtype=torch.int64)
-        if self.memory is not None:
-            prints_B = self.memory.fingerprints(ids_B)
+        none_B = torch.zeros(len(ids_B), dtype=torch.int64)
+        prints_B = none_B if self.memory is None else self.memory.fingerprints(ids_B)
         checksum = crc32(torch.cat([prints_B, torch.tensor([self.learned.digest()])]))
         nbytes = self.capacity(shape_BTD)
         return MessagePlan(ids_B, shape_BTD, step, nbytes, prints_B != 0, checksum, exact=False)
@@ -183,8 +179,7 @@ class TransformBoundary:
         steps = [done.step for done in sent]
         numbers = (self.learned.version, piece.place, piece.of, len(piece.data), *steps)
         head = _HEAD.pack(*numbers, blocks[0].numel()) + piece.data
-        head_W = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        parts = [head_W, finite_B.to(torch.uint8), *blocks]
+        parts = [as_bytes(head), finite_B.to(torch.uint8), *blocks]
         used = sum(part.numel() for part in parts)
         torch.cat(parts, out=wire[:used])
         return used, sent
@@ -196,15 +191,14 @@ class TransformBoundary:
         sent = []
         for kind, step, block in zip(KINDS, steps, blocks, strict=True):
             part = self._part(plan, kind, finite_B)
-            model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
+            model_K, scales = self.learned.model_MK[kind], self.learned.scales[kind]
             choice, block = self._read_choice(kind, block, len(part.rows) * tokens)
             coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
             step_N = step + 2 * choice.coarse_N
             held_NK = part.at(step_N, choice, model_K.numel())
             done = _Sent(part, step, choice, held_NK + coded.q_NK, coded)
-            value_BTD = self._restored(step_N, done.total_NK, out_BTD.device)
-            shape = (len(part.rows), *plan.shape_BTD[1:])
-            out_BTD[part.rows] = value_BTD.view(shape).to(out_BTD.dtype)
+            value_ND = self._restored(step_N, done.total_NK, out_BTD.device)
+            out_BTD[part.rows] = value_ND.view(-1, *plan.shape_BTD[1:]).to(out_BTD.dtype)
             sent.append(done)
         return sent, piece
 
@@ -212,7 +206,11 @@ class TransformBoundary:
         if self._rows is not None:
             self._rows.finish_step(keep=keep)
         if keep:
-            self._learn()
+            before = self.learned.version
+            self.learned.commit()
+            if self._rows is not None and self.learned.version != before:
+                self._rows.recount()
+            self.learned.drop_bases(() if self._rows is None else self._rows.versions)
         else:
             self.learned.discard()
         self.weights.finish_step(keep=keep)
@@ -250,10 +248,11 @@ class TransformBoundary:
         q_NK = wanted_NK - held_NK
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
         model_K = self.learned.model_MK[part.kind]
-        scales = self.learned.scales(part.kind)
+        scales = self.learned.scales[part.kind]
         used, coded = coefficients.encode(q_NK, model_K, scales, block)
         done = _Sent(part, step, choice, held_NK + coded.q_NK, coded, seen)
-        return done, torch.cat([self._written_choice(part.kind, choice), block[:used]])
+        choices = coefficients.coded(choice.symbols, None, self.learned.choices[part.kind])
+        return done, torch.cat([as_bytes(_LENGTH.pack(choices.numel())), choices, block[:used]])
 
     def _choose(
         self, part: _Part, plan: MessagePlan, x_ND: Tensor, y_NK: Tensor
@@ -267,23 +266,12 @@ class TransformBoundary:
             change_NK = y_NK - held_NK * (SHARES[share_N] / 4)[:, None]
         weight_N = self.weights.octaves(plan.ids_B[part.rows].tolist(), plan.shape_BTD[1])
         choice = Choice(coarseness(y_NK, weight_N), share_N)
-        value_ND, value_NK, change_NK = (
-            x_ND[some.to(x_ND.device)].float().cpu(),
-            y_NK[some],
-            change_NK[some],
-        )
+        value_ND = x_ND[some.to(x_ND.device)].float().cpu()
+        value_NK, change_NK = y_NK[some], change_NK[some]
         seen = _Seen(some, self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
         step = self._steps.choose(part.kind == CHANGE, *seen.only(usual(value_NK))[1:])
         step -= 0 if weight_N is None else 2 * NEUTRAL  # `coarseness` raises all tokens by as much
         return _fitting(step, choice, y_NK), choice, seen
-
-    def _written_choice(self, kind: Kind, choice: Choice) -> Tensor:
-        symbol_N = choice.symbols
-        wire = torch.empty(_LENGTH.size + rans.capacity(symbol_N.numel()), dtype=torch.uint8)
-        used = rans.encode(symbol_N, None, self.learned.choices(kind), wire[_LENGTH.size :])
-        length = torch.frombuffer(bytearray(_LENGTH.pack(used)), dtype=torch.uint8)
-        wire[: _LENGTH.size] = length
-        return wire[: _LENGTH.size + used]
 
     def _read_choice(self, kind: Kind, block: Tensor, tokens: int) -> tuple[Choice, Tensor]:
         if block.numel() < _LENGTH.size:
@@ -293,7 +281,7 @@ class TransformBoundary:
             raise CodingError(f"{used} bytes of choices among {block.numel()}")
         coded, rest = block[_LENGTH.size :].tensor_split([used])
         symbol_N = torch.empty(tokens, dtype=torch.uint8)
-        rans.decode(coded, None, self.learned.choices(kind), symbol_N)
+        rans.decode(coded, None, self.learned.choices[kind], symbol_N)
         return Choice.of(symbol_N), rest
 
     def _split(
@@ -349,14 +337,6 @@ class TransformBoundary:
             for row, coarse_T, q_TK in zip(done.part.rows, coarse_BT, total_BTK, strict=True):
                 held = StoredSample(version, done.step, coarse_T, q_TK)
                 self._rows.stage(int(plan.ids_B[row]), held)
-
-    def _learn(self) -> None:
-        """Take in what a step that counts brought, and drop bases that nobody needs any more."""
-        before = self.learned.version
-        self.learned.commit()
-        if self._rows is not None and self.learned.version != before:
-            self._rows.recount()
-        self.learned.drop_bases(() if self._rows is None else self._rows.versions)
 
     def _observe(self, sent: _Sent, x_BTD: Tensor) -> None:
         rows, kind = sent.part.rows, sent.part.kind

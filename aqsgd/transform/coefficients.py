@@ -52,16 +52,15 @@ def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> 
     """
     model_TK = models(model_K)
     scale_N = _best_scales(q_NK, model_K, model_TK)
-    coded = Coded(q_NK, scale_N, model_TK)
-    parts = [_coded_scales(scale_N, scales), *_coded_values(coded)]
+    sent = Coded(q_NK, scale_N, model_TK)
+    parts = [coded(scale_N.to(torch.uint8), None, scales), *_coded_values(sent)]
     counts = [part.numel() for part in parts]
     if sum(counts) > _NUMBER_NBYTES * q_NK.numel():  # so `capacity` holds, whatever the values are
         parts, counts = [q_NK.flatten().view(torch.uint8)], [0, 0, _NUMBER_NBYTES * q_NK.numel()]
-        coded = _unscaled(q_NK, model_TK)
-    packed = torch.frombuffer(bytearray(_COUNTS.pack(*counts)), dtype=torch.uint8)
+        sent = _unscaled(q_NK, model_TK)
     used = _COUNTS.size + sum(counts)
-    torch.cat([packed, *parts], out=wire[:used])
-    return used, coded
+    torch.cat([as_bytes(_COUNTS.pack(*counts)), *parts], out=wire[:used])
+    return used, sent
 
 
 def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> Coded:
@@ -98,6 +97,17 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     return Coded(q_NK, scale_N, model_TK)
 
 
+def as_bytes(data: bytes) -> Tensor:
+    """A tensor (uint8) of bytes, of which there must be some."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def coded(symbol_S: Tensor, table_S: Tensor | None, tables: rans.Tables) -> Tensor:
+    """Symbols (uint8) as bytes; `rans.decode` reads them."""
+    wire = torch.empty(rans.capacity(symbol_S.numel()), dtype=torch.uint8)
+    return wire[: rans.encode(symbol_S, table_S, tables, wire)]
+
+
 def models(model_K: Tensor) -> Tensor:
     """The model of each dimension under each scale of a token (int64 [T, K])."""
     raised_T1 = 2 * (torch.arange(SCALES) - UNSCALED)[:, None]
@@ -109,21 +119,15 @@ def _layout(model_TK: Tensor) -> Layout:
     return Layout(shift_TK.to(torch.uint8), table_TK, logistic.UNIFORM - 1)
 
 
-def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
-    wire = torch.empty(rans.capacity(scale_N.numel()), dtype=torch.uint8)
-    return wire[: rans.encode(scale_N.to(torch.uint8), None, scales, wire)]
-
-
-def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
-    q_NK, scale_N, model_TK = coded
+def _coded_values(sent: Coded) -> tuple[Tensor, Tensor]:
+    q_NK, scale_N, model_TK = sent
     layout, kernels = _layout(model_TK), load("coefficients", "numba")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     table_S, outside_E = torch.empty_like(symbol_S), torch.empty_like(q_NK).flatten()
     outside = kernels.split(q_NK, scale_N, layout, symbol_S, outside_E)
     kernels.tables(scale_N, layout, table_S)
-    wire = torch.empty(rans.capacity(symbol_S.numel()), dtype=torch.uint8)
-    used = rans.encode(symbol_S, table_S, logistic.tables(), wire)
-    return wire[:used], outside_E[:outside].view(torch.uint8)
+    symbols = coded(symbol_S, table_S, logistic.tables())
+    return symbols, outside_E[:outside].view(torch.uint8)
 
 
 def _unscaled(q_NK: Tensor, model_TK: Tensor) -> Coded:

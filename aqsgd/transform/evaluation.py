@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform.boundary import BITS, CODEC_ID, TransformBoundary
+from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.proposals import NO_PIECE
 from thinpipe.pipeline.comm.boundary import LearnsNothing, MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
@@ -12,8 +12,7 @@ from thinpipe.pipeline.comm.error_stats import ErrorMeter
 class FirstVisits(LearnsNothing):
     """A boundary as it codes samples without history, which learns nothing: for evaluation."""
 
-    codec_id = CODEC_ID
-    bits = BITS
+    codec_id, bits = TransformBoundary.codec_id, TransformBoundary.bits
 
     def __init__(self, training: TransformBoundary) -> None:
         self._training = training

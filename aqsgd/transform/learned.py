@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.coefficients import SCALES, UNSCALED, Coded
+from thinpipe.aqsgd.transform.coefficients import SCALES, UNSCALED, Coded, as_bytes
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.aqsgd.transform.tokens import SYMBOLS
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
@@ -54,7 +54,7 @@ class Learned:
         self._choices_MC = torch.zeros(2, SYMBOLS, dtype=torch.int64)
         self._pieces: dict[int, bytes] = {}
         self._turns: dict[int, Tensor] = {}
-        self._forget_step()
+        self.discard()
 
     @property
     def basis(self) -> Basis:
@@ -70,12 +70,6 @@ class Learned:
         if version not in self._turns:
             self._turns[version] = self.basis.turn_from(self.bases[version])
         return self._turns[version]
-
-    def scales(self, kind: Kind) -> Tables:
-        return self._scale_tables[kind]
-
-    def choices(self, kind: Kind) -> Tables:
-        return self._choice_tables[kind]
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
         """Keep a piece of the next basis until the end of the step."""
@@ -105,7 +99,7 @@ class Learned:
         self.bases[self.version] = proposal.basis
         self._turns = {}
         self._pieces = {}
-        self._forget_step()
+        self.discard()
 
     def commit(self) -> None:
         for kind in KINDS:
@@ -121,7 +115,7 @@ class Learned:
         if self._proposal is not None:
             self.adopt(self._proposal)
         else:
-            self._forget_step()
+            self.discard()
 
     def drop_bases(self, held: Collection[int]) -> None:
         """Forget bases that neither messages nor samples of these versions need."""
@@ -131,19 +125,9 @@ class Learned:
             version: self._turns[version] for version in self._turns if version in needed
         }
 
-    def discard(self) -> None:
-        """End a step that does not count."""
-        self._forget_step()
-
     def digest(self) -> int:
         """A number below 2^32 for what was learned before this step, equal at both ends."""
         return self._digest
-
-    def _computed_digest(self) -> int:
-        crc = zlib.crc32(struct.pack("<qq", self.version, len(self._pieces)))
-        for tensor in (self.model_MK, self._scales_MT, self._choices_MC):
-            crc = zlib.crc32(tensor.numpy().tobytes(), crc)
-        return zlib.crc32(struct.pack("<I", self.basis.checksum), crc)
 
     def state_dict(self) -> dict[str, Any]:
         """Between two steps."""
@@ -156,7 +140,7 @@ class Learned:
             "models": self.model_MK,
             "scales": self._scales_MT,
             "choices": self._choices_MC,
-            "pieces": {str(index): _bytes(data) for index, data in self._pieces.items()},
+            "pieces": {str(index): as_bytes(data) for index, data in self._pieces.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,23 +150,27 @@ class Learned:
         self._choices_MC = state["choices"].clone()
         self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
         self._turns = {}
-        self._forget_step()
+        self.discard()
 
     def _known_pieces(self) -> dict[int, bytes]:
         """Also those of this step; with another first one a sender begins again."""
         restarted = 0 in self._new_pieces and 0 in self._pieces
         return ({} if restarted else self._pieces) | self._new_pieces
 
-    def _forget_step(self) -> None:
-        dimensions = self.basis.dimensions
-        self._scale_tables = [_tables(self._scales_MT[kind]) for kind in KINDS]
-        self._choice_tables = [_tables(self._choices_MC[kind]) for kind in KINDS]
-        self._digest = self._computed_digest()  # once a step, not with each message
+    def discard(self) -> None:
+        """End a step that does not count."""
+        self.scales = [_tables(self._scales_MT[kind]) for kind in KINDS]
+        self.choices = [_tables(self._choices_MC[kind]) for kind in KINDS]
+        crc = zlib.crc32(struct.pack("<qq", self.version, len(self._pieces)))
+        for tensor in (self.model_MK, self._scales_MT, self._choices_MC):
+            crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+        # once a step, not with each message
+        self._digest = zlib.crc32(struct.pack("<I", self.basis.checksum), crc)
         self._new_scales_MT = torch.zeros_like(self._scales_MT)
         self._new_choices_MC = torch.zeros_like(self._choices_MC)
         self._new_pieces: dict[int, bytes] = {}
         self._proposal = None
-        self._sums = [torch.zeros(4, dimensions, dtype=torch.int64) for _ in KINDS]
+        self._sums = [torch.zeros(4, self.basis.dimensions, dtype=torch.int64) for _ in KINDS]
 
 
 @functools.cache
@@ -205,7 +193,3 @@ def _faded(count_MS: Tensor, new_MS: Tensor) -> Tensor:
     """Counts to which a step's were added; those of kinds that it had none of stay."""
     known_M1 = new_MS.sum(1, keepdim=True) > 0
     return torch.where(known_M1, count_MS // 2 + new_MS, count_MS)  # halved: the newest count most
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import coefficients, logistic
 from thinpipe.aqsgd.transform.basis import ONE, Basis, entry_unit
+from thinpipe.aqsgd.transform.coefficients import as_bytes
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
@@ -57,11 +58,10 @@ class Proposal(NamedTuple):
                 f"a basis of {len(data)} bytes and {dimensions} dimensions does not fit {width} "
                 "channels"
             )
-        each = torch.frombuffer(bytearray(data[_HEAD.size : start]), dtype=torch.uint8)
-        *models, shift_K = each.view(3, dimensions)
+        *models, shift_K = as_bytes(data[_HEAD.size : start]).view(3, dimensions)
         model_MK = torch.stack(models).long().clamp_max(logistic.MODELS - 1)
         shift_K = shift_K.clamp_max(_MOST_DROPPED)
-        rest = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
+        rest = as_bytes(data[start:])
         if plain:
             return Proposal(_channels(rest, shift_K), model_MK)
         return Proposal(_directions(rest, width, shift_K), model_MK)

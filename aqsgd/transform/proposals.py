@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.basis_search import NOTHING, BasisSearch, SearchResult, Seen, Spectrum
+from thinpipe.aqsgd.transform.coefficients import as_bytes
 from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.thread import Worker
@@ -89,9 +89,9 @@ class Proposals:
         data = b"".join(piece.data for piece in self._pieces)
         return {
             "search": self._search.state_dict(),
-            "found": None if found.proposal is None else _tensor(found.proposal.packed()),
+            "found": None if found.proposal is None else as_bytes(found.proposal.packed()),
             "spectra": [one and list(one) for one in (self.spectrum, found.spectrum)],
-            "pieces": _tensor(data) if data else None,
+            "pieces": as_bytes(data) if data else None,
             "sent": self._sent,
             "room": self._room,
             "tokens": self._tokens,
@@ -142,8 +142,9 @@ def settled(sent_ND: Tensor, value_ND: Tensor, step: float, share: float) -> Pro
     """The basis that is found for tokens like these; `step` is a multiple of the rms of `sent`."""
     size, width = step * float(sent_ND.square().mean().sqrt()), sent_ND.shape[1]
     seen = [Seen(CHANGE, sent_ND / size, value_ND / size)]
-    search = BasisSearch(width, share)
-    found = search.end_step(seen, _MANY_TOKENS, Basis.identity(width), first=True)
+    found = BasisSearch(width, share).end_step(
+        seen, _MANY_TOKENS, Basis.identity(width), first=True
+    )
     assert found.proposal is not None
     return found.proposal
 
@@ -154,7 +155,3 @@ def _cut(data: bytes) -> list[Piece]:
         Piece(place, len(starts), data[start : start + PIECE_NBYTES])
         for place, start in enumerate(starts)
     ]
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform.basis import Basis, remembered_nbytes, turned
+from thinpipe.aqsgd.transform.coefficients import as_bytes
 from thinpipe.aqsgd.transform.learned import Learned
 from thinpipe.aqsgd.transform.tokens import COARSEST
 
@@ -50,8 +51,7 @@ def pack(held: StoredSample, basis: Basis, width: int) -> Tensor:
     """A row of tokens of `width` channels, with what the basis keeps of the numbers."""
     tokens = len(held.q_TK)
     row = torch.zeros(row_nbytes(width, tokens * width), dtype=torch.uint8)
-    head = _HEAD.pack(held.version, held.step)
-    row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    row[: _HEAD.size] = as_bytes(_HEAD.pack(held.version, held.step))
     stored_TW, more_T = basis.remembered(held.q_TK)
     numbers = row[_HEAD.size :]
     numbers[:tokens] = held.coarse_T | more_T << _COARSE_BITS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinpipe.aqsgd.transform.basis import step_index
+from thinpipe.aqsgd.transform.basis import exact_dimensions, step_index
 
 STEP_RANGE = 480
 """Of indices, 4 per octave: steps from 2^-120 to 2^120, all of them normal numbers in fp32."""
@@ -18,7 +18,7 @@ STEP_RANGE = 480
 # 2 % of directions where these hold over four fifths, and get 8 times finer at most.
 _MOST_OF_OTHERS = 5.0
 _MOST_FINER = 8.0
-_MASSIVE = 100.0
+MASSIVE = 100.0
 """A channel of the largest 2 % does not count for the step if its mean square is so many times that
 of the others' largest. Massive activations are in few channels, the same in every token."""
 
@@ -62,20 +62,21 @@ def _rms(x_ND: Tensor, x_NK: Tensor) -> float:
     width = len(square_D)
     mean = min(_without_massive(square_D), _without_massive(square_K)) / width
     left_out = square_D.sum() - square_K.sum() if len(square_K) < width else 0.0
-    others = float(square_K[_few(square_K) :].sum() + left_out) / width
+    others = float(square_K[most_massive(len(square_K)) :].sum() + left_out) / width
     return math.sqrt(max(min(mean, _MOST_OF_OTHERS * others), mean / _MOST_FINER**2))
 
 
 def _without_massive(square_K: Tensor) -> float:
     """The sum of what is not massive; the largest come first."""
-    few = _few(square_K)
+    few = most_massive(len(square_K))
     usual = float(square_K[few])
-    massive = int((square_K[:few] > _MASSIVE * usual).sum()) if usual else 0
+    massive = int((square_K[:few] > MASSIVE * usual).sum()) if usual else 0
     return float(square_K[massive:].sum())
 
 
-def _few(square_D: Tensor) -> int:
-    return min(max(2, len(square_D) // 50), len(square_D) - 1)
+def most_massive(dimensions: int) -> int:
+    """How many of them, at most, are massive."""
+    return min(exact_dimensions(dimensions), dimensions - 1)
 
 
 def _index(size: float) -> int:

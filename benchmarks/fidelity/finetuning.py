@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.sentences import write_tokenizer
 from benchmarks.fidelity.tah_quant import send_with
-from benchmarks.harness import Row
+from benchmarks.harness import Row, write_tokenizer
 from benchmarks.single_process import in_process
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig

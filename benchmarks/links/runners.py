@@ -153,7 +153,7 @@ class ThinPipeRunner:
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
         self.stage.end_pass()
         for channel in self.stage.channels.all():
-            channel.codec.finish_step(keep=True)
+            channel.codec.training.finish_step(keep=True)
 
     def take_sent(self) -> int:
         """Bytes sent since the last call, headers included."""

@@ -84,7 +84,11 @@ class DtfmCost:
         Raises:
             ValueError: there are fewer devices than stages x replicas.
         """
-        cluster.check_enough(sizes.stages, sizes.replicas)
+        if (needed := sizes.stages * sizes.replicas) > cluster.devices:
+            raise ValueError(
+                f"{sizes.stages} stages x {sizes.replicas} replicas need {needed} devices, the "
+                f"network has {cluster.devices}"
+            )
         gradient_s = sizes.gradient_gb * 8e9 / sizes.replicas / cluster.rate_DD
         activation_s = sizes.activation_gb * 8e9 / cluster.rate_DD
         reduce_DD = 2 * (cluster.latency_DD + gradient_s)

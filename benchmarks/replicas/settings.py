@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, sequences
-from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.harness import write_tokenizer
 
 GPT2 = Scale(
     layers=7,

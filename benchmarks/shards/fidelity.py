@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.fidelity.finetuning import Scale, sequences
-from benchmarks.fidelity.sentences import write_tokenizer
-from benchmarks.harness import Records, Row, command_line, summary, with_baseline, with_gaps
+from benchmarks.harness import (
+    Records,
+    Row,
+    command_line,
+    summary,
+    with_baseline,
+    with_gaps,
+    write_tokenizer,
+)
 from benchmarks.replicas.settings import GPT2
 from thinpipe.launch.build import build
 from thinpipe.launch.config.run import RunConfig

@@ -66,9 +66,8 @@ class Config(ExchangeOptions, populate_by_name=True):
         return SparseCodec(self.topk, self.bits, self.group)
 
     @model_validator(mode="after")
-    def _can_be_built(self) -> "Config":
+    def _has_a_subset(self) -> "Config":
         exact_fraction(self.subset)
-        _ = self.codec  # rejects what it cannot be
         return self
 
 
@@ -85,16 +84,14 @@ class Cocktail(BaseSync):
         nbytes = config.bucket_nbytes
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [SharedBucket(bucket) for bucket in buckets]
-        self._parts = [_parts(bucket.local_N, peers.size) for bucket in self._buckets]
+        parts_of = [_parts(bucket.local_N, peers.size) for bucket in self._buckets]
         self._errors = [
             torch.zeros_like(bucket.local_N[parts[peers.rank]], dtype=torch.float32)
-            for bucket, parts in zip(self._buckets, self._parts, strict=True)
+            for bucket, parts in zip(self._buckets, parts_of, strict=True)
         ]
-        warmup = AllReduce(peers, EXACT)
-        self._warmup = GradientSync(
-            parameters if config.warmup_steps else (), peers, warmup, nbytes
-        )
-        self._codec = config.codec
+        self._owned = [*zip(self._buckets, parts_of, self._errors, strict=True)]
+        warmed_up = parameters if config.warmup_steps else ()
+        self._warmup = GradientSync(warmed_up, peers, AllReduce(peers, EXACT), nbytes)
         self._overlap = Overlap(device_of(self._parameters))
         self._captured = False
         self._steps, self._exchanges = 0, 0
@@ -121,9 +118,8 @@ class Cocktail(BaseSync):
             return
         for bucket in self._buckets:
             bucket.check_storage()
-        owned = zip(self._buckets, self._parts, self._errors, strict=True)
-        jobs = [partial(self._exchange, *each, self._exchanges) for each in owned]
-        self._overlap.launch_each(jobs, _as_pair)
+        jobs = [partial(self._exchange, *each, self._exchanges) for each in self._owned]
+        self._overlap.launch_each(jobs, lambda found: (found, None))  # as checkpoints hold it
         if not self._config.delayed:
             self._join()
 
@@ -153,8 +149,9 @@ class Cocktail(BaseSync):
         self._captured = state["captured"]
         self._warmup.load_state_dict(state["warmup"])
         saved = zip(state["global"], state["left"], state["error"], strict=True)
-        own = zip(self._buckets, self._errors, strict=True)
-        for (bucket, error_n), (global_N, left_N, saved_n) in zip(own, saved, strict=True):
+        for (bucket, _, error_n), (global_N, left_N, saved_n) in zip(
+            self._owned, saved, strict=True
+        ):
             bucket.global_N.copy_(global_N)
             if bucket.left_N is not None:
                 bucket.left_N.copy_(left_N)
@@ -184,10 +181,7 @@ class Cocktail(BaseSync):
     def _exchange(
         self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, number: int
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Steps 1 and 2 of a bucket, on a communication thread; changes nothing.
-
-        Returns the fields of `Reduced`, as a checkpoint can hold them.
-        """
+        """Steps 1 and 2 of a bucket, on a communication thread; changes nothing."""
         # Replicas that did not start from one model are noticed in the first exchange. After a
         # warm-up they are equal to rounding only, if optimizers run on unlike processors.
         digest = bucket.digest() if number == 0 and not self._config.warmup_steps else 0
@@ -197,17 +191,16 @@ class Cocktail(BaseSync):
             self._peers,
             ExchangeKey(number, bucket.index, digest),
             [bucket.moved(part, M) for part, M in zip(parts, subsets, strict=True)],
-            codec=self._codec,
+            codec=self._config.codec,
             finish=lambda total_n: total_n.div_(size).add_(owed_n),
         )
-        return reduced.seen, reduced.results, reduced.left_n
+        return reduced.seen, reduced.results, reduced.left_n  # as a checkpoint can hold them
 
     def _join(self) -> None:
         """Wait for the exchange under way and do its step 3."""
         for updates, _ in self._overlap.join():
             with torch.no_grad():
-                owned = zip(self._buckets, self._parts, self._errors, strict=True)
-                for each, update in zip(owned, updates, strict=True):
+                for each, update in zip(self._owned, updates, strict=True):
                     self._apply(*each, Reduced(*update))
             self._exchanges += 1
 
@@ -218,11 +211,6 @@ class Cocktail(BaseSync):
         for each in zip(parts, subsets, found.seen, found.results, strict=True):
             bucket.apply(*each)
         subsets[self._peers.rank].scatter(found.left_n, error_n)
-
-
-def _as_pair(found: list[Any]) -> tuple[list[Any], None]:
-    """As checkpoints hold it."""
-    return found, None
 
 
 def _parts(local_N: Tensor, size: int) -> list[slice]:

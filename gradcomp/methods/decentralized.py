@@ -49,8 +49,9 @@ class Neighbours(Stateless):
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None: ...
 
-    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+    def average(self, bucket: FlatBucket, key: ExchangeKey) -> Tensor:
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)
+        mine_N = bucket.local_N.float()
         found = swap(self._peers, key, mine_N, others, codec=EXACT)
         found[self._peers.rank] = mine_N
         total_N = torch.zeros_like(mine_N)

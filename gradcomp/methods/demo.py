@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
@@ -188,7 +189,6 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> D
 def optimizer(
     config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
-    """Sign descent."""
     return SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)
 
 
@@ -209,7 +209,7 @@ class Tiles:
 
     def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
         self._shapes, self._basis = tuple(shapes), basis(device)
-        self._counts = [_rows(s) // SIDE * (_columns(s) // SIDE) for s in shapes]
+        self._counts = [math.prod(_tiles(shape)) for shape in shapes]
 
     @property
     def count(self) -> int:
@@ -217,55 +217,48 @@ class Tiles:
 
     def transform(self, tensors: Sequence[Tensor]) -> Tensor:
         """Coefficients (fp32) of tensors with the shapes of these tiles: [T, S, S]."""
-        parts = [self._cut(t.float(), s) for t, s in zip(tensors, self._shapes, strict=True)]
-        return torch.cat([self._turn(p, s) for p, s in zip(parts, self._shapes, strict=True)])
+        return torch.cat(
+            [
+                _turned(_cut(tensor.float(), shape), shape, self._basis)
+                for tensor, shape in zip(tensors, self._shapes, strict=True)
+            ]
+        )
 
     def invert(self, coefficients_TSS: Tensor) -> list[Tensor]:
         """The tensors that have these coefficients, less what padding would hold."""
         parts = torch.split(coefficients_TSS, self._counts)
         return [
-            self._join(self._turn_back(part, shape), shape)
+            _joined(_turned(part, shape, self._basis.T), shape)
             for part, shape in zip(parts, self._shapes, strict=True)
         ]
 
-    def _turn(self, tile_TSS: Tensor, shape: torch.Size) -> Tensor:
-        turned = tile_TSS @ self._basis.T
-        return self._basis @ turned if _is_matrix(shape) else turned
 
-    def _turn_back(self, tile_TSS: Tensor, shape: torch.Size) -> Tensor:
-        turned = tile_TSS @ self._basis
-        return self._basis.T @ turned if _is_matrix(shape) else turned
-
-    @staticmethod
-    def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
-        rows, columns = _rows(shape), _columns(shape)
-        padded = torch.zeros(rows, columns, device=tensor.device)
-        if _is_matrix(shape):
-            matrix = tensor.flatten(1)
-            padded[: matrix.shape[0], : matrix.shape[1]] = matrix
-        else:
-            padded.view(-1)[: tensor.numel()] = tensor.flatten()
-        grid = padded.view(rows // SIDE, SIDE, columns // SIDE, SIDE)
-        return grid.transpose(1, 2).reshape(-1, SIDE, SIDE)
-
-    @staticmethod
-    def _join(tile_TSS: Tensor, shape: torch.Size) -> Tensor:
-        rows, columns = _rows(shape), _columns(shape)
-        grid = tile_TSS.view(rows // SIDE, columns // SIDE, SIDE, SIDE).transpose(1, 2)
-        padded = grid.reshape(rows, columns)
-        if not _is_matrix(shape):
-            return padded.flatten()[: shape.numel()].view(shape)
-        return padded[: shape[0], : shape.numel() // shape[0]].reshape(shape)
+def _turned(tile_TSS: Tensor, shape: torch.Size, basis_SS: Tensor) -> Tensor:
+    turned = tile_TSS @ basis_SS.T
+    return basis_SS @ turned if len(shape) > 1 else turned
 
 
-def _is_matrix(shape: torch.Size) -> bool:
-    return len(shape) > 1
+def _cut(tensor: Tensor, shape: torch.Size) -> Tensor:
+    (rows, columns), (down, across) = _sides(shape), _tiles(shape)
+    matrix = F.pad(tensor.flatten(), (0, rows * columns - tensor.numel())).view(rows, columns)
+    padded = F.pad(matrix, (0, across * SIDE - columns, 0, down * SIDE - rows))
+    return padded.view(down, SIDE, across, SIDE).transpose(1, 2).reshape(-1, SIDE, SIDE)
 
 
-def _rows(shape: torch.Size) -> int:
-    lines = shape[0] if _is_matrix(shape) else -(-shape.numel() // SIDE)
-    return SIDE * -(-lines // SIDE)
+def _joined(tile_TSS: Tensor, shape: torch.Size) -> Tensor:
+    (rows, columns), (down, across) = _sides(shape), _tiles(shape)
+    grid = tile_TSS.view(down, across, SIDE, SIDE).transpose(1, 2)
+    matrix = grid.reshape(down * SIDE, across * SIDE)[:rows, :columns]
+    return matrix.flatten()[: shape.numel()].view(shape)
 
 
-def _columns(shape: torch.Size) -> int:
-    return SIDE * -(-(shape.numel() // shape[0]) // SIDE) if _is_matrix(shape) else SIDE
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of what is cut into tiles."""
+    if len(shape) > 1:
+        return shape[0], shape.numel() // shape[0]
+    return -(-shape.numel() // SIDE), SIDE
+
+
+def _tiles(shape: torch.Size) -> tuple[int, int]:
+    rows, columns = _sides(shape)
+    return -(-rows // SIDE), -(-columns // SIDE)

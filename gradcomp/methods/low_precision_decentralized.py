@@ -51,11 +51,11 @@ class Changes(Staged):
                 self.set(f"{bucket.index}-{replica}", bucket.local_N.float().clone())
         self.keep()
 
-    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+    def average(self, bucket: FlatBucket, key: ExchangeKey) -> Tensor:
         """What the neighbours will keep of this replica."""
         me = self._peers.rank
         kept = {replica: self._of(bucket, replica) for replica in (me, *self._ring)}
-        change_N = torch.add(mine_N, kept[me], alpha=-5 / 3)
+        change_N = torch.add(bucket.local_N.float(), kept[me], alpha=-5 / 3)
         for side in self._ring:
             change_N.add_(kept[side], alpha=1 / 3)
         seen_N = torch.empty_like(change_N)

@@ -53,8 +53,7 @@ class PowerSGD(FeedbackReducer):
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         target_N = self.add_to(f"{bucket.index}", flat_N)
         result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
-        sizes = [parameter.numel() for parameter in bucket.parameters]
-        views = [torch.split(vector, sizes) for vector in (target_N, result_N, own_N)]
+        views = [bucket.views(vector) for vector in (target_N, result_N, own_N)]
         matrices: list[_Named] = []
         plain: list[_Named] = []
         for index, (parameter, *parts) in enumerate(zip(bucket.parameters, *views, strict=True)):

@@ -183,7 +183,6 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Q
 def optimizer(
     config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
-    """Adam that takes what the exchange leaves."""
     adam = QAdam(
         parameters,
         lr=train.lr,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.base import Staged
@@ -37,10 +37,9 @@ class Config(LocalStepsConfig):
     decay: float = Field(0.95, ge=0, le=1)
     outer_lr: float = Field(1.0, gt=0)
 
-    @model_validator(mode="after")
-    def _can_be_built(self) -> "Config":
-        TileTopK(self.kept, 2)
-        return self
+    @property
+    def codec(self) -> TileTopK:
+        return TileTopK(self.kept, 2)
 
 
 class SparseLoCo(Staged):
@@ -51,7 +50,7 @@ class SparseLoCo(Staged):
 
     def __init__(self, peers: Peers, config: Config) -> None:
         super().__init__()
-        self._peers, self._config, self._codec = peers, config, TileTopK(config.kept, 2)
+        self._peers, self._config, self._codec = peers, config, config.codec
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         distance_N, owed_N = distance_N.float(), self.get(str(index), distance_N.device)

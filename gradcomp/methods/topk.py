@@ -5,7 +5,7 @@ Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; one residu
 
 from collections.abc import Sequence
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
@@ -26,10 +26,9 @@ class Config(ExchangeOptions):
     fraction: float = Field(0.01, gt=0, le=1)
     bits: int = 16
 
-    @model_validator(mode="after")
-    def _can_be_built(self) -> "Config":
-        SparseCodec(self.fraction, self.bits)
-        return self
+    @property
+    def codec(self) -> SparseCodec:
+        return SparseCodec(self.fraction, self.bits)
 
 
 class TopK(FeedbackReducer):
@@ -43,5 +42,4 @@ class TopK(FeedbackReducer):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
-    reducer = TopK(peers, SparseCodec(config.fraction, config.bits))
-    return GradientSync(parameters, peers, reducer, config.bucket_nbytes)
+    return GradientSync(parameters, peers, TopK(peers, config.codec), config.bucket_nbytes)

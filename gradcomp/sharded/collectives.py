@@ -7,7 +7,7 @@ Every rank starts the same exchanges in the same order, as all run the same sche
 Axes: N values of a unit that one shard keeps, padding included.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -44,14 +44,6 @@ class Unit:
     local: tuple[nn.Parameter, ...]
     shapes: tuple[torch.Size, ...]
 
-    def sizes(self, shards: int, *, trained: bool) -> list[int]:
-        """Values per parameter of one rank's padded part; of those that are `trained`, or all."""
-        return [
-            -(-shape[0] // shards) * shape[1:].numel()
-            for parameter, shape in zip(self.local, self.shapes, strict=True)
-            if parameter.requires_grad or not trained
-        ]
-
 
 class Exchanges:
     """State that all units of a rank share: the other ranks, the thread, and how much was sent."""
@@ -62,7 +54,8 @@ class Exchanges:
         self.step, self.backwards, self._scatters = 0, 1, 0
         self.exact = False
         """Whether weights are gathered in full precision."""
-        self.weight_bytes = self.gradient_bytes = 0
+        self.nbytes: Counter[str] = Counter()
+        """Sent as "weights", as "gradients", and for "evaluation", which is no part of a step."""
         self._key_of_noise, self._number = seed, 0
         self._encoder, self._link, self._decoder = map(
             Worker, ("shards encode", "shards", "shards decode")
@@ -87,12 +80,8 @@ class Exchanges:
         `before` runs where it is encoded, `after` where it was decoded.
         """
         exchange = self.peers.gather(self._key(unit), self._noisy(codec, unit << 32), parts)
-        counts = not self.exact  # what evaluation sends is no part of a step
-
-        def sent(nbytes: int) -> None:
-            self.weight_bytes += nbytes if counts else 0
-
-        return self._run(before, exchange, sent, lambda _: None if after is None else after())
+        what = "evaluation" if self.exact else "weights"
+        return self._run(what, before, exchange, lambda _: None if after is None else after())
 
     def scatter(
         self, unit: int, codec: Segmented, parts: Sequence[Tensor], use: Callable[[Tensor], None]
@@ -100,17 +89,14 @@ class Exchanges:
         """`use` the sum over ranks of what they have for this one, where it was decoded."""
         self._scatters += 1
         codec = self._noisy(codec, unit << 32 | self._scatters)
-
-        def sent(nbytes: int) -> None:
-            self.gradient_bytes += nbytes
-
-        return self._run((), self.peers.scatter(self._key(unit), codec, parts), sent, use)
+        exchange = self.peers.scatter(self._key(unit), codec, parts)
+        return self._run("gradients", (), exchange, use)
 
     def _run(
         self,
+        what: str,
         before: Sequence[Callable[[], Any]],
         exchange: Exchange,
-        sent: Callable[[int], None],
         after: Callable[[Any], None],
     ) -> "Future[None]":
         earlier = self._on_way[0] if len(self._on_way) == _AHEAD else None
@@ -125,7 +111,7 @@ class Exchanges:
         def send() -> Any:
             first = self.peers.bytes_sent
             found = exchange.exchange(encoded.result())
-            sent(self.peers.bytes_sent - first)
+            self.nbytes[what] += self.peers.bytes_sent - first
             return found
 
         encoded = self._encoder.submit(encode)
@@ -156,7 +142,9 @@ class GatherWeights(_Collective):
 
     def __init__(self, unit: Unit, exchanges: Exchanges) -> None:
         super().__init__(unit, exchanges, weights=True)
-        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != EXACT]
+        places = list(enumerate(self.codec.codecs))
+        self._learning = {place: codec for place, codec in places if isinstance(codec, Learned)}
+        quantized = [place for place, codec in places if codec != EXACT]
         memory = Remembered(self.codec.sizes, quantized, exchanges.peers.size)
         self.memory = memory if exchanges.config.weights == "differences" else None
         self._learned_at = -1
@@ -200,24 +188,18 @@ class GatherWeights(_Collective):
         return Segmented(self.codec.sizes, [EXACT] * len(self.codec.sizes))
 
     def _learn(self, mine: Tensor) -> None:
-        for codec, part_N in zip(
-            self.codec.codecs, torch.split(mine, self.codec.sizes), strict=True
-        ):
-            if isinstance(codec, Learned):
-                codec.learn(part_N[None])
+        parts = torch.split(mine, self.codec.sizes)
+        for place, codec in self._learning.items():
+            codec.learn(parts[place][None])
 
     def state_dict(self) -> dict[str, Tensor]:
-        levels = {
-            str(place): codec.level_L
-            for place, codec in enumerate(self.codec.codecs)
-            if isinstance(codec, Learned)
-        }
+        levels = {str(place): codec.level_L for place, codec in self._learning.items()}
         rank = self.exchanges.peers.rank
         return levels | ({} if self.memory is None else self.memory.state_dict(rank))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for place, codec in enumerate(self.codec.codecs):
-            if isinstance(codec, Learned) and str(place) in state:
+        for place, codec in self._learning.items():
+            if str(place) in state:
                 codec.level_L.copy_(state[str(place)])
         if self.memory is not None:
             self.memory.load_state_dict(state)
@@ -243,13 +225,10 @@ class ScatterGradients(_Collective):
 
         FSDP's own gradients are not to be read.
         """
-        add = self._sum_N is not None
-        if self._sum_N is None:
-            self._sum_N = output_tensor
-        sum_N, parts = self._sum_N, input_tensor.chunk(self.exchanges.peers.size)
-        last = len(self._futures) + 1 == self.exchanges.backwards
-        if last:
-            self._sum_N = None
+        add, last = self._sum_N is not None, len(self._futures) + 1 == self.exchanges.backwards
+        sum_N = output_tensor if self._sum_N is None else self._sum_N
+        self._sum_N = None if last else sum_N
+        parts = input_tensor.chunk(self.exchanges.peers.size)
 
         def use(total_N: Tensor) -> None:
             sum_N.add_(total_N) if add else sum_N.copy_(total_N)
@@ -296,12 +275,16 @@ def segments(unit: Unit, config: ShardsConfig, shards: int, *, weights: bool) ->
     """How a unit's weights are coded, or the gradients of what is trained of it."""
     rounding = config.weight_rounding if weights else config.gradient_rounding
     bits = config.bits_of("weight" if weights else "gradient")
-    codecs: list[Codec] = [
-        EXACT if is_kept(shape, config) else value_codec(bits, rounding, config.bucket)
+    shapes = [
+        shape
         for parameter, shape in zip(unit.local, unit.shapes, strict=True)
         if parameter.requires_grad or weights
     ]
-    sizes = unit.sizes(shards, trained=not weights)
+    codecs: list[Codec] = [
+        EXACT if is_kept(shape, config) else value_codec(bits, rounding, config.bucket)
+        for shape in shapes
+    ]
+    sizes = [-(-shape[0] // shards) * shape[1:].numel() for shape in shapes]  # padded
     return Segmented(sizes, codecs, coded=config.coding == "zstd")
 
 

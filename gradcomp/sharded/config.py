@@ -43,20 +43,14 @@ class ShardsConfig(BaseModel, frozen=True, extra="forbid"):
     ranks_per_site: int = Field(1, ge=1)
 
     @model_validator(mode="after")
-    def _method_fits_bits(self) -> "ShardsConfig":
-        for name, bits in (
-            ("weight_bits", self.weight_bits),
-            ("gradient_bits", self.gradient_bits),
-        ):
-            if self.method == "fsdp" and bits is not None and bits < 16:
+    def _fits_together(self) -> "ShardsConfig":
+        for name in ("weight_bits", "gradient_bits") if self.method == "fsdp" else ():
+            bits = getattr(self, name)
+            if bits is not None and bits < 16:
                 raise ValueError(
                     f'{name} = {bits}: method = "fsdp" does not quantize; use 16 or 32 bits, or '
                     'method = "qsdp"'
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _quantizers_quantize(self) -> "ShardsConfig":
         unused = ("weight_rounding", "gradient_rounding", "bucket", "keep_below")
         for name in unused if self.method == "fsdp" else ():
             value = getattr(self, name)
@@ -65,10 +59,6 @@ class ShardsConfig(BaseModel, frozen=True, extra="forbid"):
                     f'{name} = {value!r}: method = "fsdp" does not quantize; remove it, or use '
                     'method = "qsdp"'
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _differences_fit(self) -> "ShardsConfig":
         if self.weights == "values":
             return self
         if self.bits_of("weight") >= 16:

@@ -45,7 +45,9 @@ class ShardedStage(nn.Module):
         self.__dict__["inner"] = stage
         self._wholes = dict(stage.named_parameters(remove_duplicate=False))
         self._local = {
-            id(whole): nn.Parameter(_local(whole), requires_grad=whole.requires_grad)
+            id(whole): nn.Parameter(
+                cast(DTensor, whole).to_local().detach(), requires_grad=whole.requires_grad
+            )
             for whole in self._wholes.values()
         }
         for name, whole in self._wholes.items():
@@ -70,9 +72,7 @@ class ShardedStage(nn.Module):
 
         What is none of the blocks' comes first: FSDP scatters its gradients in the end.
         """
-        return [
-            parameter for _, own in (self.groups[-1], *self.groups[:-1]) for parameter, _ in own
-        ]
+        return [p for _, own, _ in (self.groups[-1], *self.groups[:-1]) for p in own]
 
     def tied_weight(self) -> nn.Parameter | None:
         whole = self.inner.tied_weight()
@@ -101,13 +101,14 @@ class ShardedStage(nn.Module):
 
     def _group(
         self, module: nn.Module, shapes: Mapping[str, torch.Size]
-    ) -> tuple[nn.Module, list[tuple[nn.Parameter, torch.Size]]]:
+    ) -> tuple[nn.Module, tuple[nn.Parameter, ...], tuple[torch.Size, ...]]:
         """A module and its own parameters with their whole shapes, in FSDP's order."""
         names = {id(whole): name for name, whole in reversed(self._wholes.items())}
         own = dict.fromkeys(
             id(whole) for part in _own_modules(module) for whole in part.parameters(recurse=False)
         )
-        return module, [(self._local[key], shapes[names[key]]) for key in own]
+        parameters = tuple(self._local[key] for key in own)
+        return module, parameters, tuple(shapes[names[key]] for key in own)
 
 
 class StageShards:
@@ -124,12 +125,8 @@ class StageShards:
         for stage in stages:
             stage.inner.set_reshard_after_forward(config.gather == "microbatch")
             stage.inner.set_reduce_scatter_unused_params(True)
-            for module, own in stage.groups:
-                unit = Unit(
-                    len(self._gathers),
-                    tuple(parameter for parameter, _ in own),
-                    tuple(shape for _, shape in own),
-                )
+            for module, parameters, shapes in stage.groups:
+                unit = Unit(len(self._gathers), parameters, shapes)
                 self._gathers.append(GatherWeights(unit, self._exchanges))
                 self._scatters.append(ScatterGradients(unit, self._exchanges))
                 fsdp: Any = module
@@ -138,11 +135,11 @@ class StageShards:
 
     @property
     def weight_bytes(self) -> int:
-        return self._exchanges.weight_bytes
+        return self._exchanges.nbytes["weights"]
 
     @property
     def gradient_bytes(self) -> int:
-        return self._exchanges.gradient_bytes
+        return self._exchanges.nbytes["gradients"]
 
     def begin_step(self, step: int, backwards: int) -> None:
         """Start to gather, if it is done once per step."""
@@ -195,10 +192,6 @@ class StageShards:
         for stage in self.stages:
             for module in stage.modules_to_gather():
                 module.reshard()
-
-
-def _local(whole: nn.Parameter) -> Tensor:
-    return cast(DTensor, whole).to_local().detach()
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -29,21 +29,6 @@ def saved_base(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest for stage in stages.values() for name, digest in stage.items()}
 
 
-def check_base(held: Digests, saved: Digests, folder: Path) -> None:
-    """Check that weights which were read are those that a checkpoint was trained on.
-
-    Raises:
-        CheckpointError: they are others; names the first.
-    """
-    differing = sorted(name for name in held.keys() & saved.keys() if held[name] != saved[name])
-    if differing:
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        raise CheckpointError(
-            f"{folder}: holds adapters of other weights: {differing[0]}{more} had another digest "
-            "when it was saved; restore the files of model.pretrained, or name a copy of them"
-        )
-
-
 def check_present(
     module: nn.Module, tensors: Mapping[str, Tensor], base: Digests, folder: Path
 ) -> None:
@@ -53,7 +38,14 @@ def check_present(
         CheckpointError: one is missing, or what was read is not what was left out.
     """
     held = base_of(module)
-    check_base(held, base, folder)
-    missing = sorted(module.state_dict().keys() - tensors.keys() - (held.keys() & base.keys()))
+    common = held.keys() & base.keys()
+    differing = sorted(name for name in common if held[name] != base[name])
+    if differing:
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise CheckpointError(
+            f"{folder}: holds adapters of other weights: {differing[0]}{more} had another digest "
+            "when it was saved; restore the files of model.pretrained, or name a copy of them"
+        )
+    missing = sorted(module.state_dict().keys() - tensors.keys() - common)
     if missing:
         raise CheckpointError(f"{folder}: no part has {', '.join(missing[:4])}")

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinpipe.launch.checkpoint.files import saved_at
-from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.manifest import MANIFEST, CheckpointError
 from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.net.ranks.handshake import differences
@@ -31,9 +30,8 @@ def check_facts(
     if samples and not any(change.name.startswith("data.") for change in changed):
         differing.append(_other_samples(folder, data, [name for name, *_ in samples]))
     if differing:
-        own = ""
-        if "factory" in now["config"]["model"]:
-            own = " (in a program, tp.Pipeline(from_run=...))"
+        is_own = "factory" in now["config"]["model"]
+        own = " (in a program, tp.Pipeline(from_run=...))" if is_own else ""
         it = "it" if len(differing) == 1 else "them"
         raise CheckpointError(
             f"{folder} was made with {'; with '.join(differing)}; change {it} back"
@@ -53,7 +51,7 @@ def _as_set(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:
     from thinpipe.launch.data.load import files
 
-    saved_s = saved_at(folder)
+    saved_s = (folder / MANIFEST).stat().st_mtime
     late = [str(path) for path in files(data) if path.stat().st_mtime > saved_s]
     found = f"written since then: {', '.join(late[:4])}" if late else "no file is newer"
     more = f" and {len(late) - 4} more" if len(late) > 4 else ""

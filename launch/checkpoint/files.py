@@ -68,8 +68,6 @@ def begin(root: Path, step: int) -> Path:
     Every host's `begin` must be over before the first `write_part`: hosts that share a file system
     would take each other's folder for a stale one.
     """
-    if step < 0:
-        raise ValueError(f"step = {step}: steps count from 0")
     partial = partial_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     _discard(partial, step)
@@ -84,11 +82,9 @@ def write_part(folder: Path, part: str, state: object) -> Part:
     Raises:
         TypeError: `state` holds something that `state_file.py` cannot write.
         ValueError: `part` is no file name.
-        CheckpointError: the folder is missing, or the file cannot be written.
+        CheckpointError: the file cannot be written.
     """
     path = Part(part, 0, "").path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: missing; call begin before writing {part!r}")
     try:
         sha256 = save_state(path, state)
     except OSError as error:
@@ -127,15 +123,12 @@ def prepare(root: Path, manifest: Manifest) -> None:
     The manifest lists every part in the folder; those on other hosts' disks may be listed too.
 
     Raises:
-        ValueError: two parts have one name.
-        CheckpointError: the files are not those of the manifest, or the folder is missing.
+        CheckpointError: the files are not those of the manifest.
+        OSError: it cannot be written.
     """
     partial = partial_folder(root, manifest.step)
-    _check_listed(partial, manifest.parts)
-    try:
-        write_manifest(partial, manifest)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{partial}: missing; call begin and write_part first") from error
+    _check_listed(partial, manifest)
+    write_manifest(partial, manifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -188,12 +181,7 @@ def settle(root: Path, step: int, *, keep: int, best: int | None = None) -> None
     The newest `keep` complete steps stay, those saved after it, and `best`, which a file of that
     name then names. Leftovers of unfinished saves go where they are older; a newer one may be in
     progress. Damaged steps are kept for inspection.
-
-    Raises:
-        ValueError: `keep` is below 1.
     """
-    if keep < 1:
-        raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; use 1 or more")
     _write_file(root / "latest", step_name(step) + "\n", scratch=_hidden(root, step, "latest"))
     disk.flush_folder(root)
     published = sorted(complete(root), key=lambda manifest: manifest.serial)
@@ -220,11 +208,6 @@ def read_manifest(folder: Path) -> Manifest:
         return load_manifest(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {alternative(folder)}") from error
-
-
-def saved_at(folder: Path) -> float:
-    """When a checkpoint was finished, in seconds as file systems count them."""
-    return (folder / MANIFEST).stat().st_mtime
 
 
 def complete(root: Path) -> Iterator[Manifest]:
@@ -271,8 +254,7 @@ def broken(root: Path) -> dict[int, str]:
     """Problems of steps that have a folder but no readable manifest."""
     found = {}
     for folder in _folders(root):
-        step = step_of(folder.name)
-        if step is not None:
+        if (step := step_of(folder.name)) is not None:
             try:
                 load_manifest(folder)
             except CheckpointError as error:
@@ -289,28 +271,24 @@ def pointer(root: Path) -> str | None:
 
 
 def _whole(folder: Path) -> Manifest | None:
-    """The manifest, if it is intact and no part has the wrong size.
-
-    It is read once: a run that is training may remove the folder at any time.
-    """
-    try:
+    """The manifest, if it is intact and no part has the wrong size."""
+    # read once: a run that is training may remove the folder at any time
+    with contextlib.suppress(CheckpointError):
         manifest = load_manifest(folder)
-    except CheckpointError:
-        return None
-    sizes_fit = all(size_error(part, folder) in (None, "missing") for part in manifest.parts)
-    return manifest if sizes_fit else None
+        if all(size_error(part, folder) in (None, "missing") for part in manifest.parts):
+            return manifest
+    return None
 
 
 def alternative(folder: Path, part: str | None = None) -> str:
     """The end of an error about `folder`: an older step to use, with `part` intact if given."""
     root, step = folder.parent, step_of(folder.name)
     for older in reversed(steps(root)):
-        good = root / step_name(older)
+        name = step_name(older)
         if step is not None and older >= step:
             continue
-        listed = [known for known in load_manifest(good).parts if known.name == part]
-        if part is None or (listed and not size_error(listed[0], good)):
-            name = step_name(older)
+        listed = [known for known in load_manifest(root / name).parts if known.name == part]
+        if part is None or (listed and not size_error(listed[0], root / name)):
             return f"{name} is complete: train --resume --step {older}, export --step {older}"
     found = " or ".join(str(other) for other in steps(root) if other != step)
     remedy = f"use --step {found}, or leave it out for the newest" if found else "train again"
@@ -326,19 +304,15 @@ def _folders(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
 
-def _check_listed(folder: Path, parts: tuple[Part, ...]) -> None:
-    names = [part.name for part in parts]
-    if len(set(names)) < len(names):
-        raise ValueError(f"parts = {names}: duplicate names; give each rank its own")
-    unlisted = {path.stem for path in folder.glob("*.safetensors")} - set(names)
+def _check_listed(folder: Path, manifest: Manifest) -> None:
+    unlisted = {path.stem for path in folder.glob("*.safetensors")} - {*manifest.names}
     if unlisted:
         raise CheckpointError(
             f"{folder}: holds {', '.join(sorted(unlisted))}, which are not in parts; pass the "
             "result of every write_part"
         )
-    for part in parts:
-        wrong = size_error(part, folder)
-        if part.path(folder).exists() and wrong:
+    for part in manifest.parts:
+        if (wrong := size_error(part, folder)) not in (None, "missing"):
             raise CheckpointError(f"{part.path(folder)}: {wrong}; begin and write this step again")
 
 

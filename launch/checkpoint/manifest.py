@@ -6,7 +6,6 @@ Two machines hold the same checkpoint if, and only if, their manifests have the 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +61,11 @@ class Manifest:
         """SHA-256 of all that is in it, and thereby of all parts."""
         return hashlib.sha256(json.dumps(self._body()).encode()).hexdigest()
 
+    @property
+    def names(self) -> list[str]:
+        """Of all parts."""
+        return [part.name for part in self.parts]
+
     def _body(self) -> dict[str, Any]:
         return {"format": _FORMAT, **asdict(self)}
 
@@ -107,19 +111,6 @@ def load_manifest(folder: Path) -> Manifest:
     if named is not None and named != manifest.step:
         raise CheckpointError(f"{path}: is that of step {manifest.step}; the folder was renamed")
     return manifest
-
-
-def through_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta` as it will be read back.
-
-    Raises:
-        ValueError: it does not fit JSON.
-    """
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"meta = {meta!r}: {error}; pass only JSON values") from error
-    return plain
 
 
 def size_error(part: Part, folder: Path) -> str | None:

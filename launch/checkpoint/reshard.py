@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.base import Digests, check_present, saved_base
-from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, size_error
+from thinpipe.launch.checkpoint.manifest import CheckpointError, size_error
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
@@ -77,13 +77,8 @@ def part_name(mesh: Mesh) -> str:
 
 def parts_of(folder: Path, *, replica: int) -> list[str]:
     """Names of a replica's parts in a checkpoint."""
-    names = names_of(checkpoint.read_manifest(folder))
+    names = checkpoint.read_manifest(folder).names
     return [name for name in names if name.startswith(f"replica-{replica}.")]
-
-
-def names_of(manifest: Manifest) -> list[str]:
-    """Names of all parts."""
-    return [part.name for part in manifest.parts]
 
 
 def whole_replicas(names: Sequence[str], there: Collection[str]) -> list[str]:
@@ -123,7 +118,7 @@ def restore(built: "Built", folder: Path, before: Layout, now: Layout, mesh: Mes
     """
     listed = checkpoint.read_manifest(folder)
     there = [part.name for part in listed.parts if size_error(part, folder) is None]
-    whole = whole_replicas(names_of(listed), there)
+    whole = whole_replicas(listed.names, there)
     first = whole[0].partition(".")[0].removeprefix("replica-") if whole else 0
     source = mesh.replica if before.replicas == now.replicas else int(first)
     saved = read_replica(folder, parts_of(folder, replica=source))
@@ -133,7 +128,10 @@ def restore(built: "Built", folder: Path, before: Layout, now: Layout, mesh: Mes
         load_module(module_of(stage), saved.model, folder, own_rows, base=saved.base)
     stateless = _load_optimizer(built, saved, own_rows)
     boundaries = _boundaries(folder, before, whole, dp_rank=mesh.dp_rank % before.dp_size)
-    _load_boundaries(built, boundaries)
+    for channel in built.engine.channels:
+        # with another number of replicas they include samples of others, which are never used
+        if (known := boundaries.get(channel_name(channel))) is not None:
+            channel.codec.training.load_state_dict(known)
     built.lr_schedule.load_state_dict(saved.first_part["lr_schedule"])
     built.best.load_state_dict(saved.first_part.get("best", {}))
     built.engine.load_state_dict(saved.first_part["engine"])
@@ -281,22 +279,13 @@ def _boundaries(
 ) -> dict[str, Any]:
     replica, shard = divmod(dp_rank, before.shards)
     found: dict[str, Any] = {}
-    for part in (name for name in parts_of(folder, replica=replica) if name in whole):
+    for part in parts_of(folder, replica=replica):
+        if part not in whole:
+            continue
         state = checkpoint.read_part(folder, part, mapped=ROWS)
         if int(state.get("shard", 0)) == shard:
             found.update(state["boundaries"])
     return found
-
-
-def _load_boundaries(built: "Built", boundaries: Mapping[str, Any]) -> None:
-    """Load the states of own channels.
-
-    With another number of replicas they include samples of other replicas, which are never used.
-    """
-    for channel in built.engine.channels:
-        known = boundaries.get(channel_name(channel))
-        if known is not None:
-            channel.codec.training.load_state_dict(known)
 
 
 def moved_samples(before: int, now: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import CheckpointChoice, ChosenCheckpoint
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
-from thinpipe.launch.checkpoint.reshard import Layout, names_of, part_name, whole_replicas
+from thinpipe.launch.checkpoint.reshard import Layout, part_name, whole_replicas
 from thinpipe.launch.checkpoint.transaction import Place
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.network import ROUND, first_here
@@ -92,7 +92,7 @@ def choose(
 
     def needed(manifest: Manifest, anywhere: Collection[str]) -> Sequence[str]:
         """Under another layout, all parts; with other replicas, of those that are whole."""
-        saved, names = Layout.of(manifest.meta["config"]["pipeline"]), names_of(manifest)
+        saved, names = Layout.of(manifest.meta["config"]["pipeline"]), manifest.names
         if layout is None or layout == saved:
             return [place.part]
         if layout.replicas != saved.replicas:

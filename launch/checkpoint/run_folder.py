@@ -21,7 +21,7 @@ from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
 _MOMENT_S = 0.1  # by then a look at a lock (`disk.is_locked`) is over
-_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", disk.RUN_LOCK)
+_RESULTS = ("config.toml", "metrics.jsonl", "checkpoints")
 
 
 def check_folder(path: Path, name: str = "run.folder") -> None:
@@ -50,17 +50,15 @@ def check_contents(path: Path) -> None:
         ConfigError: it holds files that are not a run's, or cannot be read.
     """
     try:
-        is_foreign = path.exists() and any(path.iterdir()) and not _has_mark(path)
+        is_foreign = (
+            path.exists() and any(path.iterdir()) and not _has(path, disk.RUN_LOCK, *_RESULTS)
+        )
     except OSError as error:
         raise ConfigError(f"run.folder = {path}: {disk.why(error, path)}") from error
     if is_foreign:
         raise ConfigError(
             f"run.folder = {path}: holds files that are not a run's; choose another folder"
         )
-
-
-def _has_mark(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS)
 
 
 class RunFolder:
@@ -95,7 +93,7 @@ class RunFolder:
         Not where a restart would follow: it would resume the earlier run.
         """
         aside = self._aside
-        if aside is None or _holds_a_run(self._path):
+        if aside is None or _has(self._path, *_RESULTS):
             return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._path)
@@ -128,10 +126,7 @@ class RunFolder:
 
 
 def _lock(folder: Path, me: disk.RunOwner) -> TextIOWrapper:
-    """Lock the folder, with this run as its owner, while the returned file is open.
-
-    The system releases the lock when the process ends, for whatever reason.
-    """
+    """Lock the folder, with this run as its owner, while the returned file is open."""
     path = folder / disk.RUN_LOCK
     file = path.open("a", encoding="utf-8")  # keeps another run's name while it holds the lock
     try:
@@ -159,8 +154,8 @@ def _locked(file: TextIOWrapper) -> bool:
     return disk.lock(file)
 
 
-def _holds_a_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _MARKS if mark != disk.RUN_LOCK)
+def _has(path: Path, *names: str) -> bool:
+    return any((path / name).exists() for name in names)
 
 
 def _move_aside(path: Path) -> Path:

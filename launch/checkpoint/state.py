@@ -12,14 +12,13 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
-from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, step_name, through_json
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, step_name
 from thinpipe.launch.checkpoint.reshard import Layout, part_name, restore
-from thinpipe.launch.checkpoint.resume import choose, place_of
+from thinpipe.launch.checkpoint.resume import place_of
 from thinpipe.launch.checkpoint.store_gather import StoreGather
 from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.net.overlay.ranks import gone_for_good
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
@@ -45,26 +44,20 @@ class Checkpoints:
     def __init__(
         self,
         root: Path,
-        options: CheckpointConfig,
+        config: RunConfig,
         built: Built,
         session: Session,
         facts: Mapping[str, Any],
-        data: DataConfig | None = None,
-        *,
-        memories_on_disk: bool = False,
     ) -> None:
-        """`facts` (config and data digests) must be equal when the run is resumed.
-
-        `data` is used in the error message if they are not.
-        """
+        """`facts` (config and data digests), as JSON has them, must be equal on a resume."""
         self.end: int | None = None
         """The step that nothing can follow: it is saved without the activation cache,
         and replaces those before it unless the settings say how many to keep."""
         self._stall_s = 0.0
-        self._root, self._options = root, options
-        self._memories_on_disk = memories_on_disk
+        self._root, self._options, self._data = root, config.checkpoint, config.data
+        self._memories_on_disk = config.memory.tier == "disk"
         self._built, self._session = built, session
-        self._facts, self._data = through_json(facts), data or DataConfig()
+        self.facts = facts
         self._serial = 0
         self._last_step: int | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -106,14 +99,6 @@ class Checkpoints:
         # the same on all ranks, and more than before, however many saves each has begun
         high = (self._serial >> _SERIAL_BITS) + generation - self._generation
         self._serial, self._generation = high << _SERIAL_BITS, generation
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        return self._facts
-
-    @facts.setter
-    def facts(self, facts: Mapping[str, Any]) -> None:
-        self._facts = through_json(facts)
 
     @property
     def number(self) -> tuple[int, int, int | None]:
@@ -207,34 +192,30 @@ class Checkpoints:
     def held_up(self) -> str:
         return f"saving held training up for {self._stall_s:.2f} s"
 
-    def restore(self, step: int | None) -> int:
-        """Restore a step, by default the newest that is whole; return the steps done.
+    def resume(self, chosen: ChosenCheckpoint) -> int:
+        """Restore what was chosen; return the steps done.
 
         Raises:
-            CheckpointError: on every rank, if there is none, or it is of another run.
+            CheckpointError: on every rank, if it is of another run.
         """
-        layout = Layout.of(self._facts["config"]["pipeline"])
-        return self.resume(choose(self._session, self._root, step, layout))
-
-    def resume(self, chosen: ChosenCheckpoint) -> int:
-        """Restore what was chosen; return the steps done."""
-        from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
-
         manifest = chosen.manifest
         self._serial, self._last_step = chosen.last_serial, manifest.step
         with self._failing_together():
-            check_facts(chosen.folder, manifest.meta, self._facts, self._data)
+            self._check_facts(chosen.folder, manifest)
             self._load(chosen.folder, manifest)
         return manifest.step
 
-    def check_own(self) -> None:
-        """Check that what this machine saved before is of this run; a collective."""
+    def _check_facts(self, folder: Path, manifest: Manifest) -> None:
         from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
 
+        check_facts(folder, manifest.meta, self.facts, self._data)
+
+    def check_own(self) -> None:
+        """Check that what this machine saved before is of this run; a collective."""
         with self._failing_together():
             if (newest := files.newest(self._root)) is not None:
                 folder = self._root / step_name(newest)
-                check_facts(folder, files.read_manifest(folder).meta, self._facts, self._data)
+                self._check_facts(folder, files.read_manifest(folder))
 
     def check_earlier(self, step: int, serial: int) -> None:
         """Check that the run was at a `step` and its `serial`-th save after all that is saved here.
@@ -259,8 +240,7 @@ class Checkpoints:
 
     @property
     def _where(self) -> Place:
-        if self._place is None:
-            self._place = place_of(self._session, self._root)
+        self._place = self._place or place_of(self._session, self._root)
         return self._place
 
     def _transaction(self, step: int, gather: Gather) -> Transaction:
@@ -270,7 +250,7 @@ class Checkpoints:
         if step == self.end and "keep" not in self._options.model_fields_set:
             keep = 1
         best = self._built.best.step
-        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies, best)
+        save = Save(step, self._session.run_id, self._serial, self.facts, keep, copies, best)
         return Transaction(self._where, save, gather, peers)
 
     def _run(self, transaction: Transaction, step: int, state: Any, last: bool) -> bool:
@@ -285,21 +265,16 @@ class Checkpoints:
     def _failed(self, problem: str, step: int | None) -> bool:
         self._problem = problem
         if self._session.local_rank == 0 and step is not None:
-            _log.warning(
-                "step %d was not saved: %s; training continues; saving is retried in %.0f s (%s)",
-                step,
-                problem,
-                self._pause_s,
-                self._saved(),
-            )
+            later = f"saving is retried in {self._pause_s:.0f} s ({self._saved()})"
+            text = "step %d was not saved: %s; training continues; %s"
+            _log.warning(text, step, problem, later)
         self._retry_at_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return False
 
     def _saved(self) -> str:
-        if self._last_step is None:
-            return "nothing is saved yet"
-        return f"step {self._last_step} is saved"
+        step = self._last_step
+        return "nothing is saved yet" if step is None else f"step {step} is saved"
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(self._session.transport, value)
@@ -318,12 +293,11 @@ class Checkpoints:
         return self._board.gather(value)
 
     def _peers(self) -> Peers:
-        if self._made_peers is None:
-            self._made_peers = self._session.transport.peers("world")
+        self._made_peers = self._made_peers or self._session.transport.peers("world")
         return self._made_peers
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
-        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
+        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self.facts))
         before, now = Layout.of(saved), Layout.of(mine)
         if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
@@ -339,9 +313,8 @@ class Checkpoints:
             yield
         except CheckpointError as error:
             problem = str(error)
-        problems = [text for text in self._gather(problem) if text]
-        if problems:
-            raise CheckpointError(problems[0])
+        for text in filter(None, self._gather(problem)):
+            raise CheckpointError(text)
 
 
 def saved_so_far(run_folder: Path, resume: str) -> str:

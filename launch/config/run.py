@@ -264,10 +264,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         checks.check_cuts(self)
         self.check_model_cuts()
         check_schedule(
-            self.pipeline.schedule,
-            stages=self.pipeline.stages,
-            ranks=self.pipeline.pipeline_ranks,
-            microbatches=self.pipeline.microbatches,
+            self.pipeline.schedule, stages=self.pipeline.stages, ranks=self.pipeline.pipeline_ranks
         )
         check_devices(self.pipeline, self.model)
         check_weights(self.pipeline, self.model)

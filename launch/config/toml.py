@@ -114,9 +114,7 @@ def top_keys(path: Path) -> set[str]:
 
 
 def read_tree(
-    path: Path,
-    overrides: Sequence[str],
-    aliases: Mapping[str, str] = MappingProxyType({}),
+    path: Path, overrides: Sequence[str], aliases: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Settings of a run file and what it extends, with overrides, before any is checked.
 

@@ -39,9 +39,8 @@ def decide_cuts(
     """The config with its cuts; a collective with the same result on all ranks.
 
     With `log` this rank logs them. A run of so many `sequences` that is resumed keeps the `saved`
-    ones. Links are not
-    measured here: messages are equally long at every cut of these models, so a link is equally
-    slow wherever the cut is.
+    ones. Links are not measured here: messages are equally long at every cut of these models, so a
+    link is equally slow wherever the cut is.
 
     Raises:
         ValueError: on every rank, if the machines have too little memory.
@@ -155,9 +154,8 @@ def find_cuts(
     allowed, link_s = set(config.model.cut_places(stages)), _link_seconds(config, down, up, network)
     added, without = [[0] * count] * stages, [0] * stages
     if memory_limit is not None:
-        added, without = added_nbytes(
-            config, sequences, block_memory(config), exchange_cost(config)
-        )
+        blocks_here = block_memory(config)
+        added, without = added_nbytes(config, sequences, blocks_here, exchange_cost(config))
     problem = Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
         cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in link_s],
@@ -196,16 +194,11 @@ def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[
     pipeline, ranks = config.pipeline, config.stage_ranks
     blocks, limits, spare = [], [], []
     for stage in range(pipeline.stages):
-        of_replicas = [
-            by_rank[replica * pipeline.pipeline_ranks + ranks[stage]]
-            for replica in range(pipeline.replicas)
-        ]
-        blocks.append(
-            max((row for row, *_ in of_replicas), key=lambda row: sum(map(_seconds, row)))
-        )
-        on_rank = list(ranks.values()).count(ranks[stage])
-        limits.append(min(memory for _, memory, _ in of_replicas) / on_rank)
-        spare.append(all(has_spare for *_, has_spare in of_replicas))
+        of_replicas = by_rank[ranks[stage] :: pipeline.pipeline_ranks][: pipeline.replicas]
+        costs, memories, spares = zip(*of_replicas, strict=True)
+        blocks.append(max(costs, key=lambda row: sum(map(_seconds, row))))
+        limits.append(min(memories) / list(ranks.values()).count(ranks[stage]))
+        spare.append(all(spares))
     return blocks, limits, spare
 
 

@@ -1,7 +1,7 @@
 """Messages of a microbatch: their bytes, and the seconds to encode and decode them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -66,24 +66,28 @@ def measure_message(
     transform's messages depends on the values. These are Gaussian, change little between visits and
     fill few dimensions, and its basis is settled.
     """
-    sender, receiver = (
-        MessageCodec(
-            cut=1,
-            direction=direction,
-            boundaries=spec.build(width=shape_BTD[-1], key=direction),
-            run_id=0,
-        )
-        for _ in range(2)
-    )
-    random = torch.Generator().manual_seed(0)  # a plan is the same each time; bits vary by 12 %
-    x_BTD = _made_up(spec, shape_BTD, direction, random)
+    width, random = shape_BTD[-1], torch.Generator()
+    random.manual_seed(0)  # a plan is the same each time; bits vary by 12 %
+
+    def made_up(*shape: int) -> Tensor:
+        white = torch.randn(shape, generator=random)
+        return white @ mixing(width, direction) if spec.learns else white
+
+    boundaries = [spec.build(width=width, key=direction) for _ in range(2)]
+    codecs = [
+        MessageCodec(cut=1, direction=direction, boundaries=own, run_id=0) for own in boundaries
+    ]
+    sender, receiver = codecs
+    x_BTD = made_up(*shape_BTD)
     if spec.learns:
-        _settle((sender, receiver), spec, shape_BTD[-1], random, known=known)
+        value_ND, other_ND = (made_up(_TOKENS * width, width) for _ in range(2))
+        sent_ND = _CHANGE * other_ND if known else value_ND
+        spec.settle([codec.training for codec in codecs], sent_ND, value_ND, known=known)
     encode_s, decode_s, nbytes = [], [], []
     for number in range(_REPEATS + 1):
-        for codec in (sender, receiver):
+        for codec in codecs:
             codec.begin_pass(step=number, mode="train")
-        x_BTD = x_BTD + _CHANGE * _made_up(spec, shape_BTD, direction, random)
+        x_BTD = x_BTD + _CHANGE * made_up(*shape_BTD)
         ids_B = torch.arange(shape_BTD[0]) + (0 if known else number * shape_BTD[0])
         start_s = time.perf_counter()
         message = sender.encode(0, x_BTD, ids_B)
@@ -92,12 +96,10 @@ def measure_message(
         decode_s.append(time.perf_counter() - encoded_s)
         encode_s.append(encoded_s - start_s)
         nbytes.append(message.numel())
-        for codec in (sender, receiver):
-            codec.finish_step(keep=True)
-    settled_nbytes = round(
-        sum(nbytes[-2:]) / 2
-    )  # steps that follow changes swing from visit to visit
-    return Message(settled_nbytes, min(encode_s[1:]), min(decode_s[1:]))
+        for codec in codecs:
+            codec.training.finish_step(keep=True)
+    # steps that follow changes swing from visit to visit
+    return Message(round(sum(nbytes[-2:]) / 2), min(encode_s[1:]), min(decode_s[1:]))
 
 
 @cache
@@ -108,19 +110,3 @@ def mixing(width: int, direction: int) -> Tensor:
     energy_D = torch.arange(1, width + 1) ** -_DECAY[direction]
     mixing_DD: Tensor = (energy_D / energy_D.mean()).sqrt()[:, None] * turn_DD
     return mixing_DD
-
-
-def _made_up(spec: Spec, shape_BTD: torch.Size, direction: int, random: torch.Generator) -> Tensor:
-    white_BTD = torch.randn(shape_BTD, generator=random)
-    if not spec.learns:
-        return white_BTD
-    return white_BTD @ mixing(shape_BTD[-1], direction)
-
-
-def _settle(
-    codecs: Sequence[MessageCodec], spec: Spec, width: int, random: torch.Generator, *, known: bool
-) -> None:
-    shape_ND = torch.Size((_TOKENS * width, width))
-    value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction, random) for _ in range(2))
-    sent_ND = _CHANGE * other_ND if known else value_ND
-    spec.settle([codec.training for codec in codecs], sent_ND, value_ND, known=known)

@@ -24,10 +24,7 @@ class Problem:
     `compute_s[s][k]` is block k on the device of stage s, `fixed_s[s]` what the stage computes
     in any case. `cut_s[s][k]` is the transfer time of the link after stage s if stage s + 1 begins
     with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`, as do
-    `fixed_memory[s]`, which the stage takes in any case.
-
-    Raises:
-        ValueError: there are fewer blocks than stages.
+    `fixed_memory[s]`, which the stage takes in any case. There is a block for every stage.
     """
 
     compute_s: Sequence[Sequence[float]]
@@ -36,13 +33,6 @@ class Problem:
     memory: Sequence[Sequence[float]]
     memory_limit: Sequence[float]
     fixed_memory: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        if self.blocks < self.stages:
-            raise ValueError(
-                f"{self.stages} stages for {self.blocks} blocks: every stage needs a block; use "
-                f"at most {self.blocks}"
-            )
 
     @property
     def stages(self) -> int:
@@ -65,8 +55,8 @@ def best_cuts(problem: Problem) -> tuple[int, ...]:
         limits = ", ".join(f"{limit / 1e9:.3g}" for limit in problem.memory_limit)
         raise ValueError(
             f"the {problem.blocks} blocks need {need / 1e9:.3g} GB in total, which do not fit "
-            f"{problem.stages} stages with {limits} GB in "
-            "this order; use more stages, fewer microbatches in flight or smaller batches"
+            f"{problem.stages} stages with {limits} GB in this order; use more stages, fewer "
+            "microbatches in flight or smaller batches"
         )
     _, cuts = _search(problem, lambda a, b: a + b, ceiling_s=least_s)
     return cuts
@@ -96,21 +86,16 @@ def _search(
     def allowed(seconds: float) -> float:
         return seconds if seconds <= ceiling_s else math.inf
 
-    load = _Loads(problem, 0)
-    best = {stop: (allowed(load(0, stop)), ()) for stop in range(1, problem.blocks + 1)}
-    plans: dict[int, tuple[float, tuple[int, ...]]] = dict(best)
+    load, stops = _Loads(problem, 0), range(1, problem.blocks + 1)
+    plans: dict[int, tuple[float, tuple[int, ...]]]
+    plans = {stop: (allowed(load(0, stop)), ()) for stop in stops}
     for stage in range(1, problem.stages):
         load, cut_s = _Loads(problem, stage), problem.cut_s[stage - 1]
         plans = {
             stop: min(
-                (
-                    combine(
-                        combine(plans[first][0], allowed(cut_s[first])),
-                        allowed(load(first, stop)),
-                    ),
-                    (*plans[first][1], first),
-                )
+                (combine(until_s, allowed(load(first, stop))), (*plans[first][1], first))
                 for first in range(stage, stop)
+                for until_s in [combine(plans[first][0], allowed(cut_s[first]))]
             )
             for stop in range(stage + 1, problem.blocks + 1)
         }

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from thinpipe.launch.data.columns import RowFields
-from thinpipe.launch.data.documents import Chosen, Document, Documents, Rejected
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.documents import Document, Documents
 from thinpipe.launch.data.rows import Row, RowError
 from thinpipe.launch.data.sample_set import Ids, checked_ids
 from thinpipe.launch.data.tokenizer import Tokenizer
@@ -65,15 +64,10 @@ class LabelledSet:
             if document.types is not None:
                 types_BT[row, : len(document)] = torch.from_numpy(document.types)
             targets_BC[row] = torch.from_numpy(document.targets)
-        targets = targets_BC
-        if self.labelling.problem == _ONE_CLASS:
-            targets = targets_BC[:, 0].to(torch.int64)
+        is_one = self.labelling.problem == _ONE_CLASS
+        targets = targets_BC[:, 0].to(torch.int64) if is_one else targets_BC
         types = types_BT if self.labelling.types > 1 else None
         return Batch(inputs_BT, targets, ids_B, mask_BT, types_BT=types)
-
-    def select(self, indices: Tensor) -> "LabelledSet":
-        chosen = Chosen(self.documents, indices.numpy())
-        return LabelledSet(chosen, self.length, self.labelling, self.notes)
 
     @cached_property
     def digest(self) -> str:
@@ -88,28 +82,25 @@ class LabelledEncoder:
     Of two texts the longer one loses tokens first; special tokens stay.
     """
 
-    fields: RowFields
+    config: DataConfig
     tokenizer: Tokenizer
-    length: int
     labelling: Labelling
 
-    def encode(self, row: Row) -> Document | Rejected:
+    def encode(self, row: Row) -> Document:
         """Raises ValueError if the length has no room for text, or the model lacks a type."""
-        fields = self.fields
+        fields = self.config
         assert fields.text_field is not None, "checked with the config"
         assert fields.label_field is not None, "checked with the config"
-        try:
-            text = row.text(fields.text_field)
-            other = None if fields.pair_field is None else row.text(fields.pair_field)
-            found = row.value(fields.label_field)
-        except RowError as error:
-            return Rejected(row.where, str(error))
+        text = row.text(fields.text_field)
+        other = None if fields.pair_field is None else row.text(fields.pair_field)
+        found = row.value(fields.label_field)
         try:
             targets = _targets(found, fields.labels, self.labelling)
         except RowError as error:
-            where = f"{row.where} has {reprlib.repr(found)}"
-            return Rejected(where, f"field {fields.label_field!r} {error}")
-        fitted = self.tokenizer.fitted(text, other, self.length)
+            wrong = RowError(f"field {fields.label_field!r} {error}")
+            wrong.value = reprlib.repr(found)
+            raise wrong from None
+        fitted = self.tokenizer.fitted(text, other, fields.sequence_length)
         return Document(
             np.array(fitted.ids, dtype=np.int32),
             remark=TRUNCATED if fitted.truncated else None,

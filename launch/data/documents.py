@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from thinpipe.launch.data.rows import Row
+from thinpipe.launch.data.rows import Row, RowError
 
 Tokens = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
@@ -57,8 +57,20 @@ class Encoder:
     """One more than the highest token id; files use one, two or four bytes a token for it."""
     columns: tuple[Column, ...]
     """What documents have besides tokens."""
-    encode: Callable[[Row], Document | Rejected]
-    """A document, or why there is none."""
+    read: Callable[[Row], Document]
+    """Raises RowError."""
+
+    def encode(self, row: Row) -> Document | Rejected:
+        return document_of(self.read, row)
+
+
+def document_of(read: Callable[[Row], Document], row: Row) -> Document | Rejected:
+    """What `read` makes of a row, or why it raises RowError."""
+    try:
+        return read(row)
+    except RowError as error:
+        where = row.where if error.value is None else f"{row.where} has {error.value}"
+        return Rejected(where, str(error))
 
 
 class Documents(Protocol):

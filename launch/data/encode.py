@@ -7,14 +7,11 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from thinpipe.launch.data.chat.encoder import ChatEncoder, Limits, encode_prompt
-from thinpipe.launch.data.chat.messages import ASSISTANT, Message, messages_of, question_and_answer
-from thinpipe.launch.data.chat.template import load_template, template_text
+from thinpipe.launch.data.chat.encoder import ChatEncoder, encode_prompt
+from thinpipe.launch.data.chat.template import template_text
 from thinpipe.launch.data.classification import LabelledEncoder, Labelling
-from thinpipe.launch.data.columns import Field, RowFields
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Column, Encoder
-from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.tokenizer import BYTES, FolderTokenizer, Tokenizer
 from thinpipe.launch.data.tokenizer_files import digest_of_folder
 
@@ -52,40 +49,14 @@ def encoder_for(
     columns: tuple[Column, ...]
     if config.kind == "labelled":
         columns = ("targets", "types") if labelling.types > 1 else ("targets",)
-        labelled = LabelledEncoder(config, tokenizer, config.sequence_length, labelling)
+        labelled = LabelledEncoder(config, tokenizer, labelling)
         return Encoder(key, tokenizer.vocab, columns, labelled.encode)
-    limits = Limits(config.sequence_length + 1, config.loss_on)
     columns = () if config.loss_on == "all" else ("counts",)
     _ = tokenizer.end  # else every row would be told that there is none
-    if config.messages_field is None and config.chat_template is None:
-        read = partial(_pair, config)
-        encode = partial(encode_prompt, tokenizer=tokenizer, read=read, limits=limits)
-        return Encoder(key, tokenizer.vocab, columns, encode)
-    field = config.messages_field
-    messages = partial(_question, config) if field is None else partial(messages_of, field=field)
-    template = partial(load_template, config.chat_template, tokenizer)
-    chat = ChatEncoder(tokenizer, template, messages, limits)
-    return Encoder(key, tokenizer.vocab, columns, chat.encode)
-
-
-def _pair(fields: RowFields, row: Row) -> tuple[str, str]:
-    """Prompt and response of a row; several prompt fields are joined by blank lines."""
-    assert fields.response_field is not None, "checked with the config"
-    first, *others = fields.prompt_fields
-    parts = [row.text(first), *(_optional(row, field) for field in others)]
-    return "\n\n".join(part for part in parts if part.strip()), row.text(fields.response_field)
-
-
-def _optional(row: Row, field: Field) -> str:
-    return row.text(field, blank=True) if row.fields.get(field) is not None else ""
-
-
-def _question(fields: RowFields, row: Row) -> list[Message]:
-    first = fields.prompt_fields[0]
-    if isinstance(row.fields.get(first), list) and fields.response_field is not None:
-        return question_and_answer(row, first, fields.response_field)
-    prompt, response = _pair(fields, row)
-    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": response}]
+    is_plain = config.messages_field is None and config.chat_template is None
+    prompts = partial(encode_prompt, config=config, tokenizer=tokenizer)
+    encode = prompts if is_plain else ChatEncoder(config, tokenizer).encode
+    return Encoder(key, tokenizer.vocab, columns, encode)
 
 
 def _key(config: DataConfig, tokenizer: Tokenizer, labelling: Labelling) -> str:

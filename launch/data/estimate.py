@@ -1,13 +1,11 @@
 """How many samples large data will give, by a look at how they begin: for runs that are counted."""
 
-from collections.abc import Sequence
 from itertools import islice
 
 import torch
 
 from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.reading.kinds import Form
 from thinpipe.launch.data.reading.opening import blocks
 from thinpipe.launch.data.reading.records import FileRows, parquet_count
 from thinpipe.launch.data.reading.saved import HUB, is_saved
@@ -36,12 +34,6 @@ def estimate(
     sources = [source_of(config, path, setting) for setting, path in config.paths.items()]
     if sum(source.nbytes for source in sources) < _LARGE_NBYTES:
         return None
-    return _estimated(config, sources, seed=seed, labelling=labelling)
-
-
-def _estimated(
-    config: DataConfig, sources: Sequence[Source], *, seed: int, labelling: Labelling
-) -> tuple[SampleSet, SampleSet]:
     make = make_of(config, load_tokenizer(config.tokenizer), seed, labelling)
     counts, notes, head = list[float](), list[str](), None
     for source in sources:
@@ -73,10 +65,10 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
     longer = _PACKED if form.compression else 1
     if source.is_text:
         text = Decoder().decode(next(blocks(form.path, form.compression), b""))
-        limit = config.max_bytes or source.nbytes * longer
-        nbytes = min(source.nbytes * longer, limit)
+        unpacked = source.nbytes * longer
+        nbytes = min(unpacked, config.max_bytes or unpacked)
         row = Row(str(form.path), {config.running_field: text})
-        files = "1 file" if len(source.forms) == 1 else f"{len(source.forms)} files"
+        files = f"{len(source.forms)} file{'' if len(source.forms) == 1 else 's'}"
         return [row], min(1.0, len(text.encode()) / max(1, nbytes)), files
     rows, nbytes, known = list[Row](), 0, parquet_count(source.forms)
     read = source.rows(config.fields or [config.running_field])
@@ -84,16 +76,12 @@ def _beginning(source: Source, config: DataConfig) -> tuple[list[Row], float, st
         read = FileRows(source.forms)  # the bytes of whole rows say how many there are
     for row in islice(read, _HEAD_ROWS):
         rows.append(row)
-        nbytes += _nbytes(row, form)
+        if form.kind in ("jsonl", "json"):  # about as many as it takes in its file
+            nbytes += len(str(row.fields))
+        else:
+            nbytes += sum(len(str(cell)) + 1 for cell in row.fields.values())
         if nbytes >= _HEAD_NBYTES:
             break
     count = known or round(len(rows) * max(1.0, source.nbytes * longer / max(1, nbytes)))
     whole = f"{'' if known else 'about '}{format_count(count)} rows"
     return rows, min(1.0, len(rows) / max(1, count)), whole
-
-
-def _nbytes(row: Row, form: Form) -> int:
-    """About how many bytes of its file a row takes."""
-    if form.kind in ("jsonl", "json"):
-        return len(str(row.fields))
-    return sum(len(str(cell)) + 1 for cell in row.fields.values())

@@ -6,10 +6,10 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from thinpipe.launch.data.chat.template import OWN, PLAIN
 from thinpipe.launch.data.classification import LabelledSet, Labelling
@@ -27,8 +27,6 @@ from thinpipe.launch.data.token_file import TokenFile, rejections
 from thinpipe.launch.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from thinpipe.launch.data.tokens.encoded import encoded_rows
 from thinpipe.launch.data.tokens.running import Marks, running_tokens
-
-Selectable = TypeVar("Selectable", LabelledSet, PackedSet, WindowSet)
 
 
 def files(config: DataConfig) -> list[Path]:
@@ -126,10 +124,7 @@ def _load_rows(
     sources, rest = _sources(config)
     files = [encoded_rows(source, config.fields, encoder) for source in sources]
     others = [encoded_rows(source, config.fields, encoder) for source in rest]
-    last = [
-        file.rows % HELD_OUT == HELD_OUT - 1 if not rest else np.zeros(len(file), dtype=bool)
-        for file in files
-    ]
+    last = [(file.rows % HELD_OUT == HELD_OUT - 1) & (not rest) for file in files]
     parts = [*zip(files, last, strict=True)]
     training = _mixed([Chosen(file, np.flatnonzero(~own)) for file, own in parts], config, seed)
     held_out: list[Documents] = [Chosen(file, np.flatnonzero(own)) for file, own in parts]
@@ -146,8 +141,8 @@ def _load_rows(
                 "set data.eval_path or use more rows"
             )
         if config.kind == "labelled":
-            labelled = LabelledSet(documents, config.sequence_length, labelling, tuple(notes))
-            return _selected(labelled, setting, config=config)
+            chosen = _selected(documents, setting, config)
+            return LabelledSet(chosen, config.sequence_length, labelling, tuple(notes))
         return _packed(documents, setting, config, seed, notes)
 
     return (
@@ -161,7 +156,8 @@ def _packed(
 ) -> PackedSet:
     prefix = config.objective == "prefix"
     found = pack(documents, Layout(config.sequence_length, config.packs, prefix, seed), notes)
-    return _selected(found, setting, config=config)
+    numbers = _numbers(len(found), setting, config)
+    return found if numbers is None else found.select(numbers)
 
 
 def _mixed(parts: Sequence[Documents], config: DataConfig, seed: int) -> Documents:
@@ -193,7 +189,7 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Sam
         documents = _mixed(parts, config, seed) if trained else Joined(parts)
         if config.packs:
             return _packed(documents, setting, config, seed, notes)
-        return _selected(WindowSet(documents, tuple(notes)), setting, config=config)
+        return WindowSet(_selected(documents, setting, config), tuple(notes))
 
     return (
         samples(sources, "all" if rest else "training", "train_sequences"),
@@ -210,17 +206,22 @@ def _sources(config: DataConfig) -> tuple[list[Source], list[Source]]:
     return sources, rest if len(rest) == len(sources) else []
 
 
-def _selected(samples: Selectable, setting: str, *, config: DataConfig) -> Selectable:
-    """As many as the setting says, spread evenly over those that there are."""
-    wanted, found = getattr(config, setting), len(samples)
+def _selected(documents: Documents, setting: str, config: DataConfig) -> Documents:
+    numbers = _numbers(len(documents), setting, config)
+    return documents if numbers is None else Chosen(documents, numbers)
+
+
+def _numbers(found: int, setting: str, config: DataConfig) -> npt.NDArray[Any] | None:
+    """As many as the setting says, spread evenly over those that there are; None: all."""
+    wanted = getattr(config, setting)
     if wanted in ("all", found):
-        return samples
+        return None
     if wanted > found:
         raise ValueError(
             f"data.{setting} = {wanted}: {config.source} gives {found} for it; use at most "
             f'{found}, "all", or more data'
         )
-    return samples.select(torch.arange(wanted) * found // wanted)
+    return np.asarray(np.arange(wanted) * found // wanted)
 
 
 def _windows(
@@ -236,7 +237,7 @@ def _windows(
         raise ValueError(
             f"data.sequence_length = {length}: the text of {what} leaves {tokens.size} "
             f"{tokenizer.unit} for {setting} and one sequence takes {length + 1}; "
-            f"use a longer text or shorter sequences"
+            "use a longer text or shorter sequences"
             + (f", or raise data.max_bytes = {config.max_bytes}" if config.max_bytes else "")
         )
     return windows

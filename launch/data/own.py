@@ -5,13 +5,12 @@ An item is (input, target), a longer tuple whose last member is the target, or a
 Axes: B samples.
 """
 
-import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -94,8 +93,7 @@ class OwnSet:
         ids_B = checked_ids(ids, len(self))
         items = [self._dataset[self._first + i] for i in ids_B.tolist()]
         if self.reading.collate is None:
-            checked = map(self._checked, ids_B.tolist(), items)
-            batch = tree_map(self._stack, *checked)
+            batch = tree_map(self._stack, *map(self._checked, ids_B.tolist(), items))
         else:
             with _drawing_alike(ids_B, self._block):
                 batch = _tensors(self.reading.collate(items))
@@ -106,11 +104,9 @@ class OwnSet:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the number of samples and of 256 to 511 of them, or all of fewer."""
-        chosen = range(0, len(self), max(1, len(self) // _DIGESTED))
         digest = hashlib.sha256(str(len(self)).encode())
-        for index in chosen:
-            item = self._dataset[self._first + index]
-            unlike = digest_item(item, digest)
+        for index in range(0, len(self), max(1, len(self) // _DIGESTED)):
+            unlike = digest_item(self._dataset[self._first + index], digest)
             if unlike is not None:
                 raise ValueError(
                     f"{self._name}: sample {index} holds a {unlike}, which ranks cannot "
@@ -142,13 +138,13 @@ class OwnSet:
         return torch.stack(tensors)
 
     def _check_collated(self, batch: PyTree, samples: int) -> None:
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if not _has_target(batch):
             raise ValueError(
                 f"{self._name}: the collate function returned {_kind(batch)}; return (input, "
                 "target), or a dict of tensors with labels"
             )
-        wrong = [shape for shape in shapes if not shape or shape[0] != samples]
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        wrong = [shape for shape in shapes if shape[:1] != (samples,)]
         if wrong:
             raise ValueError(
                 f"{self._name}: the collate function returned a tensor of shape "
@@ -181,9 +177,9 @@ def _of_loader(
         raise ValueError(
             f"{name}: batch_size = {loader.batch_size}, but size = {size}; give one of them"
         )
-    kinds: tuple[Any, ...] = (RandomSampler, SequentialSampler)
+    is_known = type(loader.sampler) in (RandomSampler, SequentialSampler)
     rejected = {
-        "a sampler of its own": type(loader.sampler) not in kinds or loader.batch_size is None,
+        "a sampler of its own": not is_known or loader.batch_size is None,
         "drop_last": loader.drop_last,
         "workers": loader.num_workers > 0,
     }
@@ -194,16 +190,10 @@ def _of_loader(
             "seed, and each rank reads them itself: give the dataset, run.batches(dataset, size=, "
             "collate=)"
         )
-    return (
-        loader.dataset,
-        name,
-        size or loader.batch_size,
-        Reading(
-            reading.collate or (None if loader.collate_fn is TORCHS else loader.collate_fn),
-            reading.longest,
-            reading.shuffle and type(loader.sampler) is RandomSampler,
-        ),
-    )
+    collate = reading.collate or (None if loader.collate_fn is TORCHS else loader.collate_fn)
+    shuffle = reading.shuffle and type(loader.sampler) is RandomSampler
+    reading = Reading(collate, reading.longest, shuffle)
+    return loader.dataset, name, size or loader.batch_size, reading
 
 
 def digest_item(item: Any, digest: Any) -> str | None:
@@ -299,13 +289,10 @@ def load_own(factory: str, eval_factory: str | None, held_out: int) -> tuple[Own
         )
     kept = count - held_out
     note = f"note: the last {held_out} samples of {name} are held out for evaluation"
-    return (
-        OwnSet(training, name, stop=kept, notes=[note]),
-        OwnSet(training, name, first=kept),
-    )
+    return OwnSet(training, name, stop=kept, notes=[note]), OwnSet(training, name, first=kept)
 
 
-@functools.cache
+@cache
 def made(factory: str, setting: str) -> Dataset:
     """What the function returns, made once in a process."""
     make = load_function(factory, setting)
@@ -320,8 +307,7 @@ def made(factory: str, setting: str) -> Dataset:
 
 
 def _kind(item: Any) -> str:
+    kind = type(item).__name__
     if isinstance(item, tuple | list):
-        return f"{type(item).__name__} of {', '.join(type(part).__name__ for part in item)}"
-    if isinstance(item, Mapping):
-        return f"{type(item).__name__} of {', '.join(map(str, item))}"
-    return type(item).__name__
+        return f"{kind} of {', '.join(type(part).__name__ for part in item)}"
+    return f"{kind} of {', '.join(map(str, item))}" if isinstance(item, Mapping) else kind

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from thinpipe.launch.data.documents import Document, Documents
+from thinpipe.launch.data.documents import Documents
 from thinpipe.launch.data.sample_set import Ids, checked_ids
 from thinpipe.launch.data.sampler import shuffled
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
@@ -39,49 +38,20 @@ class Layout:
     seed: int
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Parts of documents: of piece i, tokens `start[i]` to `stop[i] - 1` of `document[i]`."""
-
-    document: npt.NDArray[Any]
-    start: npt.NDArray[Any]
-    stop: npt.NDArray[Any]
-
-    @property
-    def inputs(self) -> npt.NDArray[Any]:
-        """What each takes up in a sequence: its last token is a target only."""
-        return np.asarray(self.stop - self.start - 1)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Sequence s holds the pieces `order[starts[s] : starts[s + 1]]`."""
-
-    order: npt.NDArray[Any]
-    starts: npt.NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def select(self, sequences: _Ints) -> "Packing":
-        parts = [self.order[self.starts[s] : self.starts[s + 1]] for s in sequences]
-        sizes = [len(part) for part in parts]
-        order = np.concatenate(parts) if parts else self.order[:0]
-        return Packing(order, np.cumsum([0, *sizes]))
-
-
 @dataclass(eq=False)
 class PackedSet:
     """Samples that are read from documents when they are asked for; `pack` makes them."""
 
     documents: Documents
     layout: Layout
-    pieces: _Pieces
-    packing: Packing
+    pieces: _Ints
+    """Of each piece its document, its first token and the one after its last; int64 [3, pieces]."""
+    starts: _Ints
+    """Sequence s holds the pieces from `starts[s]` to `starts[s + 1]` - 1."""
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.packing)
+        return len(self.starts) - 1
 
     def batch(self, ids: Ids) -> Batch:
         ids_B = checked_ids(ids, len(self))
@@ -92,7 +62,8 @@ class PackedSet:
         prefix_BT = torch.zeros(shape, dtype=torch.bool)
         for row, sample in enumerate(ids_B.tolist()):
             start = 0
-            for segment, document in enumerate(self._read(sample), start=1):
+            for segment, piece in enumerate(self._pieces_of(sample).T.tolist(), start=1):
+                document = self.documents.read(*piece)
                 stop = start + len(document) - 1
                 tokens = torch.from_numpy(document.tokens.astype(np.int64))
                 inputs_BT[row, start:stop] = tokens[:-1]
@@ -113,26 +84,21 @@ class PackedSet:
             prefix_BT=prefix_BT if self.layout.prefix else None,
         )
 
-    def select(self, indices: Tensor) -> "PackedSet":
-        chosen = self.packing.select(indices.numpy())
-        return PackedSet(self.documents, self.layout, self.pieces, chosen, self.notes)
+    def select(self, samples: _Ints) -> "PackedSet":
+        parts = [self._pieces_of(sample) for sample in samples]
+        starts = np.cumsum([0, *(part.shape[1] for part in parts)])
+        return replace(self, pieces=np.concatenate(parts, axis=1), starts=starts)
 
     @cached_property
     def digest(self) -> str:
         """Of the documents and of where they are, not of every batch that they make."""
         layout = replace(self.layout, seed=0)
         digest = hashlib.sha256(f"{self.documents.digest} {layout}".encode())
-        pieces = self.pieces
-        for array in (pieces.document, pieces.start, pieces.stop):
-            digest.update(np.ascontiguousarray(array[self.packing.order], np.int64).tobytes())
-        digest.update(np.ascontiguousarray(self.packing.starts, np.int64).tobytes())
+        digest.update(self.pieces.tobytes() + self.starts.tobytes())
         return digest.hexdigest()
 
-    def _read(self, sample: int) -> list[Document]:
-        packing, pieces = self.packing, self.pieces
-        own = packing.order[packing.starts[sample] : packing.starts[sample + 1]]
-        places = zip(pieces.document[own], pieces.start[own], pieces.stop[own], strict=True)
-        return [self.documents.read(int(n), int(start), int(stop)) for n, start, stop in places]
+    def _pieces_of(self, sample: int) -> _Ints:
+        return self.pieces[:, self.starts[sample] : self.starts[sample + 1]]
 
 
 def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> PackedSet:
@@ -141,25 +107,26 @@ def pack(documents: Documents, layout: Layout, notes: Sequence[str] = ()) -> Pac
     Parts share a token, so that each token but the first is predicted once.
     """
     pieces = _pieces(documents.lengths, layout.length)
-    sizes = pieces.inputs
     if not layout.packs:
-        order = np.arange(len(sizes))
-        packing = Packing(order, np.arange(len(sizes) + 1))
-        return PackedSet(documents, layout, pieces, packing, tuple(notes))
-    packing = best_fit(sizes, layout.length, layout.seed)
-    if len(packing):
-        filled = sizes.sum() / (len(packing) * layout.length)
+        starts = np.arange(pieces.shape[1] + 1)
+        return PackedSet(documents, layout, pieces, starts, tuple(notes))
+    sizes = pieces[2] - pieces[1] - 1  # the last token is a target only
+    order, starts = best_fit(sizes, layout.length, layout.seed)
+    found = PackedSet(documents, layout, pieces[:, order], starts)
+    if len(found):
+        filled = sizes.sum() / (len(found) * layout.length)
         notes = (
             *notes,
-            f"note: packing: {len(sizes)} examples in {len(packing)} sequences of "
+            f"note: packing: {len(sizes)} examples in {len(found)} sequences of "
             f"{layout.length}, {100 * filled:.1f} % filled",
         )
-    return PackedSet(documents, layout, pieces, packing, tuple(notes))
+    return replace(found, notes=tuple(notes))
 
 
-def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
+def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> tuple[_Ints, _Ints]:
     """Put pieces of these sizes (1 to `capacity`) into sequences, best fit and longest first.
 
+    Returns the pieces by sequence, and where in them each sequence begins; and their number.
     Pieces of one size are placed together, so the time is that of the distinct sizes.
     """
     drawn = shuffled(len(sizes), seed, "pack").numpy()
@@ -173,7 +140,7 @@ def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> Packing:
     sequence = renamed[sequence[drawn]] if bins.count else sequence
     order = drawn[np.argsort(sequence, kind="stable")]
     counts = np.bincount(sequence, minlength=bins.count)
-    return Packing(order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64))
+    return order, np.cumsum(np.concatenate([[0], counts])).astype(np.int64)
 
 
 def mix(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[npt.NDArray[np.int64]]:
@@ -181,12 +148,12 @@ def mix(sizes: Sequence[int], weights: Sequence[float], seed: int) -> list[npt.N
 
     The source that is the shortest for its weight is used up.
     """
-    most = min(size / weight for size, weight in zip(sizes, weights, strict=True))
-    found = []
-    for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
-        count = min(size, max(1, round(most * weight)))
-        found.append(np.sort(shuffled(size, seed, f"mix/{number}").numpy()[:count]))
-    return found
+    pairs = [*zip(sizes, weights, strict=True)]
+    most = min(size / weight for size, weight in pairs)
+    return [
+        np.sort(shuffled(size, seed, f"mix/{number}").numpy()[: max(1, round(most * weight))])
+        for number, (size, weight) in enumerate(pairs)
+    ]
 
 
 class _Bins:
@@ -238,10 +205,10 @@ class _Bins:
         self._open[room].append(sequences)
 
 
-def _pieces(lengths: npt.NDArray[Any], length: int) -> _Pieces:
+def _pieces(lengths: npt.NDArray[Any], length: int) -> _Ints:
     """Documents cut into parts of `length` inputs; what has no input and target is left out."""
     parts = np.maximum(0, -(-(lengths - 1) // length))
     document = np.repeat(np.arange(len(lengths)), parts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
     start = number * length
-    return _Pieces(document, start, np.minimum(start + length + 1, lengths[document]))
+    return np.stack([document, start, np.minimum(start + length + 1, lengths[document])])

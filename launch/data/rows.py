@@ -10,6 +10,9 @@ from thinpipe.launch.data.columns import Field
 class RowError(ValueError):
     """Why a row gives no document, in words that rows alike share."""
 
+    value: str | None = None
+    """What the row has instead, which others have not."""
+
 
 @dataclass(frozen=True)
 class Row:

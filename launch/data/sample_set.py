@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from thinpipe.launch.data.documents import Chosen, Document, Documents
+from thinpipe.launch.data.documents import Document, Documents
 from thinpipe.pipeline.batch import Batch
 
 if TYPE_CHECKING:
@@ -79,9 +79,6 @@ class WindowSet:
         found = [self.documents.read(number).tokens for number in ids_B.tolist()]
         tokens = torch.from_numpy(np.stack(found)).to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
-
-    def select(self, indices: Tensor) -> "WindowSet":
-        return WindowSet(Chosen(self.documents, indices.numpy()), self.notes)
 
     @property
     def digest(self) -> str:

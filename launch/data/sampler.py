@@ -118,7 +118,7 @@ class _Stretch:
         epoch, at = self.place(step)
         in_rest = self.rest is not None and epoch == self.epoch
         left = torch.full((self._order.n,), not in_rest)
-        for replica, ids in enumerate(self.rest if self.rest is not None and in_rest else ()):
+        for replica, ids in enumerate((in_rest and self.rest) or ()):
             left[ids[: len(ids) - self._fills(replica)]] = True
         for replica in range(self.share.replicas):
             left[self._until(epoch, at, replica)] = False
@@ -157,13 +157,10 @@ class _Stretch:
         own = [rest[replica_of == replica] for replica in range(replicas)]
         others = torch.cat([ids[most:] for ids, most in zip(own, room, strict=True)])
         lacks = [max(0, most - len(ids)) for ids, most in zip(own, room, strict=True)]
-        own = [
-            torch.cat([ids[:most], found])
-            for ids, most, found in zip(own, room, torch.split(others, lacks), strict=True)
-        ]
+        places = zip(own, room, torch.split(others, lacks), strict=True)
         return [
-            torch.cat([ids, self._filler(rest, replica)[: self._fills(replica)]])
-            for replica, ids in enumerate(own)
+            torch.cat([ids[:most], found, self._filler(rest, replica)[: self._fills(replica)]])
+            for replica, (ids, most, found) in enumerate(places)
         ]
 
     def _fills(self, replica: int) -> bool:
@@ -238,10 +235,9 @@ class EpochSampler:
 
     def all_ids(self) -> Tensor:
         """Return the ids of all samples of this replica (int64, 1-d), in ascending order."""
-        rest = self._now.rest
-        return (
-            self._own if rest is None else torch.unique(torch.cat([self._own, rest[self._replica]]))
-        )
+        rest = [] if self._now.rest is None else [self._now.rest[self._replica]]
+        found: Tensor = torch.unique(torch.cat([self._own, *rest]))
+        return found
 
     @property
     def steps_per_epoch(self) -> int:

@@ -43,8 +43,7 @@ class DamagedError(ValueError):
 
 def token_type(ids: int) -> np.dtype[Any]:
     """The smallest type that holds token ids below `ids`."""
-    fitting = next((t for t in (np.uint8, np.uint16) if ids <= np.iinfo(t).max + 1), np.int32)
-    return np.dtype(fitting)
+    return np.dtype(np.uint8 if ids <= 1 << 8 else np.uint16 if ids <= 1 << 16 else np.int32)
 
 
 class TokenFile:
@@ -53,9 +52,7 @@ class TokenFile:
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         """Use `open`, which checks them."""
         self.digest: str = manifest["digest"]
-        self.rejected: Mapping[str, tuple[int, tuple[str, ...]]] = {
-            reason: (count, tuple(named)) for reason, (count, named) in manifest["rejected"].items()
-        }
+        self.rejected: Mapping[str, list[Any]] = manifest["rejected"]
         """By reason: how many rows, and where the first of them are."""
         self.remarks: Mapping[str, int] = manifest["remarks"]
         """What was done to rows to make documents of them, and to how many."""
@@ -119,11 +116,8 @@ class TokenFile:
     def span(self, start: int, stop: int) -> Document:
         """Read tokens by their place in the file, across documents."""
         tokens = self._tokens.read(start, stop).astype(np.int32)
-        own: dict[str, Any] = {
-            name: column.read(start, stop)
-            for name, column in self._columns.items()
-            if name != "targets"
-        }
+        columns = {name: column for name, column in self._columns.items() if name != "targets"}
+        own: dict[str, Any] = {name: column.read(start, stop) for name, column in columns.items()}
         return Document(tokens, **own)
 
 
@@ -137,14 +131,14 @@ class TokenWriter:
         """
         self.folder, self._type, self._columns = folder, token_type(ids), {*columns}
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("tokens", "stops", "rows", *columns)
         saved = _progress(folder)
         self.done: Any = saved["done"]
         """What the last `flush` was given; None at the start."""
         self.rejected: dict[str, list[Any]] = saved["rejected"]
         self.remarks: dict[str, int] = saved["remarks"]
         self._files = {
-            name: _reopened(folder / name, saved["sizes"].get(name, 0)) for name in names
+            name: _reopened(folder / name, saved["sizes"].get(name, 0))
+            for name in ("tokens", "stops", "rows", *columns)
         }
         self._flushed_s = time.monotonic()
 
@@ -193,19 +187,17 @@ class TokenWriter:
         self.close()
         paths = {name: self.folder / name for name in self._files}
         files = {name: (path.stat().st_size, digest_of(path)) for name, path in paths.items()}
-        _write_json(
-            self.folder / _MANIFEST,
-            {
-                "version": _VERSION,
-                "type": self._type.name,
-                "columns": sorted(self._columns),
-                "files": files,
-                "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
-                "rejected": self.rejected,
-                "remarks": self.remarks,
-                "facts": facts,
-            },
-        )
+        manifest = {
+            "version": _VERSION,
+            "type": self._type.name,
+            "columns": sorted(self._columns),
+            "files": files,
+            "digest": hashlib.sha256(json.dumps([self._type.name, files]).encode()).hexdigest(),
+            "rejected": self.rejected,
+            "remarks": self.remarks,
+            "facts": facts,
+        }
+        _write_json(self.folder / _MANIFEST, manifest)
         (self.folder / _PROGRESS).unlink(missing_ok=True)
         disk.flush_folder(self.folder)
 

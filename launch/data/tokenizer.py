@@ -3,7 +3,7 @@
 import hashlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from thinpipe.launch.data.tokenizer_files import read_backend, read_ends, without_dummy_space
 from thinpipe.pipeline.models.paths import user_path
@@ -21,55 +21,96 @@ class Fitted(NamedTuple):
     truncated: bool
 
 
-class Tokenizer(Protocol):
-    """What data and generation require.
+class FolderTokenizer:
+    """A folder's tokenizer, computed by the package tokenizers (`backend`).
 
     Ids are below `vocab`, and `holes` are those that stand for nothing; `unit` is what one token is
     called. `begin` is what the tokenizer itself puts before a text, such as a BOS token. `ends` all
     end an answer that is being written. `marks` are tokens that no other text becomes a part of.
     """
 
-    vocab: int
-    unit: str
-    holes: tuple[int, ...]
-    begin: tuple[int, ...]
-    ends: tuple[int, ...]
-    marks: frozenset[int]
-    backend: Any
-    """As the package tokenizers has it; None if every byte is a token."""
+    unit = "tokens"
 
-    @property
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.backend = read_backend(folder)
+        known = set(self.backend.get_vocab(with_added_tokens=True).values())
+        if not known:
+            raise ValueError(f"data.tokenizer = {str(folder)!r}: has no tokens; save it again")
+        self.vocab: int = max(known) + 1
+        self.holes = tuple(number for number in range(self.vocab) if number not in known)
+        self.ends = read_ends(folder, self.backend)
+        self.begin = self._begin()
+        self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
+
+    def _begin(self) -> tuple[int, ...]:
+        alone, given = self.encode("a"), list(self.backend.encode("a").ids)
+        places = range(len(given) - len(alone) + 1)
+        first = next((at for at in places if given[at : at + len(alone)] == alone), 0)
+        return tuple(given[:first])
+
+    @cached_property
+    def _following(self) -> Any:
+        return without_dummy_space(self.backend)
+
+    @cached_property
     def key(self) -> str:
         """A digest of all that decides which tokens a text has."""
+        return hashlib.sha256(str(self.backend.to_str()).encode()).hexdigest()
 
     def encode(self, text: str, *, after: bool = False) -> list[int]:
         """A text, without special tokens around it.
 
         `after` another text, a tokenizer's dummy space is not put before it.
         """
+        return list(self._encoded(text, after=after).ids)
 
     def begun(self, ids: list[int]) -> list[int]:
         """Ids of a text behind `begin`, which may stand there already."""
+        begin = list(self.begin)
+        return ids if ids[: len(begin)] == begin else begin + ids
 
     def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
         """As `encode`, with the place of every token."""
+        found = self._encoded(text, after=after)
+        return list(found.ids), list(found.offsets)
+
+    def _encoded(self, text: str, *, after: bool) -> Any:
+        backend = self._following if after else self.backend
+        return backend.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """The text of ids, with special tokens if asked; half a character is U+FFFD."""
+        return str(self.backend.decode(ids, skip_special_tokens=not special))
 
     def fitted(self, text: str, other: str | None, length: int) -> Fitted:
         """One or two texts to classify, with special tokens, in at most `length` tokens.
 
         Of two texts the longer one is truncated first.
         """
+        found = self.backend.encode(text, other, add_special_tokens=True)
+        truncated = len(found.ids) > length
+        if truncated:
+            marks = self.backend.num_special_tokens_to_add(other is not None)
+            _check_room(length - marks, length, marks)
+            self.backend.enable_truncation(length, strategy="longest_first")
+            found = self.backend.encode(text, other, add_special_tokens=True)
+            self.backend.no_truncation()
+        return Fitted(list(found.ids), list(found.type_ids), truncated)
 
     @property
     def end(self) -> int:
         """The id that is written to end an example."""
+        if not self.ends:
+            raise ValueError(
+                f"data.tokenizer = {str(self.folder)!r}: no end-of-sequence token; name one as "
+                "eos_token in the folder's tokenizer_config.json"
+            )
+        return self.ends[0]
 
 
 class Bytes:
-    """Every byte is a token; byte 0, which text does not hold, ends and separates."""
+    """As FolderTokenizer; every byte is a token, and byte 0, which text does not hold, a mark."""
 
     vocab = 256
     unit = key = BYTES
@@ -98,7 +139,7 @@ class Bytes:
         first, second = self.encode(text), [] if other is None else self.encode(other)
         marks = [] if other is None else [self.end]
         room = length - len(marks)
-        check_room(room, length, len(marks))
+        _check_room(room, length, len(marks))
         over = len(first) + len(second) - room
         if over > 0 and marks:
             longer = max(len(first), len(second))
@@ -110,82 +151,10 @@ class Bytes:
         return Fitted(ids, [0] * len(ids), over > 0)
 
 
-class FolderTokenizer:
-    """A folder's tokenizer, computed by the package tokenizers (`backend`)."""
-
-    unit = "tokens"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.backend = read_backend(folder)
-        known = set(self.backend.get_vocab(with_added_tokens=True).values())
-        if not known:
-            raise ValueError(f"data.tokenizer = {str(folder)!r}: has no tokens; save it again")
-        self.vocab: int = max(known) + 1
-        self.holes = tuple(number for number in range(self.vocab) if number not in known)
-        self.ends = read_ends(folder, self.backend)
-        self.begin = self._begin()
-        self.marks: frozenset[int] = frozenset(self.backend.get_added_tokens_decoder())
-
-    def _begin(self) -> tuple[int, ...]:
-        alone, given = self.encode("a"), list(self.backend.encode("a").ids)
-        places = range(len(given) - len(alone) + 1)
-        first = next((at for at in places if given[at : at + len(alone)] == alone), 0)
-        return tuple(given[:first])
-
-    @cached_property
-    def _following(self) -> Any:
-        return without_dummy_space(self.backend)
-
-    @cached_property
-    def key(self) -> str:
-        return hashlib.sha256(str(self.backend.to_str()).encode()).hexdigest()
-
-    def encode(self, text: str, *, after: bool = False) -> list[int]:
-        return list(self._encoded(text, after=after).ids)
-
-    def begun(self, ids: list[int]) -> list[int]:
-        begin = list(self.begin)
-        return ids if ids[: len(begin)] == begin else begin + ids
-
-    def spans(self, text: str, *, after: bool = False) -> tuple[list[int], Spans]:
-        found = self._encoded(text, after=after)
-        return list(found.ids), list(found.offsets)
-
-    def _encoded(self, text: str, *, after: bool) -> Any:
-        backend = self._following if after else self.backend
-        return backend.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: list[int], *, special: bool = False) -> str:
-        return str(self.backend.decode(ids, skip_special_tokens=not special))
-
-    def fitted(self, text: str, other: str | None, length: int) -> Fitted:
-        found = self.backend.encode(text, other, add_special_tokens=True)
-        truncated = len(found.ids) > length
-        if truncated:
-            marks = self.backend.num_special_tokens_to_add(other is not None)
-            check_room(length - marks, length, marks)
-            self.backend.enable_truncation(length, strategy="longest_first")
-            found = self.backend.encode(text, other, add_special_tokens=True)
-            self.backend.no_truncation()
-        return Fitted(list(found.ids), list(found.type_ids), truncated)
-
-    @property
-    def end(self) -> int:
-        if not self.ends:
-            raise ValueError(
-                f"data.tokenizer = {str(self.folder)!r}: no end-of-sequence token; name one as "
-                "eos_token in the folder's tokenizer_config.json"
-            )
-        return self.ends[0]
+Tokenizer = Bytes | FolderTokenizer
 
 
-def check_room(room: int, length: int, marks: int) -> None:
-    """Check that there is room for text with special tokens.
-
-    Raises:
-        ValueError: there is none.
-    """
+def _check_room(room: int, length: int, marks: int) -> None:
     if room < 1:
         raise ValueError(
             f"data.sequence_length = {length}: no room for text with {marks} special tokens; "

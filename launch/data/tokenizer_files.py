@@ -3,7 +3,6 @@
 Axes: V vocabulary.
 """
 
-import copy
 import hashlib
 import json
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from thinpipe.launch.host.packages import explain, first_line
 
-KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
 """Files from which transformers makes what a tokenizer.json would hold."""
 
@@ -43,9 +42,8 @@ def read_backend(folder: Path) -> Any:
     """
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
-        found = f"no such folder, seen from {Path.cwd()}"
-        if folder.is_file():
-            found = "a file, not a folder"
+        missing = f"no such folder, seen from {Path.cwd()}"
+        found = "a file, not a folder" if folder.is_file() else missing
         raise ValueError(f'{where}: {found}; name one with tokenizer.json, or use "bytes"')
     try:
         import tokenizers
@@ -71,9 +69,8 @@ def read_backend(folder: Path) -> Any:
 def digest_of_folder(folder: Path) -> str:
     """SHA-256 (hex) of every file that decides a text's tokens, chat templates included."""
     digest = hashlib.sha256()
-    for file in sorted(
-        {file for name in (*_DECIDING, *_SENTENCEPIECE) for file in folder.glob(name)}
-    ):
+    names = (*_DECIDING, *_SENTENCEPIECE)
+    for file in sorted({file for name in names for file in folder.glob(name)}):
         digest.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -89,7 +86,7 @@ def _read(folder: Path, tokenizers: Any) -> Any:
     found = tokenizers.Tokenizer(model)
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = tokenizers.decoders.ByteLevel()
-    found.add_special_tokens([end for end in KNOWN_ENDS if found.token_to_id(end) is not None])
+    found.add_special_tokens([end for end in _KNOWN_ENDS if found.token_to_id(end) is not None])
     return found
 
 
@@ -124,28 +121,24 @@ def without_dummy_space(backend: Any) -> Any:
     import tokenizers
 
     before = json.loads(backend.to_str())
-    after = copy.deepcopy(before)
-    for part in ("normalizer", "pre_tokenizer"):
-        after[part] = _plain(after[part])
+    after = before | {part: _plain(before[part]) for part in ("normalizer", "pre_tokenizer")}
     if after == before:
         return backend
     return tokenizers.Tokenizer.from_str(json.dumps(after, ensure_ascii=False))
 
 
 def _plain(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    kind = None if part is None else part["type"]
-    if part is None or kind == "Prepend":
+    if part is None or part["type"] == "Prepend":
         return None
-    if kind == "Sequence":
+    if part["type"] == "Sequence":
         (name,) = (key for key in part if key != "type")
-        kept = [_plain(one) for one in part[name]]
-        return {**part, name: [one for one in kept if one is not None]}
+        return {**part, name: [*filter(None, map(_plain, part[name]))]}
     changed: dict[str, dict[str, Any]] = {
         "Metaspace": {"prepend_scheme": "never"},
         "ByteLevel": {"add_prefix_space": False},
         "Strip": {"strip_left": False},
     }
-    return {**part, **changed.get(str(kind), {})}
+    return {**part, **changed.get(part["type"], {})}
 
 
 def read_ends(folder: Path, backend: Any) -> tuple[int, ...]:
@@ -158,15 +151,19 @@ def read_ends(folder: Path, backend: Any) -> tuple[int, ...]:
         ValueError: one is not in the vocabulary, or a file is not a JSON object.
     """
     found: list[int] = []
-    name = _configured(folder)
-    if name is not None:
-        number = backend.token_to_id(name[1])
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        end = _object(file).get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        if end is None:
+            continue
+        number = backend.token_to_id(str(end))
         if number is None:
             raise ValueError(
-                f"{name[0]}: eos_token = {name[1]!r}: not in the vocabulary; correct it, or add "
+                f"{file}: eos_token = {str(end)!r}: not in the vocabulary; correct it, or add "
                 "the token"
             )
-        found.append(int(number))
+        found.append(number)
+        break
     file = folder / "generation_config.json"
     listed = _object(file).get("eos_token_id")
     for number in listed if isinstance(listed, list) else [listed]:
@@ -176,18 +173,9 @@ def read_ends(folder: Path, backend: Any) -> tuple[int, ...]:
             raise ValueError(f"{file}: eos_token_id = {listed}: {number!r} is no token; correct it")
         found.append(number)
     if not found:
-        known = (backend.token_to_id(end) for end in KNOWN_ENDS)
+        known = map(backend.token_to_id, _KNOWN_ENDS)
         found = [number for number in known if number is not None][:1]
     return tuple(dict.fromkeys(found))
-
-
-def _configured(folder: Path) -> tuple[Path, str] | None:
-    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        end = _object(file).get("eos_token")
-        found = end.get("content") if isinstance(end, dict) else end
-        if found is not None:
-            return file, str(found)
-    return None
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -4,9 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from thinpipe.launch.doctor.host import HostInfo
+from thinpipe.launch.doctor.host import CheckResult, HostInfo, ok, problem, warning
 from thinpipe.launch.doctor.links import LinkInfo
-from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.net.overlay.membership import PeerList
 from thinpipe.launch.net.ranks.handshake import differences

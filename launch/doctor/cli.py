@@ -4,9 +4,10 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,16 +26,17 @@ from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.group import DoctorError, join_group
 from thinpipe.launch.doctor.host import (
     MEASURING_S,
+    CheckResult,
     HostInfo,
     as_hosts,
     check_host,
     check_key,
     describe_host,
     own_devices,
+    problem,
     untimed,
 )
 from thinpipe.launch.doctor.links import LinkInfo, listen, measure_links
-from thinpipe.launch.doctor.result import CheckResult, problem
 from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint, reachable_address
 from thinpipe.launch.host.links import MAX_RATE_BPS, MIN_RATE_BPS, PAYLOAD_SHARE, format_rate
 from thinpipe.launch.host.network import Host, Network, Rate
@@ -58,8 +60,7 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     ] = None,
     ranks: RanksOption = None,
     save: Annotated[
-        Path | None,
-        typer.Option(metavar="NET.JSON", help="Write the links, for plan."),
+        Path | None, typer.Option(metavar="NET.JSON", help="Write the links, for plan.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each link.")] = 1.0,
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for other hosts.")] = 60.0,
@@ -91,35 +92,28 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     sys.exit(int(any(r.level == "problem" for r in results)))
 
 
+@dataclass
 class _Diagnosis:
-    def __init__(
-        self,
-        config: RunConfig,
-        nnodes: int,
-        shares: Sequence[preflight.Share],
-        *,
-        window_s: float,
-        wait_s: float,
-    ) -> None:
-        self._config, self._nnodes, self._shares = config, nnodes, shares
-        self._window_s, self._wait_s = window_s, wait_s
-        self.results: list[CheckResult] = []
+    config: RunConfig
+    nnodes: int
+    shares: Sequence[preflight.Share]
+    window_s: float
+    wait_s: float
+    results: list[CheckResult] = field(default_factory=list)
 
     def run(
         self, console: Console, endpoint: tuple[str, int], save: Path | None
     ) -> list[CheckResult]:
         with closing(self._join(endpoint)) as network, listen(network) as server:
-            own_port = server.getsockname()[1]
-            sized = self._check_host()
-            info = describe_host(self._config, network.address, port=own_port, results=self.results)
-            group = join_group(network, self._nnodes, wait_s=self._wait_s)
+            sized, (_, port) = self._check_host(), server.getsockname()[:2]
+            info = describe_host(self.config, network.address, port=port, results=self.results)
+            group = join_group(network, self.nnodes, wait_s=self.wait_s)
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
-            links = measure_links(
-                group, hosts, server, network, window_s=self._window_s, report=typer.echo
-            )
-            wanted = any(group.gather("save", save is not None))
-            own_device = own_devices(sized) if wanted and sized else {}
-            devices = group.gather("device", own_device, MEASURING_S) if wanted else []
+            links = measure_links(group, hosts, server, network, self.window_s, typer.echo)
+            devices: list[dict[str, Any]] = []
+            if any(group.gather("save", save is not None)):
+                own_device = own_devices(sized) if sized else {}
+                devices = group.gather("device", own_device, MEASURING_S)
             group.close()
             hidden = check_reachable(network.overlay.peer_list) if network.overlay else []
         names = names_of(hosts)
@@ -133,25 +127,25 @@ class _Diagnosis:
 
     def _check_host(self) -> RunConfig | None:
         try:
-            ready = preflight.check_settings(self._config, self._shares)
+            ready = preflight.check_settings(self.config, self.shares)
         except (ValueError, OSError, ImportError) as error:
-            self.results.append(problem(self._config.network.own_name(), explain(error), ""))
+            self.results.append(problem(self.config.network.own_name(), explain(error), ""))
             return None
-        self.results += check_host(ready, self._shares)
+        self.results += check_host(ready, self.shares)
         return ready.config
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
         host, port = endpoint
-        config, address = self._config.network, reachable_address(host)
-        patience_s = min(config.patience_s, self._wait_s / 2)
-        here = self._nnodes == 1 or ip_address(address).is_loopback
+        config, address = self.config.network, reachable_address(host)
+        patience_s = min(config.patience_s, self.wait_s / 2)
+        here = self.nnodes == 1 or ip_address(address).is_loopback
         if not (here or config.trusted):
             self.results += [check_key(config)]
         return several_machines(
             config.model_copy(update={"patience_s": patience_s}),
             format_endpoint(host, port),
-            self._nnodes,
-            limit_s=self._wait_s,
+            self.nnodes,
+            limit_s=self.wait_s,
             log=typer.echo,
         )
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-e
 from thinpipe.launch.host.interfaces import format_endpoint
 from thinpipe.launch.host.packages import first_line
 from thinpipe.launch.net.ranks.network import HostNetwork
+
+_POLL_S = 0.05
 
 
 class DoctorError(RuntimeError):
@@ -42,20 +44,12 @@ class HostGroup:
             self.wait_for(f"left/{index}")
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a value once.
-
-        Raises:
-            DoctorError: the host of the store is gone.
-        """
+        """Raises DoctorError: the host of the store is gone."""
         with _name_lost_host(f"publishing {key!r}"):
             self.store.set(key, json.dumps(value))
 
     def wait_for(self, key: str, wait_s: float | None = None) -> Any:
-        """Wait for a value.
-
-        Raises:
-            DoctorError: the value was not published in time.
-        """
+        """Raises DoctorError: the value was not published in time."""
         with _name_lost_host(f"waiting for {key!r}"):
             self.store.wait([key], timedelta(seconds=wait_s or self.wait_s))
             return json.loads(self.store.get(key))
@@ -69,13 +63,19 @@ def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
     """
     where = network.endpoint or format_endpoint(*network.store)
     is_server = network.server is not None
-    store = _open(network, wait_s)
+    if network.server is None and network.overlay is None:
+        _reach(*network.store, wait_s)
+    try:
+        store = network.open_store(wait_s)
+    except RuntimeError as error:
+        raise DoctorError(f"{format_endpoint(*network.store)}: {first_line(error)}") from None
     with _name_lost_host(f"waiting for hosts to join at {where}"):
         number = store.add("joined", 1) - 1
         mine = [network.order, network.name, socket.gethostname()]
         store.set(f"host/{number}", json.dumps(mine))
-        _until(lambda: store.add("joined", 0) >= hosts, wait_s)
-        joined = store.add("joined", 0)
+        limit_s = time.monotonic() + wait_s
+        while (joined := store.add("joined", 0)) < hosts and time.monotonic() < limit_s:
+            time.sleep(_POLL_S)
         if joined != hosts:
             raise DoctorError(
                 f"{joined} of {hosts} hosts joined at {where} within {wait_s:.0f} s; "
@@ -98,24 +98,12 @@ def _name_lost_host(doing: str) -> Iterator[None]:
         ) from None
 
 
-def _open(network: HostNetwork, wait_s: float) -> TCPStore:
-    """The store, which this process serves if it was the first at its address."""
-    if network.server is None and network.overlay is None:
-        _reach(*network.store, wait_s)
-    try:
-        return network.open_store(wait_s)
-    except RuntimeError as error:
-        where = format_endpoint(*network.store)
-        raise DoctorError(f"{where}: {first_line(error)}") from None
-
-
 def _reach(address: str, port: int, wait_s: float) -> None:
-    reason = ""
-
-    def connected() -> bool:
-        nonlocal reason
+    limit_s = time.monotonic() + wait_s
+    while True:
         try:
             socket.create_connection((address, port), timeout=2).close()
+            return
         except TimeoutError:
             reason = (
                 "no answer, perhaps because of a firewall; open the port there "
@@ -126,21 +114,7 @@ def _reach(address: str, port: int, wait_s: float) -> None:
                 f"{error.strerror}; is doctor running there with the same --rdzv, and is the port "
                 f"open (ufw allow {port}/tcp)?"
             )
-        else:
-            return True
-        return False
-
-    if not _until(connected, wait_s):
-        raise DoctorError(
-            f"{format_endpoint(address, port)} cannot be reached from {socket.gethostname()}: "
-            f"{reason}"
-        )
-
-
-def _until(condition: Callable[[], bool], wait_s: float) -> bool:
-    limit_s = time.monotonic() + wait_s
-    while not condition():
         if time.monotonic() > limit_s:
-            return False
-        time.sleep(0.05)
-    return True
+            where = f"{format_endpoint(address, port)} cannot be reached"
+            raise DoctorError(f"{where} from {socket.gethostname()}: {reason}")
+        time.sleep(_POLL_S)

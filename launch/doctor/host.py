@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import typical_block_s
-from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
 from thinpipe.launch.host.network import Host
 from thinpipe.launch.host.packages import explain, versions
@@ -22,11 +22,23 @@ from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share, check_room
 
-_DIGITS, _LEAST = 3, 1e-3  # behind the point; rounded to 0 a number would not be read back
 MEASURING_S = 300.0
 """How long other hosts may take to measure theirs."""
 _SOON_DAYS = 14  # to copy a new key to all machines
 _SYSCTL = Path("/proc/sys/net/ipv4")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the report. A problem prevents a run, a warning may slow it down."""
+
+    level: Literal["ok", "warning", "problem"]
+    where: str
+    text: str
+    remedy: str = ""
+
+
+ok, warning, problem = (partial(CheckResult, level) for level in ("ok", "warning", "problem"))
 
 
 @dataclass(frozen=True)
@@ -156,19 +168,17 @@ def untimed(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[Che
     ]
 
 
+def _rounded(number: float) -> float:
+    return max(1e-3, round(number, 3))  # rounded to 0 it would not be read back
+
+
 def as_hosts(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> tuple[Host, ...]:
     """`hosts` of a network file; speeds are relative to the first host that has one."""
     first_s = next((own["block_s"] for own in devices if "block_s" in own), None)
     return tuple(
-        Host(
-            name=name,
-            devices=own["devices"],
-            memory_gb=max(_LEAST, round(own["memory"] / 1e9, _DIGITS)),
-            **(
-                {"speed": max(_LEAST, round(first_s / own["block_s"], _DIGITS))}
-                if "block_s" in own
-                else {}
-            ),
+        Host.model_validate(
+            {"name": name, "devices": own["devices"], "memory_gb": _rounded(own["memory"] / 1e9)}
+            | ({"speed": _rounded(first_s / own["block_s"])} if "block_s" in own else {})
         )
         for name, own in zip(names, devices, strict=True)
     )

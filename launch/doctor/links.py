@@ -19,10 +19,7 @@ from thinpipe.launch.net.ranks.network import HostNetwork
 _PAUSE_S = 5.0  # at least, between two lines of progress
 _CONNECT_S = 3.0  # a lost SYN is sent again after 1 s; a firewall that drops it never answers
 _POLL_S = 0.05  # short against the second that a link is measured
-_MTU_OF = {
-    socket.AF_INET: (socket.IPPROTO_IP, 14),
-    socket.AF_INET6: (socket.IPPROTO_IPV6, 24),
-}
+_MTU_OF = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 """The options IP_MTU and IPV6_MTU, which are not in the socket module."""
 _DOUBLE = struct.Struct("!d")
 _START = b"s"
@@ -63,7 +60,6 @@ def measure_links(
     hosts: list[HostInfo],
     server: socket.socket,
     network: HostNetwork,
-    *,
     window_s: float,
     report: Callable[[str], None],
 ) -> list[LinkInfo]:
@@ -76,14 +72,19 @@ def measure_links(
     own = list(own_links(group.index, group.hosts))
     with contextlib.ExitStack() as stack:
         opened: list[_Open] = []
-        for pair in own:
-            with _naming_the_lost(hosts, pair):
-                link, connection = _open(group, hosts, pair, server, network)
+        for source, target in own:
+            link = LinkInfo(source, target)
+            with _naming_the_lost(hosts, link):
+                link, connection = (
+                    _connect(group, hosts[target], link, network)
+                    if group.index == source
+                    else _accept(group, link, server)
+                )
             opened.append((link, connection and stack.enter_context(connection)))
         group.gather("round trips", True)
         measured, progress = [], Progress(len(own), report)
         for link, connection in opened:
-            with _naming_the_lost(hosts, _pair(link)):
+            with _naming_the_lost(hosts, link):
                 rate_bps = _rate(group, link, connection, window_s) if connection else 0.0
             measured.append(replace(link, rate_bps=rate_bps))
             progress.advance(f"{hosts[link.source].name} -> {hosts[link.target].name}")
@@ -91,24 +92,8 @@ def measure_links(
         measured = [_with_state(link, group.index, network.overlay) for link in measured]
     sent = [asdict(link) for link in measured if link.source == group.index]
     everyone = group.gather("links", sent, group.wait_s + 4 * window_s * group.hosts)
-    return sorted((LinkInfo(**link) for links in everyone for link in links), key=_pair)
-
-
-def _pair(link: LinkInfo) -> Pair:
-    return link.source, link.target
-
-
-def _open(
-    group: HostGroup,
-    hosts: Sequence[HostInfo],
-    pair: Pair,
-    server: socket.socket,
-    network: HostNetwork,
-) -> _Open:
-    source, target = pair
-    if group.index == source:
-        return _connect(group, hosts[target], LinkInfo(source, target), network)
-    return _accept(group, LinkInfo(source, target), server)
+    found = [LinkInfo(**link) for links in everyone for link in links]
+    return sorted(found, key=lambda link: (link.source, link.target))
 
 
 def _connect(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwork) -> _Open:
@@ -125,7 +110,9 @@ def _connect(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwor
     group.publish(f"open {key}", True)
     connection.settimeout(group.wait_s)
     trip_s = ping(connection)
-    offset_s = _clock_offset_s(connection)
+    begin_s = time.time()  # as in NTP, the other clock is read in the middle of a round trip
+    connection.sendall(b"t")
+    offset_s = _number(connection) - (begin_s + time.time()) / 2
     connection.sendall(_DOUBLE.pack(trip_s))
     mtu = connection.getsockopt(*_MTU_OF[connection.family])
     link = replace(link, round_trip_s=trip_s, clock_offset_s=offset_s, path_mtu=mtu)
@@ -140,7 +127,8 @@ def _accept(group: HostGroup, link: LinkInfo, server: socket.socket) -> _Open:
     connection, _ = server.accept()
     connection.settimeout(group.wait_s)
     answer_pings(connection)
-    connection.sendall(_DOUBLE.pack(_clock(connection)))
+    connection.recv(1)
+    connection.sendall(_DOUBLE.pack(time.time()))
     return replace(link, round_trip_s=_number(connection)), connection
 
 
@@ -160,13 +148,13 @@ def _rate(group: HostGroup, link: LinkInfo, connection: socket.socket, window_s:
 
 
 @contextlib.contextmanager
-def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
+def _naming_the_lost(hosts: Sequence[HostInfo], link: LinkInfo) -> Iterator[None]:
     try:
         yield
     except (OSError, DoctorError) as error:
-        source, target = (hosts[index].name for index in pair)
+        where = f"{hosts[link.source].name} -> {hosts[link.target].name}"
         text = str(error) if isinstance(error, DoctorError) else f"{error}; start doctor again"
-        raise DoctorError(f"{source} -> {target}: {text}") from None
+        raise DoctorError(f"{where}: {text}") from None
 
 
 def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
@@ -187,23 +175,11 @@ def _await_link(overlay: Overlay, target: int, port: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _clock_offset_s(connection: socket.socket) -> float:
-    """How far the other clock is ahead: read in the middle of a round trip, as NTP does."""
-    begin_s = time.time()
-    connection.sendall(b"t")
-    return _number(connection) - (begin_s + time.time()) / 2
-
-
 def _number(connection: socket.socket) -> float:
     data = connection.recv(_DOUBLE.size, socket.MSG_WAITALL)
     if len(data) < _DOUBLE.size:
         raise ConnectionError("the other end closed the connection")
     return float(_DOUBLE.unpack(data)[0])
-
-
-def _clock(connection: socket.socket) -> float:
-    connection.recv(1)
-    return time.time()
 
 
 def rounds(hosts: int) -> list[list[Pair]]:

@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import sys
-from typing import Any
 
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
@@ -19,10 +17,7 @@ def keep_freed_memory() -> bool:
     the first large allocation. Returns False without any change if the user has set malloc's
     thresholds, or the C library lacks these settings.
     """
-    mallopt = _mallopt()
-    if mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _KEPT_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
+    return _set(_MMAP_THRESHOLD, _KEPT_NBYTES) and _set(_TRIM_THRESHOLD, _KEPT_NBYTES)
 
 
 def return_freed_memory() -> bool:
@@ -34,13 +29,12 @@ def return_freed_memory() -> bool:
     (benchmarks/results/small_weights_cpu_202611.md). What the user has set stays:
     then it returns False.
     """
-    mallopt = _mallopt()
-    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, _RETURNED_NBYTES))
+    return _set(_MMAP_THRESHOLD, _RETURNED_NBYTES)
 
 
-def _mallopt() -> Any:
-    """None if the user has set malloc's thresholds, or the C library lacks these settings."""
+def _set(threshold: int, nbytes: int) -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or any(n in tunables for n in _TUNABLES):
-        return None
-    return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(threshold, nbytes))

@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     temporary = (os.environ.get("TMPDIR") or "/tmp", "/dev/shm")  # not that of one launcher
     names = [Path(place) / f"thinpipe-{os.getuid()}" for place in temporary]
     places = [*[user / "thinpipe"] * user.is_absolute(), *names]
-    problem: OSError | None = None
+    problems = []
     for place in places:
         try:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -37,6 +37,5 @@ def cache_folder() -> Path:
             with tempfile.TemporaryFile(dir=place):
                 return place
         except OSError as error:
-            problem = problem or error
-    assert problem is not None, "there are places"
-    raise problem
+            problems.append(error)
+    raise problems[0]

@@ -27,8 +27,7 @@ def choose_device(name: DeviceName) -> torch.device:
             'pipeline.device = "cuda": torch finds no GPU on this host; install a CUDA build of '
             'torch and a driver, or use "auto" or "cpu"'
         )
-    missing = _missing_for_triton()
-    if missing is not None:
+    if missing := _missing_for_triton():
         raise ValueError(
             f"pipeline.device: messages are encoded on a GPU with triton, which needs {missing}; "
             'or use pipeline.device = "cpu"'
@@ -96,11 +95,7 @@ def cache_notice(name: DeviceName) -> str | None:
 
 
 def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
-    """Check that this host has enough GPUs for its ranks.
-
-    Raises:
-        ValueError: there are too few, or `choose_device` rejects the setting.
-    """
+    """ValueError if this host has too few GPUs, or `choose_device` rejects the setting."""
     needed = per_rank * ranks_here
     if per_rank > 1 and choose_device(name).type == "cuda" and needed > gpu_count():
         raise ValueError(

@@ -97,11 +97,7 @@ def is_own_address(address: str) -> bool:
 
 
 def interface_to(address: str) -> Interface:
-    """The interface that an address is reached through, with its address on the way.
-
-    Raises:
-        ValueError: no interface has a route to it.
-    """
+    """The interface to an address, with its own address on the way; ValueError without a route."""
     own = _own_end(address)
     for found in interfaces().values():
         if own in found.addresses:
@@ -112,11 +108,7 @@ def interface_to(address: str) -> Interface:
 
 
 def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
-    """`host0:29500` or `[2001:db8::1]:29500`, given as this setting, as name and port.
-
-    Raises:
-        ValueError: it does not have that form.
-    """
+    """Name and port of `host0:29500` or `[2001:db8::1]:29500`; ValueError names the setting."""
     parts = re.fullmatch(r"(?:\[([^]\[/]+)\]|([^:/\[\]]+)):([0-9]{1,5})", text)
     if parts is None or not 0 < int(parts[3]) < 65536:
         raise ValueError(
@@ -124,20 +116,15 @@ def parse_endpoint(text: str, setting: str = "--rdzv") -> tuple[str, int]:
             "65535); an IPv6 address goes in brackets, as in [2001:db8::1]:29500"
         )
     host = parts[1] or parts[2]
-    if re.fullmatch(r"[0-9]+(\.[0-9]+)+", host) and not _is_address(host):
-        raise ValueError(
-            f"{setting} = {text!r}: {host} is no IPv4 address, which has four numbers up to 255; "
-            "correct it, as in 10.0.0.1:29500"
-        )
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)+", host):
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(
+                f"{setting} = {text!r}: {host} is no IPv4 address, which has four numbers up to "
+                "255; correct it, as in 10.0.0.1:29500"
+            ) from None
     return host, int(parts[3])
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def format_endpoint(host: str, port: int) -> str:
@@ -151,11 +138,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def serve(address: tuple[str, int], *, backlog: int | None = None) -> socket.socket:
-    """Listen at an address, not a name; `::` means all of this host's, IPv4 too.
-
-    Raises:
-        OSError: it is not this host's, or the port is in use.
-    """
+    """Listen at an address, not a name (`::`: all, IPv4 too); OSError if it is not ours or free."""
     both = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(
         address, family=family_of(address[0]), backlog=backlog, dualstack_ipv6=both

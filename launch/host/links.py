@@ -57,11 +57,7 @@ def format_rate(bps: float | None) -> str:
 
 
 def rate_in_range(bps: float, where: str) -> float:
-    """The rate, if a link can have it.
-
-    Raises:
-        ValueError: it cannot; the message begins with `where`.
-    """
+    """The rate, if a link can have it; else a ValueError that begins with `where`."""
     if not MIN_RATE_BPS <= bps <= MAX_RATE_BPS:
         raise ValueError(f"{where}: use 8kbit to 30gbit, or none for no limit")
     return bps

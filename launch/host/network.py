@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
@@ -44,14 +44,13 @@ class _File(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, strict=
 
     @model_validator(mode="after")
     def _same_size(self) -> Self:
-        tables = {
-            key: self.__dict__[key] for key in ("rate_bps", "latency_s") if self.__dict__[key]
-        }
-        if not tables:
+        tables = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+        size = len(self.rate_bps or self.latency_s or ())
+        if not size:
             raise ValueError("needs rate_bps, latency_s or both")
-        size = len(next(iter(tables.values())))
         for key, rows in tables.items():
-            check_square(rows, size, key)
+            if rows:
+                check_square(rows, size, key)
         if self.hosts and len(self.hosts) != size:
             raise ValueError(
                 f"hosts lists {len(self.hosts)}, the matrices have {size} rows; list one per row"
@@ -79,11 +78,7 @@ class Network:
 
     @classmethod
     def read(cls, path: Path, option: str = "--network") -> Self:
-        """Read a network file.
-
-        Raises:
-            ValueError: names option, file and the error in it.
-        """
+        """Read a network file; ValueError names option, file and the error in it."""
         try:
             return cls.parse(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -140,10 +135,7 @@ class Network:
 
     def payload(self) -> "Network":
         """The same network with rates of TCP payload, without headers."""
-        rates = tuple(
-            tuple(None if bps is None else bps * PAYLOAD_SHARE for bps in row)
-            for row in self.rate_bps
-        )
+        rates = tuple(tuple(bps and bps * PAYLOAD_SHARE for bps in row) for row in self.rate_bps)
         return Network(rates, self.latency_s)
 
     def link_s(self, source: int, target: int, nbytes: int) -> float:
@@ -197,10 +189,7 @@ def read_json(model: type[_Model], text: str) -> _Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        _reject(error.errors()[0], model)
-
-
-def _reject(first: Any, model: type[BaseModel]) -> NoReturn:
+        first: Any = error.errors()[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     place, what = place.lstrip(".") or "the file", first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
@@ -215,11 +204,7 @@ def _reject(first: Any, model: type[BaseModel]) -> NoReturn:
 
 
 def check_square(rows: Matrix, size: int, where: str) -> None:
-    """Check that a matrix has a row per sender, with a number per receiver.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """ValueError unless a matrix has a row per sender, with a number per receiver."""
     if len(rows) != size:
         raise ValueError(f"{where}: needs {size} rows, one per sender")
     if any(len(row) != size for row in rows):

@@ -98,21 +98,13 @@ def is_compiled(package: str) -> bool:
 
 
 def require(package: str) -> None:
-    """Check that a package is installed, before a process that imports it is started.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """ModuleNotFoundError unless it is installed, before a process that imports it is started."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def check_writers(tools: Iterable[str]) -> None:
-    """Check that the packages of `report.writers` are installed.
-
-    Raises:
-        ValueError: one is not; names its extra.
-    """
+    """ValueError, naming the extra, unless the packages of `report.writers` are installed."""
     for tool in tools:
         try:
             require(tool)

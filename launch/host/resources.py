@@ -4,7 +4,6 @@ import contextlib
 import os
 import platform
 import re
-import sys
 import time
 from pathlib import Path
 from zlib import crc32
@@ -25,11 +24,8 @@ def usable_cores() -> int:
 
     Affinity (`taskset`, cpusets) and the quota of a container can allow fewer than the machine has.
     """
-    cores = os.cpu_count() or 1
-    if sys.platform.startswith("linux"):
-        cores = len(os.sched_getaffinity(0))
     quotas = [max(1, int(quota)) for quota in map(_quota, cgroup_folders("cpu")) if quota]
-    return min([cores, *quotas])
+    return min([len(os.sched_getaffinity(0)), *quotas])
 
 
 def rank_threads(processes: int) -> int:
@@ -162,22 +158,22 @@ class BackgroundLoad:
 
     def cores(self) -> float:
         """How many cores other processes have kept busy on average."""
-        wall_s, busy_s, own_s = self._since()
-        return max(0.0, busy_s - own_s) / wall_s
+        return self._means()[1]
 
     def notice(self) -> str | None:
         """Whether steps wait for cores that others use."""
-        (wall_s, busy_s, _), others, cores = self._since(), self.cores(), os.cpu_count() or 1
-        if busy_s / wall_s < _ALL_BUSY * cores or others < _MANY * cores:
+        (busy, others), cores = self._means(), os.cpu_count() or 1
+        if busy < _ALL_BUSY * cores or others < _MANY * cores:
             return None
         return (
             f"note: other processes keep {others:.1f} of this machine's {cores} cores busy, and "
             "steps wait for cores: they take longer than they would alone"
         )
 
-    def _since(self) -> tuple[float, float, float]:
+    def _means(self) -> tuple[float, float]:
+        """Cores that were busy, and of them those of other processes."""
         wall_s, busy_s, own_s = (b - a for a, b in zip(self._start, self._now(), strict=True))
-        return wall_s, busy_s, own_s
+        return busy_s / wall_s, max(0.0, busy_s - own_s) / wall_s
 
     def _now(self) -> tuple[float, float, float]:
         busy_s = 0.0

@@ -18,25 +18,20 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 
 def format_bytes(nbytes: float) -> str:
     """Three digits and a decimal unit: 512 B, 12.3 kB, 4.56 MB."""
-    if nbytes < 999.5:
-        return f"{nbytes:.0f} B"
-    return _scaled(nbytes, ("kB", "MB", "GB", "TB", "PB"))
+    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def format_count(count: float) -> str:
     """Three digits and a decimal prefix: 950, 12.3 k, 124 M."""
-    if count < 999.5:
-        return f"{count:.0f}"
-    return _scaled(count, ("k", "M", "G", "T"))
+    return _scaled(count, ("", "k", "M", "G", "T")).rstrip()
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
     power = 0
-    value /= 1000
     while value >= 999.5 and power < len(units) - 1:
         value /= 1000
         power += 1
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    digits = 0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {units[power]}"
 
 

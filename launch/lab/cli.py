@@ -14,8 +14,8 @@ from thinpipe.launch.lab import control
 from thinpipe.launch.lab.commands import run_command
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
-from thinpipe.launch.lab.probe import LinkProbe, probe_link
-from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.lab.probe import probe_link
+from thinpipe.launch.lab.spec import Change, NetworkSpec
 
 RateOption = Annotated[
     str | None,
@@ -95,7 +95,7 @@ def set_rates(
     try:
         if not (rate or up or down or pair):
             raise ValueError("nothing to change; give --rate, --up, --down or --pair")
-        change = control.Change(rate=rate, up=up, down=down, pairs=pair or [])
+        change = Change(rate=rate, up=up, down=down, pairs=pair or [])
         print(control.request(change, run))
     except ValueError as error:
         reject(error)
@@ -103,9 +103,8 @@ def set_rates(
 
 def _announce(network: ShapedNetwork) -> None:
     text = f"{network.hosts} hosts, {control.describe(network.spec)}"
-    delays = sorted(set(network.spec.delay_s.values()))
-    if delays:
-        span = [f"{delay * 1e3:g}" for delay in (delays[0], delays[-1])]
+    if delays := network.spec.delay_s.values():
+        span = [f"{delay * 1e3:g}" for delay in (min(delays), max(delays))]
         text += f", {'-'.join(dict.fromkeys(span))} ms one way"
     print(f"{text}; run {network.run_id}", file=sys.stderr, flush=True)
 
@@ -116,17 +115,14 @@ def _print_probe(network: ShapedNetwork) -> None:
     with console.status("measuring idle links") as status:
         for source, target in links(network.hosts):
             status.update(f"measuring {source} -> {target}")
-            table.add_row(*_cells(probe_link(network, source, target)))
+            link = probe_link(network, source, target)
+            table.add_row(
+                f"{source} -> {target}",
+                format_rate(link.nominal_bps),
+                format_rate(link.achieved_bps),
+                "" if link.ratio is None else f"{link.ratio:.3f}",
+                f"{link.round_trip_s * 1e3:.2f} ms",
+                f"{link.nominal_round_trip_s * 1e3:g} ms",
+            )
     console.print(table)
     console.print(f"at most {PAYLOAD_SHARE:.3f} of a rate is payload: the rest is headers")
-
-
-def _cells(link: LinkProbe) -> list[str]:
-    return [
-        f"{link.source} -> {link.target}",
-        format_rate(link.nominal_bps),
-        format_rate(link.achieved_bps),
-        "" if link.ratio is None else f"{link.ratio:.3f}",
-        f"{link.round_trip_s * 1e3:.2f} ms",
-        f"{link.nominal_round_trip_s * 1e3:g} ms",
-    ]

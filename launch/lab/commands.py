@@ -83,12 +83,12 @@ def _run(network: ShapedNetwork, command: Sequence[str], show: int | None, key: 
 
 def _stop(monitor: ProcessMonitor, stop: KeyboardInterrupt | StoppedError) -> int:
     """Stop the commands; after Ctrl-C, which they received as well, with a grace period."""
-    interrupted = isinstance(stop, KeyboardInterrupt)
-    monitor.end(after_s=_INTERRUPT_GRACE_S if interrupted else 0.0)
+    signum = stop.signum if isinstance(stop, StoppedError) else signal.SIGINT
+    monitor.end(after_s=_INTERRUPT_GRACE_S if signum == signal.SIGINT else 0.0)
     # after a second signal, closing the network kills them
     with suppress(KeyboardInterrupt, StoppedError):
         monitor.wait()
-    return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.signum)
+    return 128 + signum
 
 
 @contextmanager

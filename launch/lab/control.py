@@ -14,11 +14,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.lab.linux import ShapedError
-from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.lab.spec import Change, NetworkSpec
 
 _NAME = "thinpipe-shaped-"
 _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix
@@ -27,15 +25,6 @@ _TIMEOUT_S = 60.0
 """Guards against hanging: a run may still be building its network, on a busy machine."""
 _CLIENT_S = 5.0  # how long other clients wait for one that has connected and sends nothing
 _MOST_PAIRS = 6  # in one line; of more it says how many
-
-
-class Change(BaseModel):
-    """Arguments of `NetworkSpec.changed`, as the user wrote them."""
-
-    rate: str | None = None
-    up: str | None = None
-    down: str | None = None
-    pairs: list[str] = []
 
 
 def listen(run: int) -> socket.socket:
@@ -51,10 +40,9 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
     client, _ = server.accept()
     with client:
         client.settimeout(_CLIENT_S)
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack(  # struct ucred
-            "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
+        ucred = struct.Struct("3i")
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size)
+        _, uid, _ = ucred.unpack(peer)
         try:
             message = client.recv(_LARGEST)
             client.send(json.dumps(_reply(message, uid, apply)).encode())
@@ -97,12 +85,12 @@ def request(change: Change, run: int | None = None) -> str:
         ValueError: no such run, several without `run`, or the change is rejected.
     """
     known = runs()
+    listed = ", ".join(map(str, known))
     if run is None and len(known) != 1:
-        found = f"runs {', '.join(map(str, known))}; choose one with --run" if known else "no run"
+        found = f"runs {listed}; choose one with --run" if known else "no run"
         raise ValueError(f"thinpipe shaped: found {found}")
     if run is not None and run not in known:
-        found = ", ".join(map(str, known)) or "none"
-        raise ValueError(f"--run = {run}: no such run; running: {found}")
+        raise ValueError(f"--run = {run}: no such run; running: {listed or 'none'}")
     chosen = known[0] if run is None else run
     try:
         reply = _send(chosen, change.model_dump_json().encode())

@@ -12,20 +12,20 @@ from thinpipe.launch.lab import linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address, host_mac, host_name
 from thinpipe.launch.lab.requirements import needs
-from thinpipe.launch.lab.shaping import Shaper, downlink, uplink
+from thinpipe.launch.lab.shaping import Shape, Shaper, uplink
 from thinpipe.launch.lab.spec import NetworkSpec
 
 BUFFER_BYTES = 64 << 20
 """Limit of a TCP connection's data in flight; the default allows some 200 Mbit/s at 100 ms."""
+_IPV4 = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True)
 class Host:
-    """Descriptors of a host's namespaces and of netlink inside it; the shapers of its link."""
+    """Descriptors of a host's namespaces; the shapers of its link."""
 
     net_fd: int
     uts_fd: int
-    ip: IPRoute
     up: Shaper
     down: Shaper
 
@@ -35,7 +35,7 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
     switch_fd, switch = linux.namespace("net"), IPRoute()
     _no_ipv6()
     switch.link("set", index=1, state="up")  # the loopback, which is down in a new namespace
-    bridge = None if spec.delay_s else _bridge(switch)
+    bridge = None if spec.delay_s else _add(switch, "switch", "bridge")
     hosts = [
         _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
         for host in range(spec.hosts)
@@ -53,7 +53,7 @@ def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
     for index, host in enumerate(hosts):
         for direction, shaper, shape in (
             ("uplink", host.up, uplink(spec, index)),
-            ("downlink", host.down, downlink(spec, index)),
+            ("downlink", host.down, Shape(spec.down_bps[index])),
         ):
             try:
                 shaper.apply(shape)
@@ -70,10 +70,10 @@ def _no_ipv6() -> None:
         switch.write_text("1", encoding="utf-8")  # of links that are made from here on
 
 
-def _bridge(switch: IPRoute) -> int:
-    with needs("bridge"):
-        switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
-    index: int = switch.link_lookup(ifname="switch")[0]
+def _add(switch: IPRoute, name: str, kind: str, **options: object) -> int:
+    with needs(kind):
+        switch.link("add", ifname=name, kind=kind, mtu=MTU, **options)
+    index: int = switch.link_lookup(ifname=name)[0]
     switch.link("set", index=index, state="up")
     return index
 
@@ -86,22 +86,14 @@ def _build_host(
         socket.sethostname(host_name(host))
         net_fd, uts_fd, ip = linux.namespace("net"), linux.namespace("uts"), IPRoute()
         _no_ipv6()
-        port = _connect(host, switch, net_fd)
+        end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
+        port = _add(switch, f"h{host}", "veth", peer=end)
         if bridge is not None:
             switch.link("set", index=port, master=bridge)
         interface = _configure(spec, host, ip)
     finally:
         linux.setns(switch_fd, linux.NEW_NET)  # the host's IPRoute stays where it was made
-    return Host(net_fd, uts_fd, ip, Shaper(ip, interface), Shaper(switch, port))
-
-
-def _connect(host: int, switch: IPRoute, net_fd: int) -> int:
-    end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
-    with needs("veth"):
-        switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
-    port: int = switch.link_lookup(ifname=f"h{host}")[0]
-    switch.link("set", index=port, state="up")
-    return port
+    return Host(net_fd, uts_fd, Shaper(ip, interface), Shaper(switch, port))
 
 
 def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
@@ -111,11 +103,8 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
     ip.addr("add", index=interface, address=host_address(host), prefixlen=24)
     ip.link("set", index=interface, state="up")
     _use_cubic(host, ip, interface)
-    if spec.delay_s:
-        for name in ("tcp_wmem", "tcp_rmem"):
-            Path(f"/proc/sys/net/ipv4/{name}").write_text(
-                f"4096 131072 {BUFFER_BYTES}", encoding="utf-8"
-            )
+    for name in ("tcp_wmem", "tcp_rmem") if spec.delay_s else ():
+        (_IPV4 / name).write_text(f"4096 131072 {BUFFER_BYTES}", encoding="utf-8")
     for other in range(spec.hosts):
         if other != host:  # static, so that no link carries address resolution
             ip.neigh(
@@ -130,9 +119,8 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
 
 def _use_cubic(host: int, ip: IPRoute, interface: int) -> None:
     """The same congestion control on every host; by route, as the sysctl may be read-only."""
-    if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(
-        encoding="utf-8"
-    ):
+    available = _IPV4 / "tcp_available_congestion_control"
+    if "cubic" not in available.read_text(encoding="utf-8"):
         return
     ip.route(
         "replace",

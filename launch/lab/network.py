@@ -15,7 +15,7 @@ from thinpipe.launch.lab import control, linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import environment, host_name
 from thinpipe.launch.lab.ranks import ProcessMonitor, start
-from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.lab.spec import Change, NetworkSpec
 
 T = TypeVar("T")
 
@@ -131,15 +131,14 @@ class ShapedNetwork:
         pairs: Sequence[str] = (),
     ) -> None:
         """Change rates while traffic flows, also from inside `run`; as in `NetworkSpec.of`."""
-        change = control.Change(rate=rate, up=up, down=down, pairs=list(pairs))
+        change = Change(rate=rate, up=up, down=down, pairs=pairs)
         control.request(change, self.run_id)
-        self.spec = self.spec.changed(rate=rate, up=up, down=down, pairs=pairs)
+        self.spec = self.spec.changed(change)
 
     def _receive_descriptors(self) -> list[int]:
+        sizes = _MESSAGE_BYTES, _MOST_DESCRIPTORS
         flags = socket.MSG_CMSG_CLOEXEC
-        message, descriptors, _, _ = socket.recv_fds(
-            self._socket, _MESSAGE_BYTES, _MOST_DESCRIPTORS, flags
-        )
+        message, descriptors, _, _ = socket.recv_fds(self._socket, *sizes, flags)
         if not descriptors:
             self._socket.close()
             code = self._supervisor.wait()
@@ -148,9 +147,9 @@ class ShapedNetwork:
 
 
 def _start_supervisor(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]":
-    arguments = [str(os.getpid()), str(socket_fd)]
+    command = [sys.executable, "-P", "-m", "thinpipe.launch.lab.sandbox"]
     supervisor = subprocess.Popen(
-        [sys.executable, "-P", "-m", "thinpipe.launch.lab.sandbox", *arguments],
+        [*command, str(os.getpid()), str(socket_fd)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[socket_fd],

@@ -19,8 +19,6 @@ _SHORTEST_S, _LONGEST_S = 0.4, 5.0  # in between 100 frames: below 240 kbit/s th
 class LinkProbe:
     """One direction of a link: nominal rate and delay, and those that TCP achieved."""
 
-    source: int
-    target: int
     nominal_bps: float | None
     """Bits per second on the wire; `None`: unlimited."""
     achieved_bps: float
@@ -44,7 +42,7 @@ def probe_link(network: ShapedNetwork, source: int, target: int) -> LinkProbe:
     job = partial(_measure, source=source, target=target, warm_up_s=warm_up_s, window_s=window_s)
     limit_s = 2 * _CONNECT_S + 4 * (warm_up_s + window_s)
     ping_s, achieved_bps = network.run(job, hosts=(source, target), timeout_s=limit_s)
-    return LinkProbe(source, target, nominal_bps, achieved_bps, round_trip_s, ping_s)
+    return LinkProbe(nominal_bps, achieved_bps, round_trip_s, ping_s)
 
 
 def _window_s(nominal_bps: float | None, round_trip_s: float) -> float:

@@ -26,7 +26,7 @@ from thinpipe.launch.lab.links import Host, build_hosts, shape_hosts
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_mac, mount_names
 from thinpipe.launch.lab.requirements import needs
-from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.lab.spec import Change, NetworkSpec
 
 # linux/if_packet.h, linux/socket.h, asm-generic/socket.h, linux/if_ether.h
 PACKET_VNET_HDR = 15
@@ -146,10 +146,17 @@ def _serve(
     """Serve changes until one of the descriptors `until` becomes readable, at its end."""
     by_descriptor = {server.fileno(): server for server in servers}
 
-    def apply(change: control.Change) -> NetworkSpec:
+    def apply(change: Change) -> NetworkSpec:
         nonlocal spec
-        changed = spec.changed(**dict(change))
-        _change(spec, changed, hosts)
+        changed = spec.changed(change)
+        try:
+            shape_hosts(changed, hosts)
+        except ShapedError as error:
+            try:
+                shape_hosts(spec, hosts)
+            except ShapedError as stuck:
+                raise ShapedError(f"{error}, and also the previous ones: {stuck}") from None
+            raise ShapedError(f"{error}; the previous ones are in force") from None
         spec = changed
         return spec
 
@@ -159,18 +166,6 @@ def _serve(
             return
         for descriptor in ready:
             control.answer(by_descriptor[descriptor], apply)
-
-
-def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
-    """Switch to the rates of `changed`; if some are rejected, back to those of `before`."""
-    try:
-        shape_hosts(changed, hosts)
-    except ShapedError as error:
-        try:
-            shape_hosts(before, hosts)
-        except ShapedError as stuck:
-            raise ShapedError(f"{error}, and also the previous ones: {stuck}") from None
-        raise ShapedError(f"{error}; the previous ones are in force") from None
 
 
 def open_port(interface: str) -> socket.socket:
@@ -203,9 +198,8 @@ class Relay:
         self._delay_s = spec.delay_s
         self._ports = ports
         self._sources = {port: index for index, port in enumerate(ports)}
-        self._targets = {
-            bytes.fromhex(host_mac(host).replace(":", "")): host for host in range(spec.hosts)
-        }
+        macs = (host_mac(host).replace(":", "") for host in range(spec.hosts))
+        self._targets = {bytes.fromhex(mac): host for host, mac in enumerate(macs)}
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._count = 0
 

@@ -43,11 +43,6 @@ def uplink(spec: NetworkSpec, host: int) -> Shape:
     return Shape(spec.up_bps[host], tuple(towards))
 
 
-def downlink(spec: NetworkSpec, host: int) -> Shape:
-    """Limits of the switch's end of a host's link."""
-    return Shape(spec.down_bps[host])
-
-
 class Shaper:
     """Limits one interface to a `Shape`, which may change while traffic flows."""
 

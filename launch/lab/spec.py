@@ -5,12 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from thinpipe.launch.host.links import Pair, links, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
 
 MAX_HOSTS = 64  # two descriptors each: 124 would fit the message that brings them (network.py)
 
 Rates = tuple[float | None, ...]
+
+
+class Change(BaseModel):
+    """Other rates of a network, as users write them: arguments of `NetworkSpec.of`."""
+
+    rate: str | None = None
+    up: str | None = None
+    down: str | None = None
+    pairs: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -59,33 +70,26 @@ class NetworkSpec:
             delays |= {pair: parse_time(delay, "--delay") for pair in links(hosts)}
         delays = {pair: seconds for pair, seconds in delays.items() if seconds}
         unlimited = cls(hosts, (None,) * hosts, (None,) * hosts, limits, delays)
-        return unlimited.changed(rate=rate, up=up, down=down, pairs=pairs)
+        return unlimited.changed(Change(rate=rate, up=up, down=down, pairs=pairs))
 
-    def changed(
-        self,
-        *,
-        rate: str | None = None,
-        up: str | None = None,
-        down: str | None = None,
-        pairs: Sequence[str] = (),
-    ) -> "NetworkSpec":
+    def changed(self, to: Change) -> "NetworkSpec":
         """The same network with other rates; `0,1=none` removes the limit of a pair."""
-        uplinks = _rates(up or rate or "none", self.hosts, "--up" if up else "--rate")
-        downlinks = _rates(down or rate or "none", self.hosts, "--down" if down else "--rate")
+        up, down = to.up or to.rate, to.down or to.rate
         return replace(
             self,
-            up_bps=uplinks if up or rate else self.up_bps,
-            down_bps=downlinks if down or rate else self.down_bps,
-            pair_bps=_with_pairs(self.pair_bps, pairs, self.hosts),
+            up_bps=_rates(up, self.hosts, "--up" if to.up else "--rate") if up else self.up_bps,
+            down_bps=(
+                _rates(down, self.hosts, "--down" if to.down else "--rate")
+                if down
+                else self.down_bps
+            ),
+            pair_bps=_with_pairs(self.pair_bps, to.pairs, self.hosts),
         )
 
     def rate_bps(self, source: int, target: int) -> float | None:
         """The lowest limit between `source` and `target` in bit/s; `None`: unlimited."""
-        limits = (
-            self.up_bps[source],
-            self.pair_bps.get((source, target)),
-            self.down_bps[target],
-        )
+        pair_bps = self.pair_bps.get((source, target))
+        limits = (self.up_bps[source], pair_bps, self.down_bps[target])
         return min((bps for bps in limits if bps is not None), default=None)
 
 

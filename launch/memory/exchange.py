@@ -21,14 +21,13 @@ _TRAIN = TrainConfig()
 
 @dataclass(frozen=True)
 class ExchangeCost:
-    """Of one method with its defaults or a run's options, per trained parameter.
+    """Of a method with its options, per trained parameter.
 
     `nbytes` is what a replica sends in a step, on average, `state_nbytes` what it keeps besides
     weights, gradients and Adam's moments, `rounds` how often it waits for its peers' messages
     in an exchange. With `overlaps` that is done in parallel with the next step's compute.
     """
 
-    method: str
     nbytes: float
     state_nbytes: float
     overlaps: bool
@@ -52,9 +51,9 @@ def measure_exchange(
     for peer in peers:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
         sync = load_method(method).build(config, parameters, peer)
-        own = build_optimizer(method, config, parameters, _TRAIN, sync)
-        generator = torch.Generator().manual_seed(peer.rank)
-        built.append((sync, parameters, own or torch.optim.SGD(parameters, _TRAIN.lr), generator))
+        optimizer = build_optimizer(method, config, parameters, _TRAIN, sync)
+        optimizer = optimizer or torch.optim.SGD(parameters, _TRAIN.lr)
+        built.append((sync, parameters, optimizer, torch.Generator().manual_seed(peer.rank)))
     period = int(getattr(config, "interval", 1))
     warmup = learning + period + 1
     steps = period * ceil(steps / period)
@@ -70,7 +69,7 @@ def measure_exchange(
     numel = sum(parameter.numel() for parameter in built[0][1])
     nbytes = (sent[1] - sent[0]) / steps / replicas / numel
     rounds = max(1, round((peers[0].exchanges - before) * period / steps))
-    return ExchangeCost(method, nbytes, states[0] / numel, built[0][0].overlaps, rounds)
+    return ExchangeCost(nbytes, states[0] / numel, built[0][0].overlaps, rounds)
 
 
 def _step(
@@ -80,10 +79,9 @@ def _step(
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
 ) -> None:
-    moves = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     sync.begin_step(step, 0)
-    for parameter, move in zip(parameters, moves, strict=True):
-        parameter.grad = move.clone()
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
     sync.before_step()
     optimizer.step()
     sync.after_step()

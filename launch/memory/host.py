@@ -16,15 +16,8 @@ from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, on_rank, rank_memory
-from thinpipe.launch.memory.rows import (
-    HostBytes,
-    busiest,
-    check_memory,
-    name_ranks,
-    needs,
-    plan_memory,
-)
-from thinpipe.launch.memory.space import check_space, space_notice
+from thinpipe.launch.memory.rows import HostBytes, check_memory, name_ranks, needs, plan_memory
+from thinpipe.launch.memory.space import check_space, space_notices
 
 _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
@@ -78,10 +71,9 @@ class HostNeeds:
             "processes": self.processes,
         }
         listed = ", ".join(f"{format_bytes(n)} of {name}" for name, n in parts.items() if n)
-        unknown = self.model.uncounted
-        if unknown:
+        for layer in self.model.uncounted[:1]:
             listed += (
-                f"; activations of layer {unknown[0]} are not counted: shapes do not determine them"
+                f"; activations of layer {layer} are not counted: shapes do not determine them"
             )
         return f"RAM {format_bytes(self.total)} of {format_bytes(available)} free ({listed})"
 
@@ -123,16 +115,14 @@ def added_nbytes(
     def need(position: int, whole: ModelMemory) -> int:
         return _on_device(config, ends, position, on_rank(config, whole, heaviest, exchange))
 
-    added, without = [], []
+    added, without, each = [], [], dict[ModelMemory, int]()
     for stage, held in enumerate(in_flight(config)):
         position = config.stage_ranks[stage]
         without.append(need(position, empty))
-        each = {
-            block: need(position, empty.plus(own, held=held))
-            for block in {block for block, _ in blocks}
-            for own in [replace(block, transient=max(0, block.transient - usual))]
-        }
-        added.append([each[block] - without[-1] for block, count in blocks for _ in range(count)])
+        for block in {block for block, _ in blocks}:
+            own = replace(block, transient=max(0, block.transient - usual))
+            each[block] = need(position, empty.plus(own, held=held)) - without[-1]
+        added.append([each[block] for block, count in blocks for _ in range(count)])
     return added, without
 
 
@@ -143,8 +133,8 @@ def _ends(config: RunConfig, sequences: int) -> list[End]:
 def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: ModelMemory) -> int:
     if device_type(config.pipeline.device) == "cpu":
         return _counted(config, ends, [(position, model)], reports=position == 0).total
-    # torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
     held = model.total - _offloaded(config, model).total
+    # torch kept 5 to 13 % on an H100 (benchmarks/results/gpu_h100_202611.md)
     return held + int(_GAPS_ON_GPU * held)
 
 
@@ -216,9 +206,12 @@ def check_host(
         disk.existing(path).stat().st_dev for path in (memory_folder(config), config.run.path)
     }
     check_space(config.run.path, found.parts, found.memories.disk if len(places) == 1 else 0)
-    space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
+    return _notices(config, found)
+
+
+def _notices(config: RunConfig, needed: HostNeeds) -> list[str]:
     own = host_notices(config.pipeline.device, config.pipeline.precision)
-    return [*filter(None, [space]), *own]
+    return [*space_notices(config.run.path, config.checkpoint.keep, needed.parts), *own]
 
 
 def gpu_nbytes(
@@ -228,8 +221,20 @@ def gpu_nbytes(
     models: Sequence[ModelMemory] | None = None,
 ) -> int:
     """Bytes of the busiest GPU of a host with these ranks, without CUDA's own of each process."""
+    return max(nbytes for _, nbytes in _by_gpu(config, sequences, ranks, models))
+
+
+def _by_gpu(
+    config: RunConfig, sequences: int, ranks: Sequence[int], models: Sequence[ModelMemory] | None
+) -> list[tuple[Sequence[int], int]]:
+    """The ranks that share each GPU of a host, as local ranks take turns, and its bytes."""
     each, per_rank = device_nbytes(config, sequences, models), config.pipeline.devices_per_rank
-    return busiest([each[config.mesh(rank).position] // per_rank for rank in ranks], per_rank)
+    gpus = max(1, gpu_count() // per_rank)
+    shared = [ranks[gpu::gpus] for gpu in range(gpus)]
+    return [
+        (some, sum(each[config.mesh(rank).position] // per_rank for rank in some))
+        for some in shared
+    ]
 
 
 def check_gpu(
@@ -249,11 +254,9 @@ def check_gpu(
     """
     if device_type(config.pipeline.device) == "cpu":
         return
-    per_rank = config.pipeline.devices_per_rank
-    here, gpus = free_gpu_memory(per_rank), max(1, gpu_count() // per_rank)
-    sharing = ranks[local_rank % gpus :: gpus]
-    each = device_nbytes(config, sequences, models)
-    needed = sum(each[config.mesh(rank).position] // per_rank for rank in sharing)
+    here = free_gpu_memory(config.pipeline.devices_per_rank)
+    by_gpu = _by_gpu(config, sequences, ranks, models)
+    sharing, needed = by_gpu[local_rank % len(by_gpu)]
     if here is not None and needed > here:
         raise ConfigError(
             f"{name_ranks(config, sharing)} on this host need {format_bytes(needed)} of a GPU, "
@@ -267,17 +270,14 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
     """Print what these ranks need if they run on this host."""
     models = rank_memory(config)
     found = host_needs(config, sequences, ranks, models)
-    which = name_ranks(config, ranks)
-    held = found.compared(free_memory())
+    which, held = name_ranks(config, ranks), found.compared(free_memory())
     console.print(f"model, activations and activation cache of {which} together: {held}")
     folder = disk.existing(config.run.path)
     console.print(
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
         f"{format_bytes(disk.free_nbytes(folder))} free"
     )
-    space = space_notice(config.run.path, config.checkpoint.keep, found.parts)
-    own = host_notices(config.pipeline.device, config.pipeline.precision)
-    for notice in (*filter(None, [space]), *own):
+    for notice in _notices(config, found):
         console.print(notice, soft_wrap=True)
     if device_type(config.pipeline.device) == "cuda":
         most = gpu_nbytes(config, sequences, ranks, models)

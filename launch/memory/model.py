@@ -71,14 +71,11 @@ class ModelMemory:
     uncounted: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, weights: int, trained: int, activations: int = 0, moments: int | None = None
-    ) -> "ModelMemory":
-        """So many bytes of weights; gradients of those that are trained, and bytes of their
-        moments, by default Adam's two in fp32 (those of a user's own optimizer are not known).
+    def of(cls, weights: int, trained: int, activations: int = 0) -> "ModelMemory":
+        """So many bytes of weights; gradients of those that are trained, and Adam's two moments of
+        them in fp32 (those of a user's own optimizer are not known).
         """
-        held = 2 * _WORD * trained if moments is None else moments
-        return cls(weights, _WORD * trained, held, activations, trained=trained)
+        return cls(weights, _WORD * trained, 2 * _WORD * trained, activations, trained=trained)
 
     @property
     def total(self) -> int:
@@ -127,11 +124,14 @@ def rank_memory(
     The `block_memory` of a config and its `exchange_cost` take a while, if they are not known.
     """
     blocks = block_memory(config) if blocks is None else blocks
-    held, cuts = in_flight(config), stage_cuts(config)
+    layers, stages = config.model.layers, config.pipeline.stages
+    held, cuts = in_flight(config), config.pipeline.cuts
+    if config.pipeline.auto_cuts:  # not decided yet: as if stages were equal
+        cuts = tuple(round(stage * layers / stages) for stage in range(1, stages))
     starts = [0, *accumulate(count for _, count in blocks)]
     found = [ModelMemory() for _ in range(config.pipeline.pipeline_ranks)]
     of_one = [0] * len(found)
-    for stage, (first, stop) in enumerate(pairwise((0, *cuts, config.model.layers))):
+    for stage, (first, stop) in enumerate(pairwise((0, *cuts, layers))):
         rank = config.stage_ranks[stage]
         for (block, count), start in zip(blocks, starts, strict=False):
             times = min(stop, start + count) - max(first, start)
@@ -185,14 +185,6 @@ def exchange_cost(config: RunConfig) -> ExchangeCost | None:
     return measure_exchange(config.method, config.method_options.model_dump(), replicas, steps=1)
 
 
-def stage_cuts(config: RunConfig) -> tuple[int, ...]:
-    """With cuts that are not decided yet, equal stages."""
-    stages, layers = config.pipeline.stages, config.model.layers
-    if not config.pipeline.auto_cuts:
-        return config.pipeline.cuts
-    return tuple(round(stage * layers / stages) for stage in range(1, stages))
-
-
 def block_memory(config: RunConfig) -> list[BlockRun]:
     """All blocks in order."""
     seen = dict[Any, ModelMemory]()
@@ -217,24 +209,23 @@ def _alike(model: "ModelKind") -> Iterable[tuple[int, int]]:
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
     """One block; those with equal parameters are counted once, but for a user's own."""
     module: Any = config.model.build(first, first + 1, seed=0, device="meta")
-    if not config.model.is_own:
-        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
-        ends = (first == 0, first == config.model.layers - 1)
-        key = (*ends, config.model.recomputes(first), shapes)
-        if key not in seen:
-            seen[key] = _counted(config, first, module)
-        return seen[key]
-    return _counted(config, first, module)
+    if config.model.is_own:
+        return _counted(config, first, module)
+    ends = (first == 0, first == config.model.layers - 1)
+    shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+    key = (*ends, config.model.recomputes(first), shapes)
+    if key not in seen:
+        seen[key] = _counted(config, first, module)
+    return seen[key]
 
 
 def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
-    counted = ModelMemory.of(
-        config.model.held_nbytes(module),
-        sum(parameter.numel() for parameter in trainable(module)),
-        moments=_moments(config, trainable(module)),
+    counted = ModelMemory(
+        weights=config.model.held_nbytes(module),
+        gradients=sum(parameter.nbytes for parameter in trainable(module)),
+        optimizer=_moments(config, trainable(module)),
+        trained=sum(parameter.numel() for parameter in trainable(module)),
     )
-    gradients = sum(parameter.nbytes for parameter in trainable(module))
-    counted = replace(counted, gradients=gradients)
     try:
         each, once, loss = _activations(config, first, module)
         of_loss = 2 * _WORD * loss.numel  # gradients of logits and of log-softmax, in fp32
@@ -262,12 +253,12 @@ def _moments(config: RunConfig, parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of Adam's two moments: bitsandbytes' have 8 bits and a scale per 256, but for small
     parameters. Those in bf16 have what rounding took from them, too.
     """
-    compensated = config.model.trains_in_bf16
     small = 4096 if config.train.optimizer == "adamw8bit" else math.inf
+    copies = 3 if config.model.trains_in_bf16 else 2
     return sum(
         2 * (p.numel() + _WORD * math.ceil(p.numel() / 256))
         if p.numel() >= small
-        else p.nbytes * (3 if compensated and p.dtype == torch.bfloat16 else 2)
+        else p.nbytes * (copies if p.dtype == torch.bfloat16 else 2)
         for p in parameters
     )
 

@@ -19,7 +19,7 @@ from thinpipe.launch.config.caches import (
 )
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import device_type, gpu_count
+from thinpipe.launch.host.device import device_type
 from thinpipe.launch.host.disk import free_nbytes
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.host.words import format_bytes
@@ -53,9 +53,8 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     return planned
 
 
-def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> HostBytes:
+def needs(config: RunConfig, ends: Sequence[End], positions: Iterable[int]) -> HostBytes:
     """Bytes of the caches of ranks at these pipeline positions, all on one host."""
-    ends = list(ends)
     here = [end for position in positions for end in ends if end.position == position]
     held = sum(end.nbytes for end in here)
     batch = batch_of_rank(config) * sum(end.row_nbytes for end in here)
@@ -113,8 +112,8 @@ def show_memory(
     if not ends:
         console.print("no activation cache: no boundary uses AQ-SGD")
         return
-    title = f"activation cache by pipeline rank, tier {config.memory.tier}"
-    table = Table(title=title, title_justify="left")
+    tier = config.memory.tier
+    table = Table(title=f"activation cache by pipeline rank, tier {tier}", title_justify="left")
     for name in ("cut", "direction", "end", "rank", "per sample", "held", "bytes"):
         table.add_column(name, justify="left" if name in ("direction", "end") else "right")
     for end in ends:
@@ -152,9 +151,3 @@ def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterato
         parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "
         parts += "rows written during a step"
     yield f"RAM {format_bytes(found.ram)} of {format_bytes(free_memory())} free ({parts})"
-
-
-def busiest(nbytes: Sequence[int], per_rank: int) -> int:
-    """Bytes on the busiest GPU: local ranks are assigned to GPUs round-robin."""
-    gpus = max(1, gpu_count() // per_rank)
-    return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)

@@ -38,15 +38,15 @@ def check_space(run_folder: Path, parts: Sequence[int], memories: int = 0) -> No
         )
 
 
-def space_notice(run_folder: Path, keep: int, parts: Sequence[int]) -> str | None:
+def space_notices(run_folder: Path, keep: int, parts: Sequence[int]) -> list[str]:
     """A notice if one checkpoint fits, but not as many as are kept."""
-    folder, root = disk.existing(run_folder), run_folder / "checkpoints"
-    lacking = keep + 1 - len(files.steps(root))
-    need, free = lacking * sum(parts), disk.free_nbytes(folder)
+    lacking = keep + 1 - len(files.steps(run_folder / "checkpoints"))
+    folder, need = disk.existing(run_folder), lacking * sum(parts)
+    free = disk.free_nbytes(folder)
     if need <= free:
-        return None
-    return (
+        return []
+    return [
         f"note: checkpoint.keep = {keep}: those still to come and one being "
         f"written take {format_bytes(need)}, but {folder} has {format_bytes(free)} free; saving "
         "will fail unless you free some, or lower checkpoint.keep"
-    )
+    ]

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomlkit
@@ -25,7 +26,7 @@ def apply_plan(
     path: Path,
     cuts: Sequence[int],
     boundaries: Sequence[Mapping[str, Any]] | None,
-    sections: Mapping[str, Mapping[str, Any]] | None = None,
+    sections: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
     """Put the cuts, settings of other sections or of the pipeline, and the boundary tables if there
     are any, into the run file.
@@ -37,21 +38,18 @@ def apply_plan(
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
     expected["pipeline"] = pipeline | {"cuts": list(cuts)}
-    for name, settings in (sections or {}).items():
+    for name, settings in sections.items():
         expected[name] = {**expected.get(name, {}), **settings}
     if boundaries is not None:
         expected["boundary"] = [dict(boundary) for boundary in boundaries]
     try:
-        edited = _edit(text, cuts, boundaries, sections or {})
+        edited = _edit(text, cuts, boundaries, sections)
         is_right = tomllib.loads(edited) == expected
     except (TOMLKitError, tomllib.TOMLDecodeError):
         is_right = False
     if not is_right:
-        tables: dict[str, Any] = {
-            key: expected[key]
-            for key in ("pipeline", "boundary", *(sections or {}))
-            if key in expected
-        }
+        keys = ("pipeline", "boundary", *sections)
+        tables: dict[str, Any] = {key: expected[key] for key in keys if key in expected}
         raise ConfigError(
             f"{path}: --apply cannot edit this file; put this into it by hand:\n"
             + tomlkit.dumps(tables)
@@ -76,8 +74,7 @@ def _edit(
     pipeline["cuts"] = list(cuts)
     for name, settings in sections.items():
         section: Any = document.setdefault(name, tomlkit.table())
-        for key, value in settings.items():
-            section[key] = value
+        section.update(settings)
     if comments:
         pipeline["cuts"].comment("  ".join(comments).removeprefix("# "))
     if boundaries is not None:
@@ -104,8 +101,6 @@ def boundary_text(boundaries: Sequence[Mapping[str, Any]]) -> str:
     """`[[boundary]]` tables as a run file has them."""
     lines = []
     for boundary in boundaries:
-        lines.append("[[boundary]]")
-        for key, value in boundary.items():
-            lines.append(f"{key} = {toml_value(value)}")
-        lines.append("")
+        fields = (f"{key} = {toml_value(value)}" for key, value in boundary.items())
+        lines += ["[[boundary]]", *fields, ""]
     return "\n".join(lines)

@@ -12,8 +12,10 @@ directions, which send less for the same loss and compute more
 most fidelity are taken.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from thinpipe.aqsgd.config import AqsgdConfig
@@ -82,13 +84,12 @@ Levels = Mapping[WireKey, int]
 @dataclass(frozen=True)
 class Recommendation:
     """A setting for every cut and direction, with its message. `overlaps` is whether the transfers
-    fit into the compute time of a microbatch, `slot_s`.
+    fit into the compute time of a microbatch.
     """
 
     specs: Mapping[WireKey, Spec]
     messages: Mapping[WireKey, Message]
     overlaps: bool
-    slot_s: float
 
 
 def recommend(
@@ -110,12 +111,12 @@ def recommend(
     ]
     limit_s = min(prediction.step_s, AS_FAST * min(step.step_s for _, step in found))
     fast = [pair for pair in found if pair[1].step_s <= limit_s]
-    best = max(fast, key=lambda pair: _total_fidelity(pair[0]), default=None)
+    best = max(
+        fast,
+        key=lambda pair: sum(spec.fidelity(way) for (_, way), spec in pair[0].specs.items()),
+        default=None,
+    )
     return best if best is not None and _is_better(*best, prediction) else None
-
-
-def _total_fidelity(advice: Recommendation) -> float:
-    return sum(spec.fidelity(way) for (_, way), spec in advice.specs.items())
 
 
 def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> bool:
@@ -189,7 +190,6 @@ def allocate_bits(
             {key: candidates[key][level].spec for key, level in chosen.items()},
             {key: candidates[key][level].message for key, level in chosen.items()},
             overlaps,
-            slot_s,
         )
         for chosen in path
     ]
@@ -225,20 +225,15 @@ def _busiest_s(
     cuts: Sequence[int], ranks: Sequence[int], nbytes: Mapping[WireKey, int], payload: Network
 ) -> float:
     """Seconds per microbatch of the busiest uplink, link or downlink."""
-    up = [0] * payload.hosts
-    down = [0] * payload.hosts
-    links_s = [0.0]
-    for stage, cut in enumerate(cuts):
-        above, below = ranks[stage], ranks[stage + 1]
+    up, down, seconds = Counter[int](), Counter[int](), [0.0]
+    for cut, (above, below) in zip(cuts, pairwise(ranks), strict=True):
         for source, target, size in (
             (above, below, nbytes[cut, "forward"]),
             (below, above, nbytes[cut, "backward"]),
         ):
-            if source == target:
-                continue
-            up[source] += size
-            down[target] += size
-            links_s.append(payload.link_s(source, target, size))
-    uplinks_s = [payload.uplink_s(host, size) for host, size in enumerate(up)]
-    downlinks_s = [payload.downlink_s(host, size) for host, size in enumerate(down)]
-    return max(uplinks_s + downlinks_s + links_s)
+            if source != target:
+                up[source] += size
+                down[target] += size
+                seconds.append(payload.link_s(source, target, size))
+    seconds += [payload.uplink_s(host, size) for host, size in up.items()]
+    return max(seconds + [payload.downlink_s(host, size) for host, size in down.items()])

@@ -60,12 +60,10 @@ def plan(  # noqa: PLR0913  # one parameter per option
         ),
     ] = None,
     memory: Annotated[
-        str | None,
-        typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine (GB)."),
+        str | None, typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine (GB).")
     ] = None,
     place: Annotated[
-        bool,
-        typer.Option("--place", help="Choose stages, replicas and which device runs what."),
+        bool, typer.Option("--place", help="Choose stages, replicas and which device runs what.")
     ] = False,
     seconds: Annotated[
         float | None,
@@ -88,15 +86,13 @@ def plan(  # noqa: PLR0913  # one parameter per option
             _place(console, config, config_path, network, apply=apply, seconds=seconds)
             return
         links, machines = _links(config, network, rate, delay)
-        blocks, doubt = _blocks(
-            console, config, _numbers(speeds, "--speeds", config.pipeline.stages)
-        )
+        numbers = _numbers(speeds, "--speeds", config.pipeline.stages)
+        blocks, doubt = _blocks(console, config, numbers)
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits, machines=machines)
         if apply:
-            _reject_doubtful(
-                config_path, doubt, network, Network.read(network) if network else None
-            )
+            measured = Network.read(network) if network else None
+            _reject_doubtful(config_path, doubt, network, measured)
             _write(console, config, config_path, advice, known_links=bool(network or rate))
     except (ValueError, OSError, ImportError) as error:
         reject(error)
@@ -148,13 +144,11 @@ def _place(
         if config.pipeline.ranks is not None:
             settings["ranks"] = pipeline.pipeline_ranks
         check_placement(pipeline.model_validate(pipeline.model_dump() | settings))
-        sections = {"pipeline": settings}
-        if pipeline.replicas > 1:
-            sections["gradcomp"] = best.gradcomp
+        exchange = {"gradcomp": best.gradcomp} if pipeline.replicas > 1 else {}
         tables = _tables(best.config, best.specs) if pipeline.cuts else None
-        apply_plan(path, pipeline.cuts, tables, sections)
-        what = ["cuts", *settings, "bits" if tables else "", *list(sections)[1:]]
-        console.print(f"written to {path}: {', '.join(filter(None, what))}", soft_wrap=True)
+        apply_plan(path, pipeline.cuts, tables, {"pipeline": settings} | exchange)
+        what = ", ".join(["cuts", *settings, *(["bits"] if tables else []), *exchange])
+        console.print(f"written to {path}: {what}", soft_wrap=True)
 
 
 def _plan(
@@ -213,9 +207,8 @@ def _needed(
     models = rank_memory(config, memory)
     needed = device_nbytes(config, sequences, models)
     for layer in [layer for model in models for layer in model.uncounted][:1]:
-        console.print(
-            f"note: activations of layer {layer} are not counted: shapes do not determine them"
-        )
+        what = f"activations of layer {layer} are not counted"
+        console.print(f"note: {what}: shapes do not determine them")
     for stage, limit in enumerate(limits or ()):
         rank = config.stage_ranks[stage]
         if needed[rank] > limit:
@@ -331,12 +324,11 @@ def _tables(config: RunConfig, specs: Mapping[WireKey, Spec]) -> list[dict[str, 
     for cut in config.pipeline.cuts:
         guard = config.boundary_at(cut).guard.model_dump(mode="json", exclude_defaults=True)
         forward, backward = specs[cut, "forward"], specs[cut, "backward"]
-        table = {"cut": cut, "forward": _fields(forward), "backward": _fields(backward)}
+        table = {"forward": _fields(forward), "backward": _fields(backward)}
         tables.append(table | ({"guard": guard} if guard else {}))
-    first = {key: value for key, value in tables[0].items() if key != "cut"}
-    if all({**table, "cut": 0} == {**first, "cut": 0} for table in tables):
-        return [first]
-    return tables
+    if all(table == tables[0] for table in tables):
+        return tables[:1]
+    return [{"cut": cut} | table for cut, table in zip(config.pipeline.cuts, tables, strict=True)]
 
 
 def _fields(spec: Spec) -> dict[str, Any]:
@@ -366,9 +358,8 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun
         console.print(f"cuts: {_sent(best)}", soft_wrap=True)
     if best.workload.replicas > 1:
         method = best.gradcomp["method"]
-        options = best.gradcomp.get(method, {})
-        what = ", ".join([method, *(f"{key} = {value}" for key, value in options.items())])
-        console.print(f"exchange: {what}", soft_wrap=True)
+        options = [f"{key} = {value}" for key, value in best.gradcomp.get(method, {}).items()]
+        console.print(f"exchange: {', '.join([method, *options])}", soft_wrap=True)
     idle = np.setdiff1d(np.arange(cluster.devices), best.placement.grid_RP)
     if len(idle):
         names = ", ".join(cluster.device_name(device) for device in idle[:8])

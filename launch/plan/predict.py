@@ -64,9 +64,7 @@ def show_suggestions(
     """If the bubble is large, print the changes that shorten the step most."""
     if prediction.bubble <= _LARGE_BUBBLE:
         return
-    tried = [
-        (change, _with(config, change, blocks, prediction, network)) for change in _changes(config)
-    ]
+    tried = ((c, _with(config, c, blocks, prediction, network)) for c in _changes(config))
     good = [pair for pair in tried if pair[1].step_s < _WORTH_IT * prediction.step_s]
     console.print(f"bubble {prediction.bubble:.0%}; reduce it with")
     shown: dict[str, str] = {}
@@ -82,9 +80,10 @@ def show_suggestions(
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     pipeline = config.pipeline
-    counts = [times * pipeline.microbatches for times in (1, 2, 4, 8)]
-    most = samples_at_once(config)
-    for microbatches in counts[:1] + [count for count in counts[1:] if count <= most]:
+    for times in (1, 2, 4, 8):
+        microbatches = times * pipeline.microbatches
+        if times > 1 and microbatches > samples_at_once(config):
+            return
         if pipeline.pipeline_ranks < pipeline.stages:  # its ranks have several
             yield {"microbatches": microbatches}
             continue

@@ -5,7 +5,7 @@ pipeline: it sends activations in every microbatch, they a fraction of the model
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from rich.console import Console
@@ -32,6 +32,7 @@ class ReplicaStep:
     `loss` is how far such a run ended above all-reduce, if that was measured.
     """
 
+    method: str
     cost: ExchangeCost
     loss: float | None
     sent_nbytes: float
@@ -71,42 +72,37 @@ def replica_steps(
     slowest = min((rate for rate in rates if rate is not None), default=None)
     found = []
     for tried in _methods(config):
+        label = tried.label
         try:
             cost = measure_exchange(tried.method, dict(tried.options), replicas)
-            cost = replace(cost, method=tried.label)
         except ReplicaCountError:
-            tried = Measured(tried.method, {})
+            tried, label = Measured(tried.method, {}), f"{tried.method} (defaults)"
             cost = measure_exchange(tried.method, {}, replicas)
-            cost = replace(cost, method=f"{tried.method} (defaults)")
         sent = cost.nbytes * trained
         exchange_s = seconds(round(sent), slowest) + 2 * network.highest_latency_s
         step_s = max(compute_s, exchange_s) if cost.overlaps else compute_s + exchange_s
         (needed,) = device_nbytes(whole, 0, rank_memory(whole, memory, cost))
         loss = tried.loss(config)
-        found.append(ReplicaStep(cost, loss, sent, exchange_s, step_s, needed))
+        found.append(ReplicaStep(label, cost, loss, sent, exchange_s, step_s, needed))
     return sorted(found, key=lambda step: (step.loss is None or step.loss > GOAL, step.step_s))
 
 
 def _methods(config: RunConfig) -> list[Measured]:
     """The run's own, all that were measured, and the others with their defaults."""
-    own = config.method_options.model_dump(exclude_unset=True)
-    known = measured()
-    listed = {config.method, *(tried.method for tried in known)}
+    known, given = measured(), config.method_options
+    own = Measured(config.method, given.model_dump(exclude_unset=True))
+    listed = {own.method, *(tried.method for tried in known)}
     same = [
         tried
         for tried in known
-        if tried.method == config.method
-        and parse_options(tried.method, tried.options) == config.method_options
+        if tried.method == own.method and parse_options(own.method, tried.options) == given
     ]
-    others = [
+    found = [
+        *(same or [own]),
         *(tried for tried in known if tried not in same),
         *(Measured(name, {}) for name in method_names() if name not in listed),
     ]
-    return [
-        tried
-        for tried in [*(same or [Measured(config.method, own)]), *others]
-        if tried.method != "none"
-    ]
+    return [tried for tried in found if tried.method != "none"]
 
 
 def show_replicas(
@@ -130,7 +126,7 @@ def show_replicas(
         table.add_column(head, justify="right", no_wrap=True)
     for step in steps:
         table.add_row(
-            step.cost.method,
+            step.method,
             "-" if step.loss is None else f"{step.loss:+.3f}",
             format_bytes(round(step.sent_nbytes)),
             format_duration(step.exchange_s) + ("*" if step.cost.overlaps else " "),

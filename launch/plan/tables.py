@@ -32,16 +32,15 @@ def show_plan(
     work = prediction.work
     console.print(_stages(config, work, memory))
     if config.pipeline.cuts:
-        title = "messages at each cut"
-        console.print(_cuts(config.specs, prediction.messages, network, work, title))
+        sent = config.specs, prediction.messages
+        console.print(_cuts("messages at each cut", *sent, network, work))
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
         f"{format_duration(prediction.unlimited_s)} with unlimited links"
     )
     threads = torch.get_num_threads()
-    named = "1 thread" if threads == 1 else f"{threads} threads"
     what = "stage" if config.pipeline.shards == 1 else "shard of a stage"
-    notes = [f"each {what} on its own machine with {named}"]
+    notes = [f"each {what} on its own machine with {threads} thread{'s' * (threads != 1)}"]
     wanted, count = config.pipeline.microbatches, microbatch_count(config)
     if count != wanted:
         notes.append(
@@ -65,37 +64,32 @@ def show_plan(
 
 
 def _between_shards(config: RunConfig) -> str:
-    passes = config.train.accumulate * microbatch_count(config)
-    each = config.shards.gather == "microbatch"  # for forward and backward of each
-    weights, gradients = max(_shard_traffic(config))
-    weights, gradients = (
-        (2 * passes * weights, passes * gradients) if each else (weights, gradients)
-    )
+    traffic = []
+    for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
+        stage: Any = config.model.build(first, stop, seed=0, device="meta")  # not a custom one
+        units = units_of(stage, stage.parts())
+        traffic.append(sent_nbytes(units, config.shards, config.pipeline.shards))
+    weights, gradients = max(traffic)
+    if config.shards.gather == "microbatch":  # for forward and backward of each
+        passes = config.train.accumulate * microbatch_count(config)
+        weights, gradients = 2 * passes * weights, passes * gradients
     return (
         f"of {config.pipeline.shards} shards of a stage, each sends up to {format_bytes(weights)} "
         f"of weights and {format_bytes(gradients)} of gradients per step, which is not included"
     )
 
 
-def _shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
-    sent = []
-    for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
-        stage: Any = config.model.build(first, stop, seed=0, device="meta")  # not a custom one
-        units = units_of(stage, stage.parts())
-        sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
-    return sent
-
-
 def show_recommendation(
     console: Console, advice: Recommendation, prediction: Prediction, network: Network
 ) -> None:
     """The recommended settings, and the predicted step with them."""
-    console.print(_cuts(advice.specs, advice.messages, network, prediction.work, "recommended"))
+    sent = advice.specs, advice.messages
+    console.print(_cuts("recommended", *sent, network, prediction.work))
     if not advice.overlaps:
         console.print(
             "even with the fewest bits, transfers take longer than the "
-            f"{format_duration(advice.slot_s)} of compute per microbatch: use fewer stages, larger "
-            "microbatches, wider models or faster links"
+            f"{format_duration(prediction.slot_s)} of compute per microbatch: use fewer stages, "
+            "larger microbatches, wider models or faster links"
         )
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}"
@@ -121,17 +115,16 @@ def _stages(config: RunConfig, work: Workload, memory: Sequence[int]) -> Table:
 
 
 def _cuts(
+    title: str,
     specs: Mapping[WireKey, Spec],
     messages: Mapping[WireKey, Message],
     network: Network,
     work: Workload,
-    title: str,
 ) -> Table:
     table = Table(title=title, title_justify="left")
     for head in ("cut", "direction", "method", "bytes", "transfer", "codec", "link"):
         table.add_column(head, justify="left" if head in ("direction", "method") else "right")
-    payload = network.payload()
-    cuts = sorted({cut for cut, _ in specs})
+    payload, cuts = network.payload(), sorted({cut for cut, _ in specs})
     for (cut, direction), spec in specs.items():
         upper = cuts.index(cut)
         above, below = work.position_of[upper], work.position_of[upper + 1]

@@ -109,10 +109,7 @@ def _trace(error: BaseException) -> str:
 
 
 def _in_words(error: BaseException) -> str | None:
-    """What is wrong with a program, and in which line, if the message of an error of ours says it.
-
-    Of a missing package, what to install; None for any other error.
-    """
+    """What is wrong, and in which line of a program, if an error's message says it; else None."""
     if isinstance(error, dist.DistNetworkError):
         return "the machine that holds the run's store is gone"
     if "does not have a deterministic implementation" in str(error):

@@ -49,20 +49,15 @@ class Wanted:
     def evaluate(
         self, engine: PipelineEngine, batches: Iterable[Batch], step: int, *, compressed: bool
     ) -> dict[str, float]:
-        """By name, the same on all ranks, which give equally many batches."""
+        """By name, `loss` first; the same on all ranks, which give equally many batches."""
         measures = Measures(self._metrics)
         heads = [
             engine.eval_step(batch, step, compressed=compressed, measures=measures)
             for batch in batches
         ]
         loss, count = (sum(column) for column in zip(*heads, strict=True))
-        packed = engine.transport.gather(measures.packed())
-        return self._numbers(loss, count, measures.values(packed))
-
-    def _numbers(self, loss: float, count: float, found: dict[str, float]) -> dict[str, float]:
-        """Everything by name, `loss` first; NaN if nothing counted."""
         mean = mean_loss(loss, count)
-        found = {"loss": mean, **found}
+        found = {"loss": mean, **measures.values(engine.transport.gather(measures.packed()))}
         if not count:  # F1 of nothing would be 0
             found = dict.fromkeys(found, math.nan)
         if self._perplexity:

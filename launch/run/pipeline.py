@@ -15,8 +15,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.hf.config import LoraConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.example import Functions
-from thinpipe.pipeline.models.own.functions import name_of
-from thinpipe.pipeline.models.own.program import program_of
+from thinpipe.pipeline.models.own.functions import name_of, program_of
 
 
 class Pipeline:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -32,8 +31,7 @@ from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.pipeline import Pipeline, config_of
 from thinpipe.launch.run.run import RankRun
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.models.own.functions import name_of
-from thinpipe.pipeline.models.own.program import LOOKING, NotRun
+from thinpipe.pipeline.models.own.functions import LOOKING, NotRun, name_of
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -279,18 +277,12 @@ def _end_with_interpreter(run: Run) -> None:
     """Close the run when the program ends by itself, or by an error that nothing caught."""
     atexit.register(run.__exit__, None, None, None)
 
-    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _end_failed([run], error)
-
-    sys.excepthook = fail
+    sys.excepthook = lambda _kind, error, _trace: _end_failed([run], error)
 
 
 def _end_failed(runs: Sequence[Run], error: BaseException) -> NoReturn:
-    """Close the runs, whose peers may know what failed first, and end the process.
-
-    The program's own `sys.excepthook` hears of what was raised there.
-    """
-    hook = runs[-1]._hook if runs else sys.excepthook
+    """Close the runs, whose peers may know what failed first, and end the process."""
+    hook = runs[-1]._hook if runs else sys.excepthook  # the program's own hears of it
     if hook is not sys.__excepthook__ and isinstance(error, Exception):
         with suppress(Exception):
             hook(type(error), error, error.__traceback__)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -80,12 +79,7 @@ class RankRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool | None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool | None:
         """Leave the other ranks and write the report; after an error, say what failed first."""
         if error is not None:
             last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
@@ -204,23 +198,18 @@ class RankRun:
         torch.set_num_threads(1 if on_gpu else rank_threads(len(ranks_here())))
         self._stack.enter_context(self._joined)
         pipeline = self.config.pipeline
-        rank, mesh = int(os.environ["RANK"]), self.config.mesh(int(os.environ["RANK"]))
+        rank = int(os.environ["RANK"])
+        mesh = self.config.mesh(rank)
         if joins():  # alone at first
             takes_place = self.config.checkpoint.ram_every is not None
             ranks = int(os.environ["WORLD_SIZE"]) if takes_place else pipeline.pipeline_ranks
             mesh = Mesh(ranks, 1, rank)
-        facts = {"config": self.config.shared(), **self._facts}
+        network, facts = self.config.network, {"config": self.config.shared(), **self._facts}
         wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
-        joined = join(
-            self.config.network,
-            mesh,
-            facts,
-            self._problem,
-            wait_s=wait_s,
-            ended=ended,
-            joining=bool(self.config.goes_on_by),
+        joining = bool(self.config.goes_on_by)
+        session = self._joined.enter_context(
+            join(network, mesh, facts, self._problem, wait_s=wait_s, ended=ended, joining=joining)
         )
-        session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"
         self._resume = common_resume(session, checkpoints, self._resume, layout)
@@ -266,13 +255,7 @@ class RankRun:
             config = decide_cuts(config, session, len(samples), saved=cuts, log=shows)
         config.check_model_cuts()
         training = _kind(config)(
-            config,
-            samples,
-            session,
-            digests,
-            show=self._show,
-            given=self._given,
-            resume=self._resume,
+            config, samples, session, digests, self._show, self._given, self._resume
         )
         training.stop_here = partial(self._stop_here, training)
         training.begin(self._stack)
@@ -291,11 +274,7 @@ class RankRun:
 
 
 def _check_room(config: RunConfig, sequences: int, session: Session) -> list[str]:
-    """What to know of this host, which has room for its ranks. Newcomers are told their memory.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """What to know of this host, or ValueError without room. Newcomers are told their memory."""
     if joins() and config.checkpoint.ram_every is not None:
         return []  # the launcher has checked: no place is free yet
     ranks, device = ranks_here(), device_type(config.pipeline.device)

@@ -14,7 +14,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.fork_server import START_METHOD
 from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.program import RunRequested, run_program
-from thinpipe.pipeline.models.own.program import LOOKING
+from thinpipe.pipeline.models.own.functions import LOOKING
 
 _LOOK_S = 600.0  # how long a program may take to reach its `Run`
 

@@ -3,6 +3,7 @@
 A resumed run may have other replicas than before, and a run may lose some.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class Plan:
         self._set()
 
     def facts(self, digests: Mapping[str, str]) -> dict[str, Any]:
-        """What a checkpoint says of the run; `digests` are those of its samples."""
+        """What a checkpoint says of the run, as JSON has it; `digests` are those of its samples."""
         shared = self._config.shared()
         facts = {"config": shared, "data": digests, "steps_per_epoch": self.sampler.steps_per_epoch}
         if self._changes:
@@ -77,7 +78,8 @@ class Plan:
             facts["batch_size"] = self._config.train.batch_size
             facts["changes"] = self._changes
             facts["whole_epochs"] = whole, self.sampler.steps_of(whole).start
-        return facts
+        plain: dict[str, Any] = json.loads(json.dumps(facts))
+        return plain
 
     def words(self) -> str:
         change, now = self._changes[-1], self._mesh.dp_size

@@ -5,6 +5,7 @@ A step is skipped if its loss or gradients are not finite, or if none of its tar
 
 import logging
 
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -19,9 +20,9 @@ class SkippedError(ConfigError):
 class Skips:
     """Counts skipped steps, alike on all ranks."""
 
-    def __init__(self, limit: int, *, lr: float, precision: str, speaks: bool) -> None:
-        """`limit` is how many in a row end the run; the rank that `speaks` warns."""
-        self._limit, self._lr, self._precision, self._speaks = limit, lr, precision, speaks
+    def __init__(self, config: RunConfig, *, speaks: bool) -> None:
+        """The rank that `speaks` warns."""
+        self._config, self._speaks = config, speaks
         self._row = self._empty = self._steps = 0
         self._warned: set[str] = set()
 
@@ -38,7 +39,7 @@ class Skips:
         if skipped and why not in self._warned and self._speaks:
             self._warned.add(why)
             _log.warning("warning: step %d was skipped: %s; weights stay as they were", step, why)
-        if self._row >= self._limit:
+        if self._row >= self._config.train.max_skipped:
             self._give_up(step)
 
     @property
@@ -64,10 +65,11 @@ class Skips:
                 f"steps {step - self._row + 1} to {step} were skipped: {_EMPTY}; look at the "
                 "targets: -100 masks one (train.max_skipped says how many in a row are too many)"
             )
-        bf16 = ', pipeline.precision = "fp32"' if self._precision == "bf16" else ""
+        is_bf16 = self._config.pipeline.precision == "bf16"
+        bf16 = ', pipeline.precision = "fp32"' if is_bf16 else ""
         raise SkippedError(
             f"steps {step - self._row + 1} to {step} were skipped: their losses or gradients are "
-            f"not finite; use a lower train.lr than {self._lr:g}, more train.warmup_steps, a "
-            f"train.clip_norm{bf16}, or more bits at the cuts, from an older checkpoint: "
-            "--resume --step N (train.max_skipped says how many in a row are too many)"
+            f"not finite; use a lower train.lr than {self._config.train.lr:g}, more "
+            f"train.warmup_steps, a train.clip_norm{bf16}, or more bits at the cuts, from an older "
+            "checkpoint: --resume --step N (train.max_skipped says how many in a row are too many)"
         )

@@ -54,7 +54,6 @@ class Training:
         samples: SampleSet,
         session: Session,
         digests: Mapping[str, str],
-        *,
         show: int,
         given: ProgramParts,
         resume: Resume,
@@ -70,29 +69,13 @@ class Training:
         self._plan = Plan(config, samples, mesh, resumed)
         self.built = replace(self._build(given), samples=position(samples))
         folder = config.run.path / "checkpoints"
-        self._checkpoints = Checkpoints(
-            folder,
-            config.checkpoint,
-            self.built,
-            session,
-            self._plan.facts(digests),
-            config.data,
-            memories_on_disk=config.memory.tier == "disk",
-        )
+        facts = self._plan.facts(digests)
+        self._checkpoints = Checkpoints(folder, config, self.built, session, facts)
         if config.train.decay != "none":  # with it, a run may be made longer
             self._checkpoints.end = self.steps
-        self._skips = Skips(
-            config.train.max_skipped,
-            lr=config.train.lr,
-            precision=config.pipeline.precision,
-            speaks=session.writes_run_folder,
-        )
-        self._wanted = Wanted(
-            config.eval.metrics,
-            self.built.engine.objective,
-            given.metrics,
-            program=getattr(config.model, "program", ()),
-        )
+        self._skips = Skips(config, speaks=session.writes_run_folder)
+        objective, program = self.built.engine.objective, getattr(config.model, "program", ())
+        self._wanted = Wanted(config.eval.metrics, objective, given.metrics, program)
         # ranks of a run file make the same calls, and need not ask each other
         rank, world = (mesh.rank, mesh.world_size) if given.is_program else (0, 1)
         wait_s = config.pipeline.peer_timeout_s
@@ -100,7 +83,7 @@ class Training:
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self._digests, self._is_program = digests, given.is_program
-        self._done = self._agreed = 0  # steps that were done, and that all ranks agreed after
+        self.done = self._agreed = 0  # steps that were done, and that all ranks agreed after
         self.start, self.stopping, self._finished = 0, False, False
         self._save_again = self._ended_before = self._admits = False
         self._best_is_due = -1
@@ -128,10 +111,6 @@ class Training:
         return self._plan.sampler
 
     @property
-    def done(self) -> int:
-        return self._done
-
-    @property
     def nothing_left(self) -> bool:
         """Whether the checkpoint was of a run that was at its end, or had ended early."""
         return self.start >= self.steps or self._ended_before
@@ -146,12 +125,14 @@ class Training:
         config, resume = self._config, self._resume
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
         self._ended_before = self.ends_early
-        self._done = self._agreed = self.start
+        self.done = self._agreed = self.start
         self.agreement = self._agreement(self._session.store)
         started = None if resume.chosen else self._begin_weights()
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
-        self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
+        step = min(self.steps - 1, first + 2)
+        full = self._sampler.samples(step) >= config.train.batch_size  # as the last one may not be
+        self._timeline_step = step if full or step == self.start else step - 1
         connections = stack.enter_context(self._connections)
         device = self.built.stages[0].device
         own = {"kind": arithmetic(device), "host": config.network.own_name()}
@@ -222,11 +203,6 @@ class Training:
         """Have all ranks stop; the event is set once they know when."""
         return self.agreement.stop_all()
 
-    def _full_step(self, step: int) -> int:
-        """The step, or the one before it if that has fewer samples, as the last of an epoch may."""
-        full = self._sampler.samples(step) >= self._config.train.batch_size
-        return step if full or step == self.start else step - 1
-
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""
         steps = self._sampler.steps_of(epoch)
@@ -257,7 +233,7 @@ class Training:
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
         totals, epoch, samples = self._train(batch, step)
-        self._done = step + 1
+        self.done = step + 1
         asked = self.agreement.after(step + 1)
         self._agreed = step + 1
         self.stopping = asked == Ask.STOP

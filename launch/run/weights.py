@@ -14,9 +14,7 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.comm.transport import WEIGHTS
-from thinpipe.pipeline.stage import Stage
+from thinpipe.pipeline.comm.transport import WEIGHTS, Link
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
 
 PIECE_NBYTES = 4 << 20
@@ -35,7 +33,11 @@ def save_model(session: Session, built: Built, path: Path) -> None:
     """
     transport, mesh = session.transport, session.mesh
     with built.sync.global_parameters():
-        mine = _state(built.stages)
+        mine = {
+            name: tensor.detach().cpu()
+            for stage in built.stages
+            for name, tensor in module_of(stage).state_dict().items()
+        }
         listed = gather_json(transport, [describe(name, t) for name, t in mine.items()])
         if mesh.rank == 0:
             state = dict(mine)
@@ -57,14 +59,6 @@ def save_model(session: Session, built: Built, path: Path) -> None:
     problems = [text for text in gather_json(transport, problem) if text]
     if problems:
         raise OSError(problems[0])
-
-
-def _state(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach().cpu()
-        for stage in stages
-        for name, tensor in module_of(stage).state_dict().items()
-    }
 
 
 def describe(name: str, tensor: Tensor) -> list[object]:

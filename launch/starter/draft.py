@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
@@ -62,16 +63,14 @@ class Draft:
 
 def look(model: str | None, data: str | None, stages: int) -> Draft:
     """Find out what there is; `model` is a folder or "module:function", `data` a path or one."""
-    own = model is not None and is_function(model)
-    if own != (data is not None and is_function(data)):
+    own = is_function(model)
+    if own != is_function(data):
         raise ConfigError(
             f"--model = {model}, --data = {data}: a model of your own takes samples of your own, "
             "and no other does; give both as module:function"
         )
     found = Draft(train={"epochs": 3, "batch_size": _BATCH, "lr": 1e-3})
-    if own:
-        assert model is not None
-        assert data is not None
+    if model is not None and data is not None and own:
         _look_at_functions(found, model, data)
     else:
         _look_at_model(found, model)
@@ -80,9 +79,9 @@ def look(model: str | None, data: str | None, stages: int) -> Draft:
     return found
 
 
-def is_function(text: str) -> bool:
+def is_function(text: str | None) -> bool:
     """Whether it has the form of "module:function"."""
-    module, colon, function = text.partition(":")
+    module, colon, function = (text or "").partition(":")
     return bool(colon) and module.replace(".", "").isidentifier() and function.isidentifier()
 
 
@@ -169,18 +168,15 @@ def _longest(found: Draft) -> tuple[int, int]:
         wanted = [found.model["context"], *wanted]
     else:
         wanted = _needed(found, model.context) + wanted
-    last: ValueError | None = None
-    for length in wanted:
-        for held_out in (64, 8, 1):
-            sizes = {"sequence_length": length, "eval_sequences": held_out}
-            try:
-                corpus = check_data(_config(found, data=sizes, train={"batch_size": 1}))
-            except ValueError as error:
-                last = error
-                continue
-            found.data["eval_sequences"] = held_out
-            return length, len(corpus.train)
-    assert last is not None
+    for length, held_out in product(wanted, (64, 8, 1)):
+        sizes = {"sequence_length": length, "eval_sequences": held_out}
+        try:
+            corpus = check_data(_config(found, data=sizes, train={"batch_size": 1}))
+        except ValueError as error:
+            last = error
+            continue
+        found.data["eval_sequences"] = held_out
+        return length, len(corpus.train)
     raise last
 
 

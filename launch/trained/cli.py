@@ -43,8 +43,7 @@ def show_samples(config: RunConfig) -> list[str]:
 def export_model(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
     out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="New folder, or with --format safetensors a file."),
+        Path, typer.Argument(metavar="OUT", help="New folder, or with --format safetensors a file.")
     ],
     step: StepOption = None,
     dtype: Annotated[

@@ -52,8 +52,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     """
     check_folders(run_folder, out)
     config = load_run(run_folder)
-    model = HuggingFaceConfig.of(config.model)
-    if model is None:
+    model = config.model
+    if not isinstance(model, HuggingFaceConfig):
         raise ConfigError(
             f"{run_folder}: the library transformers has no class for the model of this run; "
             "export its weights with --format safetensors"
@@ -148,14 +148,14 @@ class WholeModel:
             sources = Sources(model.weight_files, self._whole, model.family)
             self._on_disk, self._layouts = sources.on_disk, sources.layouts
             self._files = model.weight_files.files
-            converted = [name for layout in self._layouts for name, _, _ in layout.sources]
+            converted = [name for layout in self._layouts for name in layout.stored]
             self._dtypes = model.weight_files.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
         """Write everything to an empty folder; return notes on deviations from the source."""
-        tied, untied = self._tied(), self._untied()
-        names = [name for name in self._whole.state_dict() if name not in tied]
-        stored = self._stored(names)
+        untied = self._untied()
+        tied = self._tied(untied)
+        stored = self._stored([name for name in self._whole.state_dict() if name not in tied])
         write_shards(folder, stored, self._file_names(stored))
         self._write_config(folder, stored, untied=bool(untied))
         notes = [f"{name}: one weight with {kept}, saved once" for name, kept in tied.items()]
@@ -174,14 +174,13 @@ class WholeModel:
             if not torch.equal(self._tensors[name], self._tensors[source])
         ]
 
-    def _tied(self) -> dict[str, str]:
+    def _tied(self, untied: Sequence[str]) -> dict[str, str]:
         """Parameters that are left out, and the equal ones that files hold in their place."""
-        untied, found = set(self._untied()), {}
+        found = {}
         for name, source in tied_names(self._whole).items():
-            if name not in untied and name not in self._on_disk:
-                found[name] = source
-            elif name not in untied and source not in self._on_disk:
-                found[source] = name
+            if name not in untied and not {name, source} <= self._on_disk.keys():
+                left_out, kept = (source, name) if name in self._on_disk else (name, source)
+                found[left_out] = kept
         return found
 
     def _stored(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -200,12 +199,9 @@ class WholeModel:
         if new:
             from transformers.core_model_loading import revert_weight_conversion
 
-            sources = tied_names(self._whole)
-            sources |= {source: name for name, source in sources.items()}
-            found = {
-                name: self._cast(tensor, name, sources.get(name, name))
-                for name, tensor in new.items()
-            }
+            copies = tied_names(self._whole)
+            copies |= {source: name for name, source in copies.items()}
+            found = {name: self._cast(t, name, copies.get(name, name)) for name, t in new.items()}
             stored |= revert_weight_conversion(self._whole, found)
         return stored
 
@@ -241,15 +237,13 @@ class WholeModel:
             changes |= {"architectures": [type(self._whole).__name__]}
             if self._model.problem != (facts.get("problem_type") or "single_label_classification"):
                 changes |= {"problem_type": self._model.problem}
-        dtypes = {
-            str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()
-        }
+        floats = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in floats]
         for key in ("dtype", "torch_dtype"):
             if len(dtypes) == 1 and facts.get(key) not in (None, *dtypes):
-                changes[key] = next(iter(dtypes))
-        same = all(
-            facts.get(key) == json.loads(json.dumps(value)) for key, value in changes.items()
-        )
+                changes[key] = dtypes[0]
+        changes = json.loads(json.dumps(changes))  # keys as the file has them
+        same = all(facts.get(key) == value for key, value in changes.items())
         text = source if same else json.dumps({**facts, **changes}, indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -1,11 +1,9 @@
 """Export of a LoRA run as an adapter folder that `peft` loads onto the base model."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from thinpipe.launch.config.run import load_run
 from thinpipe.launch.config.toml import ConfigError
@@ -16,7 +14,7 @@ from thinpipe.launch.trained.export_hf import (
     fitting,
     new_folder,
 )
-from thinpipe.launch.trained.model import read_trained
+from thinpipe.launch.trained.model import Trained, read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import ADAPTER, peft_config
 
@@ -38,31 +36,27 @@ def export_adapter(
     """
     check_folders(run_folder, out)
     config = load_run(run_folder)
-    model = HuggingFaceConfig.of(config.model)
-    if model is None or not model.reads_frozen:
+    model = config.model
+    if not isinstance(model, HuggingFaceConfig) or not model.reads_frozen:
         raise ConfigError(
             f"{run_folder}: its model is not trained with model.lora from model.pretrained, so "
             "there is no adapter; export it with --format hf or safetensors"
         )
     trained = read_trained(run_folder, step=step)
-    tensors = model.whole_names(trained.tensors)
     with new_folder(out) as folder:
-        write_adapter(model, tensors, folder, dtype=dtype)
+        _write(model, trained, folder, dtype)
     notes = [f"step {trained.step} of {run_folder}, an adapter of {model.folder}"]
     if model.classes is not None:
         notes.append(f"load the base model with num_labels = {model.classes}")
     return notes
 
 
-def write_adapter(
-    model: HuggingFaceConfig, tensors: Mapping[str, Tensor], folder: Path, *, dtype: ExportDtype
-) -> None:
-    """Write adapters, and whole modules with them, by the names of training."""
+def _write(model: HuggingFaceConfig, trained: Trained, folder: Path, dtype: ExportDtype) -> None:
+    """Adapters, and whole modules with them."""
     assert model.lora is not None, "there are adapters"
-    whole = model.whole()
-    others = {
-        _module(name, whole.base_model_prefix) for name in tensors if f".{ADAPTER}." not in name
-    }
+    whole, tensors = model.whole(), model.whole_names(trained.tensors)
+    base = whole.base_model_prefix
+    others = {_module(name, base) for name in tensors if f".{ADAPTER}." not in name}
     options = peft_config(whole, model.lora)
     options.base_model_name_or_path = str(model.folder)
     options.task_type = "CAUSAL_LM" if model.classes is None else "SEQ_CLS"
@@ -71,15 +65,13 @@ def write_adapter(
     options.save_pretrained(str(folder))
     wide = DTYPES.get(dtype, torch.float32)
     renamed = {
-        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": fitting(tensor, wide, name)
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": fitting(tensor, wide, name).clone(
+            memory_format=torch.contiguous_format
+        )
         for name, tensor in tensors.items()
         if tensor.is_floating_point()
     }
-    save_file(
-        {name: tensor.contiguous().clone() for name, tensor in renamed.items()},
-        folder / WEIGHTS,
-        metadata={"format": "pt"},
-    )
+    save_file(renamed, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)  # safetensors: for the owner only
 
 

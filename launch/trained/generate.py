@@ -45,8 +45,7 @@ def generate(
     Raises:
         ConfigError, CheckpointError: there is no language model of text in the folder.
     """
-    config = read_config(run_folder)
-    tokenizer = _tokenizer_of(config)
+    config, tokenizer = _read(run_folder)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ConfigError(f"--prompt = {prompt!r}: holds no token; write a word")
@@ -68,14 +67,13 @@ class Conversation:
         from thinpipe.launch.data.chat.encoder import answer_ends
         from thinpipe.launch.data.chat.template import load_template
 
-        config = read_config(run_folder)
+        config, self._tokenizer = _read(run_folder)
         data = config.data
         if data.kind == "instructions" and not (data.messages_field or data.chat_template):
             raise ConfigError(
                 f"--chat: {run_folder} was trained on prompts without a chat template; use "
                 "--prompt, and end it as its prompts do"
             )
-        self._tokenizer = _tokenizer_of(config)
         self._template = load_template(data.chat_template, self._tokenizer)
         ends = answer_ends(self._template, self._tokenizer)
         self._writer = _Writer(config, load(run_folder, step=step), self._tokenizer, ends)
@@ -88,22 +86,20 @@ class Conversation:
             ValueError: the template does not take the conversation.
         """
         self._messages.append({"role": "user", "content": question})
-        text = self._template.render(self._messages, prompt=True)
+        asked = self._tokenizer.encode(self._template.render(self._messages, prompt=True))
         said = ""
-        ids = self._tokenizer.begun(self._tokenizer.encode(text))
-        for piece in self._writer.write(ids, sampling):
+        for piece in self._writer.write(self._tokenizer.begun(asked), sampling):
             said += piece
             yield piece
         self._messages.append({"role": "assistant", "content": said})
 
 
-def read_config(run_folder: Path) -> RunConfig:
-    """Settings of a run, after checking that it is a language model's."""
+def _read(run_folder: Path) -> "tuple[RunConfig, Tokenizer]":
     config = load_run(run_folder)
     problem = _no_text(config)
     if problem is not None:
         raise ConfigError(f"{run_folder}: {problem}")
-    return config
+    return config, _tokenizer_of(config)
 
 
 def sample_lines(config: RunConfig) -> list[str]:

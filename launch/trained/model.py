@@ -82,10 +82,8 @@ def read_trained(
     step = _number(root, step)
     folder = root / f"step-{step}"
     manifest = checkpoint.read_manifest(folder)
-    facts = manifest.meta["config"]
-    model = config.model
-    changed = model.changed_since(facts["model"])
-    if changed is not None:
+    model, facts = config.model, manifest.meta["config"]
+    if changed := model.changed_since(facts["model"]):
         raise CheckpointError(f"{folder}: {changed} has changed since; restore the original files")
     tensors, base = dict[str, Tensor](), dict[str, str]()
     needed = parts_of(folder, replica=0)
@@ -127,10 +125,7 @@ def _number(root: Path, step: Step) -> int:
 
 
 def load(
-    run_folder: str | Path,
-    *,
-    step: Step = None,
-    model: Callable[[], nn.Module] | None = None,
+    run_folder: str | Path, *, step: Step = None, model: Callable[[], nn.Module] | None = None
 ) -> nn.Module:
     """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
 
@@ -201,9 +196,8 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
 
 
 def _check_kinds(config: RunConfig, trained: Trained, source: Path) -> None:
-    adapted = [config.model.is_frozen, trained.config.model.is_frozen]
-    if adapted[0] != adapted[1]:
-        which = "this run" if adapted[0] else "that one"
+    if config.model.is_frozen != trained.config.model.is_frozen:
+        which = "this run" if config.model.is_frozen else "that one"
         raise CheckpointError(
             f"model.from_run = {source}: only {which} has adapters (model.lora); `thinpipe export` "
             "that run, which merges what it has, and name the folder in model.pretrained"

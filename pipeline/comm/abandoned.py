@@ -6,8 +6,10 @@ part: who waits for one waits until its timeout. So does who waits for a lost pe
 
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from concurrent.futures import wait
+from typing import TypeVar
+
+from thinpipe.pipeline.wire.thread import Worker
 
 _POLL_S = 0.02  # so late a loss is noticed; `_WOKEN_S` of elastic/generations.py is three of these
 
@@ -34,48 +36,13 @@ def abandonable(call: Callable[[], _T], is_over: Callable[[], bool] | None = Non
     if over is None:
         return call()
     # kept for the next call: to start a thread takes longer than most messages wait
-    helper: _Helper = _own.__dict__.pop("helper", None) or _Helper()
-    answer = helper.ask(call)
-    while True:
-        try:
-            result, error = answer.get(timeout=_POLL_S)
-            break
-        except Empty:
-            if over():
-                del helper  # which an error's frames would hold
-                raise RuntimeError("another rank was lost meanwhile") from None
-    _own.helper = helper
+    helper: Worker = _own.__dict__.pop("helper", None) or Worker("wait")
+    answer = helper.submit(call)
+    while not wait([answer], _POLL_S).done:
+        if over():
+            del helper  # which an error's frames would hold
+            raise RuntimeError("another rank was lost meanwhile")
+    if answer.exception() is None:  # after a failure it runs nothing more
+        _own.helper = helper
     del helper
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
-
-
-class _Helper:
-    """A thread that makes calls, one after the other; it ends once nobody holds this object."""
-
-    def __init__(self) -> None:
-        self._calls = SimpleQueue[Any]()
-        threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
-
-    def ask(self, call: Callable[[], Any]) -> "SimpleQueue[tuple[Any, BaseException | None]]":
-        """Where the result will be, or what was raised."""
-        answer = SimpleQueue[tuple[Any, BaseException | None]]()
-        self._calls.put((call, answer))
-        return answer
-
-    def __del__(self) -> None:
-        self._calls.put(None)
-
-
-def _serve(calls: "SimpleQueue[Any]") -> None:
-    while (asked := calls.get()) is not None:
-        _answer(*asked)
-        del asked  # which holds a message
-
-
-def _answer(call: Callable[[], Any], answer: "SimpleQueue[Any]") -> None:
-    try:
-        answer.put((call(), None))
-    except BaseException as error:
-        answer.put((None, error))
+    return answer.result()  # type: ignore[no-any-return]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.first_error import FirstError
-from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec, Mode
+from thinpipe.pipeline.comm.transport import Link
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 

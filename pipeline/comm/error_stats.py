@@ -13,6 +13,7 @@ Axes: T tokens of a sample, D channels.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ class _Sums(NamedTuple):
     def plus(self, other: "_Sums") -> "_Sums":
         """Both taken together; of equal maxima the first one's channel is named."""
         added = [a + b for a, b in zip(self[:_ADDED], other[:_ADDED], strict=True)]
-        worst = max(self[_ADDED : _ADDED + 2], other[_ADDED : _ADDED + 2], key=_first)
-        largest = max(self[_ADDED + 2 :], other[_ADDED + 2 :], key=_first)
+        worst = max(self[_ADDED : _ADDED + 2], other[_ADDED : _ADDED + 2], key=itemgetter(0))
+        largest = max(self[_ADDED + 2 :], other[_ADDED + 2 :], key=itemgetter(0))
         return _Sums(*added, *worst, *largest)
 
 
@@ -164,10 +165,6 @@ def _measured(x_TD: Tensor, decoded_TD: Tensor, memory_TD: Tensor | None) -> _Su
 def _of_own(square_D: Tensor, energy_D: Tensor) -> Tensor:
     """Each channel's part of its own energy; NaN for channels that have none."""
     return (square_D / energy_D).where(energy_D > 0, torch.nan)
-
-
-def _first(numbers: tuple[float, ...]) -> float:
-    return numbers[0]
 
 
 def _ratio(square: float, size: float) -> float | None:

@@ -242,11 +242,7 @@ class GlooPeers:
             self._expected[peer, lane].append(_Expected(buffer, start, payload))
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         """Send and receive everything at once.
 

@@ -73,9 +73,6 @@ class MessageCodec:
             out_BTD.div_(self.scale)
         return out_BTD
 
-    def finish_step(self, *, keep: bool) -> None:
-        self.training.finish_step(keep=keep)
-
     @property
     def name(self) -> str:
         """The same in every run with this cut."""
@@ -88,9 +85,6 @@ class MessageCodec:
     @property
     def memory(self) -> Memory | None:
         return self.training.memory
-
-    def take_sums(self) -> list[float]:
-        return self.training.error_meter.take()
 
     @property
     def _boundary(self) -> Boundary:

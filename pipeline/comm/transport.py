@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 
@@ -19,11 +18,33 @@ CLOCK, TIED, WEIGHTS, FIRST_CUT = 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
 cuts the ranks of this pipeline."""
 CPU = torch.device("cpu")
-
-
 LANES = 4
 """A sum over replicas waits three times for the link's delay: so many buckets wait at the same
 time. Each takes the memory of some five buckets meanwhile."""
+
+
+class Link(Protocol):
+    """One direction between two ranks; a process holds its sending or its receiving end.
+
+    `slot` numbers the messages of a pass (the microbatch); a pass is one run of the schedule.
+    `send` and `take` may be called from another thread than the rest, one at a time.
+    """
+
+    def begin_pass(self, number: int) -> None:
+        """Wait for the sends of the pass before and start a new one; all ends count alike."""
+
+    def expect(self, slot: int, nbytes: int) -> None:
+        """Post the receive of a message of at most `nbytes`."""
+
+    def take(self, slot: int) -> Tensor:
+        """Wait for an expected message (uint8); a shorter one leaves the buffer's end undefined.
+
+        Raises:
+            TransportError: the peer is gone, or silent for longer than the group's timeout.
+        """
+
+    def send(self, slot: int, message: Tensor) -> None:
+        """Send without waiting; the link keeps `message` alive, the caller must not change it."""
 
 
 class Peers(Protocol):
@@ -45,11 +66,7 @@ class Peers(Protocol):
         """
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         """Send each message (uint8, by target), return one message of every source.
 

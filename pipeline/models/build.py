@@ -12,8 +12,7 @@ from thinpipe.pipeline.models.transformer import TransformerConfig
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
-    from thinpipe.pipeline.models.own.forward_stage import ForwardStage
-    from thinpipe.pipeline.models.own.stage import OwnStage
+    from thinpipe.pipeline.models.own.stage import ForwardStage, OwnStage
     from thinpipe.pipeline.models.transformer import TransformerStage
 
 ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig

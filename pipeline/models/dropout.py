@@ -11,6 +11,7 @@ Axes: B samples, T tokens, D width, H heads.
 
 import hashlib
 import math
+import struct
 from typing import Literal
 
 import torch
@@ -31,7 +32,8 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.masks = rate, masks
         digest = hashlib.sha256(f"dropout/{seed}/{layer}/{site}".encode()).digest()
-        self._key = (_signed(digest[:4]), _signed(digest[4:8]))
+        first, second = struct.unpack(">2i", digest[:8])
+        self._key = (first, second)
 
     @property
     def repeats(self) -> bool:
@@ -75,7 +77,3 @@ def _mix(words: Tensor) -> Tensor:
     words.bitwise_xor_((words >> 15) & 0x1FFFF)
     words.mul_(0x846CA68B - _WORD)
     return words.bitwise_xor_((words >> 16) & 0xFFFF)
-
-
-def _signed(four_bytes: bytes) -> int:
-    return int.from_bytes(four_bytes, "big", signed=True)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -19,19 +20,6 @@ Problem = Literal["single_label_classification", "multi_label_classification", "
 """What a classification head is trained for, as transformers calls it (`problem_type`)."""
 Checkpointing = bool | Annotated[int, Field(ge=1)]
 """Whether activations are computed again during backward; a number n: those of every nth block."""
-
-
-def check_range(first: int, stop: int, layers: int) -> None:
-    """Check that a stage of blocks `first` to `stop - 1` has some of the model's.
-
-    Raises:
-        ValueError: it has not.
-    """
-    if not 0 <= first < stop <= layers:
-        raise ValueError(
-            f"first = {first}, stop = {stop}: not a non-empty range of the model's {layers} layers;"
-            f" use 0 <= first < stop <= {layers}"
-        )
 
 
 class ModelKind(BaseModel, frozen=True, extra="forbid"):
@@ -57,7 +45,7 @@ class ModelKind(BaseModel, frozen=True, extra="forbid"):
         """The stage that holds blocks `first` to `stop - 1`, with only its own weights.
 
         Raises:
-            ValueError: there is no such range of layers, or files cannot be used.
+            ValueError: files cannot be used.
         """
 
     def objective(self) -> "Objective":
@@ -87,11 +75,6 @@ class ModelKind(BaseModel, frozen=True, extra="forbid"):
         """Rate of dropout whose masks differ at every visit of a sample."""
 
     @property
-    @abstractmethod
-    def could_be_tied(self) -> bool:
-        """Whether a cut makes two trained weights of what could be one."""
-
-    @property
     def is_own(self) -> bool:
         """Whether the model is the user's code, which brings samples of its own."""
         return self.tag == "own"
@@ -100,9 +83,8 @@ class ModelKind(BaseModel, frozen=True, extra="forbid"):
         """What is trained of the whole model, by name, without values; if it is `cut`, a head that
         is tied to the embedding is a parameter of its own.
         """
-        last = self.layers - 1 if cut and self.layers > 1 else 0
-        ends = [(0, last), (last, self.layers)] if last else [(0, self.layers)]
-        stages = [self.build(*pair, seed=0, device="meta") for pair in ends]
+        bounds = (0, self.layers - 1, self.layers) if cut and self.layers > 1 else (0, self.layers)
+        stages = [self.build(*ends, seed=0, device="meta") for ends in pairwise(bounds)]
         named = [item for stage in stages for item in stage.named_parameters()]
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -262,6 +244,11 @@ class TokenModel(ModelKind):
 
         @property
         def activation_checkpointing(self) -> Checkpointing: ...
+
+    @property
+    @abstractmethod
+    def could_be_tied(self) -> bool:
+        """Whether a cut makes two trained weights of what could be one."""
 
     def recomputes(self, block: int) -> bool:
         every = int(self.activation_checkpointing)

@@ -18,7 +18,7 @@ META = torch.device("meta")
 @contextmanager
 def on_meta() -> Iterator[None]:
     """What is made within has no values, and draws from no generator."""
-    with META, _NoDraws():  # type: ignore[no-untyped-call]
+    with META, NoDraws():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -32,13 +32,9 @@ def allocate(module: nn.Module, device: torch.device | str) -> None:
             setattr(part, name, torch.empty(kept.shape, dtype=kept.dtype, device=device))
 
 
-def draws_nothing(func: Any, args: Any) -> bool:
-    """Whether an operation draws into a tensor without values."""
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-    return draws and func.overloadpacket.__name__.endswith("_") and args[0].device == META
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves out operations that draw into a tensor without values."""
 
-
-class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # it imports the compiler to skip it
@@ -46,4 +42,7 @@ class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return args[0] if draws_nothing(func, args) else func(*args, **(kwargs or {}))
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and func.overloadpacket.__name__.endswith("_") and args[0].device == META:
+            return args[0]
+        return func(*args, **(kwargs or {}))

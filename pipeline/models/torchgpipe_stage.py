@@ -45,15 +45,10 @@ class LocalPipeline(nn.Module):
         for name, child in whole.named_children():
             self.add_module(name, child)
         # The rest is hidden from torch, which would find the parameters under further names.
-        self._parts = tuple(_Part(stage) for stage in stages)
+        self._parts = tuple(_Part(stage, is_last=stage is stages[-1]) for stage in stages)
         self._devices = tuple(devices)
-        gpipe = GPipe(
-            nn.Sequential(*self._parts, _Output()),
-            [1] * (len(stages) - 1) + [2],
-            devices=devices,
-            chunks=len(devices),
-            checkpoint="never",
-        )
+        blocks, ones = nn.Sequential(*self._parts), [1] * len(stages)
+        gpipe = GPipe(blocks, ones, devices=devices, chunks=len(devices), checkpoint="never")
         self._run = gpipe.forward
 
     def forward(self, x: Tensor, samples: Samples) -> Tensor:
@@ -93,24 +88,18 @@ class _Part(nn.Module):
     for it, the number of threads: matrix products would take every core.
     """
 
-    def __init__(self, stage: StageModule) -> None:
+    def __init__(self, stage: StageModule, *, is_last: bool) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self._is_last = stage, is_last
         self.autocast_dtype: torch.dtype | None = None
 
-    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         torch.get_num_threads()  # applies it to this thread
         x, *known = given
         enabled = self.autocast_dtype is not None
         with torch.autocast(x.device.type, self.autocast_dtype, enabled=enabled):
-            return (self.stage(x, _to_samples(known)), *known)
-
-
-class _Output(nn.Module):
-    """Drops what went along."""
-
-    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
-        return given[0]
+            out: Tensor = self.stage(x, _to_samples(known))
+        return out if self._is_last else (out, *known)
 
 
 def _to_tensors(samples: Samples) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
-from thinpipe.pipeline.models.kind import Checkpointing, TokenModel, check_range
+from thinpipe.pipeline.models.kind import Checkpointing, TokenModel
 
 _INIT_STD = 0.02  # as GPT-2
 _EMBEDDING_NAME = "token_embedding.weight"
@@ -140,7 +140,7 @@ class _Attention(nn.Module):
                 dropout_p=self.dropout.rate if self.training else 0.0,
                 is_causal=self.causal and info.mask_B1TT is None,
             )
-        out_BTD: Tensor = self.out(attended.transpose(1, 2).reshape(samples, tokens, width))
+        out_BTD = self.out(attended.transpose(1, 2).reshape(samples, tokens, width))
         dropped_BTD: Tensor = self.out_dropout(out_BTD, info.ids_B)
         return dropped_BTD
 
@@ -235,7 +235,13 @@ class TransformerStage(nn.Module):
         ids_B = None if samples is None else samples.ids_B
         info = _SampleInfo(ids_B, attention_mask(samples, tokens, causal=causal, device=x.device))
         for index, block in self.blocks.items():
-            x_BTD = self._run_block(int(index), block, x_BTD, info)
+            if self.config.recomputes(int(index)) and torch.is_grad_enabled():
+                draws = self.config.dropout > 0
+                x_BTD = checkpoint(
+                    block, x_BTD, info, use_reentrant=False, preserve_rng_state=draws
+                )
+            else:
+                x_BTD = block(x_BTD, info)
         return x_BTD if self.final_norm is None else self._logits(self.final_norm(x_BTD), samples)
 
     def parts(self) -> list[nn.Module]:
@@ -258,27 +264,16 @@ class TransformerStage(nn.Module):
             return x
         positions_BT = positions(samples, x.shape[1], device=x.device)
         x_BTD = self.token_embedding(x) + self.position_embedding(positions_BT)
-        dropped_BTD: Tensor = self.embedding_dropout(
-            x_BTD, None if samples is None else samples.ids_B
-        )
+        ids_B = None if samples is None else samples.ids_B
+        dropped_BTD: Tensor = self.embedding_dropout(x_BTD, ids_B)
         return dropped_BTD
 
-    def _run_block(self, index: int, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
-        if self.config.recomputes(index) and torch.is_grad_enabled():
-            out_BTD: Tensor = checkpoint(
-                block, x_BTD, info, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
-            )
-        else:
-            out_BTD = block(x_BTD, info)
-        return out_BTD
-
     def _logits(self, x_BTD: Tensor, samples: Samples | None) -> Tensor:
-        if self.classifier is None:
-            assert self.head is not None, "the last stage has a head"
-            logits_BTV: Tensor = self.head(x_BTD)
-            return logits_BTV
-        logits_BC: Tensor = self.classifier(_mean(x_BTD, samples))
-        return logits_BC
+        """[B, T, V] or [B, C]."""
+        head = self.head or self.classifier
+        assert head is not None, "the last stage has one"
+        logits: Tensor = head(x_BTD if self.classifier is None else _mean(x_BTD, samples))
+        return logits
 
 
 def _mean(x_BTD: Tensor, samples: Samples | None) -> Tensor:
@@ -303,7 +298,6 @@ def build_layers(
     """
     from thinpipe.pipeline.models.meta import allocate, on_meta  # settings do without
 
-    check_range(first, stop, config.layers)
     with on_meta():  # constructors neither allocate nor draw from the global generator
         stage = TransformerStage(config, first, stop, seed=seed)
     allocate(stage, device)

@@ -1,29 +1,26 @@
 """Bytes with a checksum behind them: for messages that have no header of their own."""
 
-import struct
-
 import torch
 import xxhash
 from torch import Tensor
 
 CHECKSUM_NBYTES = 8  # XXH3-64
 _PIECE = 1 << 20  # values that are in fp32 at a time: 4 MiB
-_LAYOUT = struct.Struct("<Q")
 
 
 def sealed(data: Tensor, number: int) -> Tensor:
     """The bytes of a CPU tensor, then their XXH3-64, seeded with the number of the message."""
     flat = data.contiguous().view(torch.uint8).flatten()
-    checksum = _LAYOUT.pack(xxhash.xxh3_64_intdigest(flat.numpy().data, seed=number))
-    return torch.cat([flat, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
+    digest = xxhash.xxh3_64_intdigest(flat.numpy().data, seed=number)
+    return torch.cat([flat, torch.tensor([*digest.to_bytes(CHECKSUM_NBYTES, "little")]).byte()])
 
 
 def opened(message: Tensor, number: int) -> Tensor | None:
     """The bytes of a sealed message; None if they are not what was sealed under this number."""
     data = message[:-CHECKSUM_NBYTES]
     expected = xxhash.xxh3_64_intdigest(data.numpy().data, seed=number)
-    (found,) = _LAYOUT.unpack(message[-CHECKSUM_NBYTES:].numpy().tobytes())
-    return data if found == expected else None
+    found = message[-CHECKSUM_NBYTES:].numpy().tobytes()
+    return data if int.from_bytes(found, "little") == expected else None
 
 
 def hex_digest(values: Tensor) -> str:

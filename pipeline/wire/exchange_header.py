@@ -72,7 +72,7 @@ class ExchangeHeader:
         """
         phase = ("message to the server", "answer of the server")[self.phase]
         place = f"exchange {self.step}, bucket {self.bucket}, {phase} from replica {self.sender}"
-        _LAYOUT.check(message, self._fields(message), place=place, words=_WORDS)
+        _LAYOUT.check(message, self._fields(message), place, _WORDS)
 
     def _fields(self, message: Tensor) -> dict[str, int]:
         return {**vars(self), "unused": 0, "length": message.numel() - EXCHANGE_HEADER_NBYTES}

@@ -121,7 +121,7 @@ class Hadamard:
         tiles_BKG = x_BN.new_empty((*plan.order_BK.shape, TILE), dtype=torch.float32)
         self._kernels(x_BN).gather(x_BN, memory_BN, plan, tiles_BKG)
         tiles, kernels = plan.order_BK.shape[1], load_kernels("auto", x_BN.device)
-        scale_BK = x_BN.new_empty((x_BN.shape[0], tiles), dtype=torch.bfloat16)
+        scale_BK = x_BN.new_empty(plan.order_BK.shape, dtype=torch.bfloat16)
         parts = list(self._parts(flags, tiles_BKG, scale_BK, wire_BW))
         for part_1M, codes in parts:
             clipped_1M = _clipped(part_1M) if codes.bits <= 2 else part_1M
@@ -170,13 +170,9 @@ class Hadamard:
             for bits, count in zip((self.bits + 1, self.bits, self.bits - 1), counts, strict=True):
                 if count:
                     end = at + count * bits * TILE // 8
-                    codes = Codes(
-                        wire_BW[row : row + 1, at:end],
-                        scale_BK[row : row + 1, k : k + count],
-                        bits,
-                        TILE,
-                    )
-                    yield _Part(tiles_BKG[row : row + 1, k : k + count].flatten(1), codes)
+                    one, some = slice(row, row + 1), slice(k, k + count)
+                    codes = Codes(wire_BW[one, at:end], scale_BK[one, some], bits, TILE)
+                    yield _Part(tiles_BKG[one, some].flatten(1), codes)
                     at, k = end, k + count
 
     @staticmethod

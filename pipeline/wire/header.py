@@ -60,12 +60,7 @@ class Layout(NamedTuple):
         return dict(zip(self.names, values, strict=True))
 
     def check(
-        self,
-        message: Tensor,
-        expected: Mapping[str, int],
-        *,
-        place: str,
-        words: Mapping[str, str] | None = None,
+        self, message: Tensor, expected: Mapping[str, int], place: str, words: Mapping[str, str]
     ) -> None:
         """Compare a message with what this end expects; `words` are for fields in errors.
 
@@ -77,7 +72,7 @@ class Layout(NamedTuple):
             raise DesyncError(f"{place}: not a ThinPipe message (magic {magic!r})")
         sent = self.read(message)
         wrong = [
-            f"{(words or {}).get(name, name)}: peer sent {sent[name]}, expected {value}"
+            f"{words.get(name, name)}: peer sent {sent[name]}, expected {value}"
             for name, value in expected.items()
             if sent[name] != value
         ]
@@ -130,7 +125,7 @@ class Header:
         """
         direction = DIRECTIONS[self.direction]
         place = f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
-        _LAYOUT.check(message, vars(self), place=place)
+        _LAYOUT.check(message, vars(self), place, words={})
 
 
 def payload_length(message: Tensor) -> int:

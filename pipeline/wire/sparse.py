@@ -82,19 +82,20 @@ class SparseCodec:
         used.
 
         Raises:
-            ValueError: `wire` is shorter than `capacity`, or `seen_n` is of another size.
+            ValueError: `seen_n` is of another size.
         """
-        x_n, wire = x_n.flatten(), wire.view(-1)
+        x_n, wire = x_n.detach().flatten().float(), wire.view(-1)
         if seen_n is not None and seen_n.numel() != x_n.numel():
             raise ValueError(f"seen has {seen_n.numel()} values: the vector has {x_n.numel()}")
-        sizes = self._sizes(x_n.numel())
-        if wire.numel() < _HEAD + sum(sizes):
-            raise ValueError(
-                f"wire has {wire.numel()} bytes: a message of {x_n.numel()} values can take "
-                f"{_HEAD + sum(sizes)}"
-            )
-        x_n, seen_n = x_n.detach().float(), None if seen_n is None else seen_n.view(-1)
-        mask_M, kept_1k = self._selected(x_n, sizes.mask, _scratch(seen_n, x_n))
+        sizes, seen_n = self._sizes(x_n.numel()), None if seen_n is None else seen_n.view(-1)
+        mask_M = torch.empty(sizes.mask, dtype=torch.uint8, device=x_n.device)
+        kept_1k = torch.empty(1, self.kept(x_n.numel()), device=x_n.device)
+        if not sizes.mask:
+            kept_1k[0] = x_n
+        elif seen_n is None or seen_n.dtype != x_n.dtype or seen_n.data_ptr() == x_n.data_ptr():
+            self._kernels(x_n).select(x_n, mask_M, kept_1k[0])
+        else:  # in seen, which is not written yet: that saves an allocation
+            self._kernels(x_n).select(x_n, mask_M, kept_1k[0], seen_n)
         values = mask_M.new_empty(1, sizes.scales + sizes.codes)
         self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
         if seen_n is not None:
@@ -145,18 +146,6 @@ class SparseCodec:
         mask = 0 if kept == numel else -(-numel // 8)
         return _Sizes(mask, scales, self._values.capacity(kept) - scales)
 
-    def _selected(
-        self, x_n: Tensor, mask_nbytes: int, room_n: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mask, empty if all values are kept, and the kept values in a row of their own."""
-        mask_M = torch.empty(mask_nbytes, dtype=torch.uint8, device=x_n.device)
-        kept_1k = torch.empty(1, self.kept(x_n.numel()), device=x_n.device)
-        if mask_nbytes:
-            self._kernels(x_n).select(x_n, mask_M, kept_1k[0], room_n)
-        else:
-            kept_1k[0] = x_n
-        return mask_M, kept_1k
-
     def _place(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
         if not mask_M.numel():
             out_n.copy_(kept_k)
@@ -175,9 +164,7 @@ class SparseCodec:
         if length is None:
             length = codes.numel()
             wire[end_scales : end_scales + length] = codes
-        wire[:_HEAD].copy_(
-            torch.tensor([end_mask - _HEAD, length], dtype=_LENGTH).view(torch.uint8)
-        )
+        wire[:_HEAD] = torch.tensor([end_mask - _HEAD, length], dtype=_LENGTH).view(torch.uint8)
         return end_scales + length
 
     def _put_mask(self, mask_M: Tensor, wire: Tensor) -> int:
@@ -204,16 +191,12 @@ class SparseCodec:
         _get_mask(mask, kept_1k.numel(), mask_M)
         _check_count(mask_M, out_n.numel(), kept_1k.numel())
         values_1W[0, : sizes.scales] = scales
-        _get(codes, values_1W[0, sizes.scales :])
+        if codes_length == sizes.codes:
+            values_1W[0, sizes.scales :] = codes
+        else:
+            expand(codes, values_1W[0, sizes.scales :])
         self._values.decode(values_1W.to(out_n.device), kept_1k)
         return mask_M.to(out_n.device), kept_1k[0]
-
-
-def _scratch(seen_n: Tensor | None, x_n: Tensor) -> Tensor | None:
-    """`seen_n` before it is written, if the selection can work in it: that saves an allocation."""
-    if seen_n is None or seen_n.dtype != torch.float32 or seen_n.data_ptr() == x_n.data_ptr():
-        return None
-    return seen_n
 
 
 class _Sizes(NamedTuple):
@@ -233,13 +216,6 @@ def _lengths(wire: Tensor, sizes: _Sizes) -> tuple[int, int]:
             f"mask, scales and codes take {tuple(sizes)} bytes"
         )
     return mask, codes
-
-
-def _get(part: Tensor, out: Tensor) -> None:
-    if part.numel() == out.numel():
-        out.copy_(part)
-    else:
-        expand(part, out)
 
 
 def _get_mask(part: Tensor, marked: int, mask_M: Tensor) -> None:

@@ -7,8 +7,8 @@ a times, never more than ceil(q / a) steps apart, and every window is dealt from
 runs are chosen: memory is read in cache lines, and neighbours, which are of one layer, share
 scales.
 
-The permutation is a Feistel network with cycle walking (`SparseKernels.deal`). Its round keys are
-Philox4x64-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
+The permutation is a Feistel network with cycle walking (`kernels/cpu/subset.py`). Its round keys
+are Philox4x64-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
 with state, so no subset depends on which were drawn before it.
 
 Axes: N values of the vector, R chosen runs, n chosen values.
@@ -37,8 +37,7 @@ class Subset:
     """Runs of `RUN` values that start at `start_R` (int64, rising, on the CPU).
 
     `size` is n: the last run of the vector may be a short one. Vectors are contiguous, in fp32
-    or bf16; values of the subset are fp32. Methods raise ValueError where a size or dtype is
-    another.
+    or bf16; values of the subset are fp32. Methods raise ValueError where a size is another.
     """
 
     numel: int
@@ -66,16 +65,10 @@ class Subset:
 
     def _check(self, vectors: tuple[Tensor, ...], chosen: tuple[Tensor, ...]) -> None:
         """Compiled code would write past the end."""
-        for tensors, numel, dtypes in (
-            (vectors, self.numel, (torch.float32, torch.bfloat16)),
-            (chosen, self.size, (torch.float32,)),
-        ):
+        for tensors, numel in ((vectors, self.numel), (chosen, self.size)):
             for t in tensors:
-                if t.numel() != numel or t.dtype not in dtypes or not t.is_contiguous():
-                    raise ValueError(
-                        f"a tensor of {t.numel()} values in {t.dtype} with strides {t.stride()}: "
-                        f"needs {numel} in one of {dtypes}, contiguous"
-                    )
+                if t.numel() != numel:
+                    raise ValueError(f"a tensor of {t.numel()} values: needs {numel}")
 
     @staticmethod
     def _kernels(x_N: Tensor) -> SparseKernels:
@@ -93,12 +86,9 @@ def random_subset(
     window, turn = divmod(step, part.denominator)
     runs = -(-numel // RUN)
     first, last = (ceil(runs * part * i) for i in (turn, turn + 1))
-    chosen_R = torch.empty(last - first, dtype=torch.int64)
-    if part == 1:
-        torch.arange(runs, out=chosen_R)
-    else:
-        kernels: SparseKernels = load("sparse")
-        kernels.deal(first, runs, _round_keys(seed, window, bucket), chosen_R)
+    chosen_R = torch.arange(last - first)
+    if part < 1:
+        load("subset", "numba").deal(first, runs, _round_keys(seed, window, bucket), chosen_R)
     size = chosen_R.numel() * RUN
     if chosen_R.numel() and int(chosen_R[-1]) == runs - 1:
         size -= runs * RUN - numel

@@ -98,9 +98,7 @@ class TileTopK:
         if self.bits == 1:
             if not bool(value_C.isfinite().all()):
                 raise ValueError("a value that is not finite has no sign to send")
-            return (value_C < 0).to(torch.uint8), torch.empty(
-                0, dtype=torch.uint8, device=value_C.device
-            )
+            return (value_C < 0).to(torch.uint8), value_C.new_empty(0, dtype=torch.uint8)
         mean = value_C.mean()
         rest_C = value_C - mean
         width = 6 * rest_C.square().mean().sqrt() / _BINS

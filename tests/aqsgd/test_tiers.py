@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,22 +170,12 @@ def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
     assert len({end.memory.digest() for end in (*ends, *again)}) == 1
 
 
-def test_a_row_damaged_in_a_checkpoint_is_forgotten(
-    make_end: MakeEnd, caplog: pytest.LogCaptureFixture
-) -> None:
-    ends = make_end("ram"), make_end("ram")
-    step(ends, [4, 7], 0)
-    state = ends[0].state_dict()
-    state[ROWS][-1] ^= 1
-    again = make_end("disk")
-    again.load_state_dict(state)
-    assert (again.memory.fingerprints(torch.tensor([4, 7])) != 0).tolist() == [True, False]
-    assert "rows of 1 samples (7, ...) were damaged" in caplog.text
-
-
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
-    capacity=st.integers(0, 6),
+    coding=st.sampled_from([(1, "nearest"), *product(range(2, 9), ("nearest", "stochastic"))]),
+    memory=st.sampled_from(["fp32", "bf16", 4, 8]),
+    first_visit=st.sampled_from(["fp32", "bf16", 4, 8, {"bits": 4}, "same"]),
+    capacity=st.integers(0, 9),
     visits=st.lists(
         st.tuples(
             st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True),
@@ -195,29 +186,44 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     ),
     forgotten=st.sets(st.integers(0, 8)),
 )
-def test_both_ends_choose_the_same_samples_whatever_comes(
-    capacity: int, visits: list[tuple[list[int], bool, bool]], forgotten: set[int]
+def test_both_ends_hold_the_same_whatever_comes(
+    coding: tuple[int, str],
+    memory: Any,
+    first_visit: Any,
+    capacity: int,
+    visits: list[tuple[list[int], bool, bool]],
+    forgotten: set[int],
 ) -> None:
-    spec = AqsgdConfig(bits=3)
-    ends = tuple(build_delta(spec, width=WIDTH, key=3, capacity=capacity) for _ in range(2))
+    """What the receiver decoded, of finite samples of steps that count, as far as there is room."""
+    bits, rounding = coding
+    spec = AqsgdConfig(bits=bits, rounding=rounding, memory=memory, first_visit=first_visit)
+    sender, receiver = (build_delta(spec, width=WIDTH, key=3, capacity=capacity) for _ in range(2))
     everything = torch.arange(9)
     for number, (ids, keep, broken) in enumerate(visits):
-        step((ends[0], ends[1]), ids, number, keep=keep, broken=broken)
+        before = receiver.memory.digest()
+        out_BTD = step((sender, receiver), ids, number, keep=keep, broken=broken)
+        assert keep or receiver.memory.digest() == before
+        assert bool(out_BTD[0].isnan().any()) == broken
+        assert not (keep and broken and ids[0] in receiver.memory)
+        for sample, out_TD in zip(ids, out_BTD, strict=True):
+            if keep and memory == "fp32" and sample in receiver.memory:
+                kept_1N = receiver.memory.read(torch.tensor([sample]), TOKENS * WIDTH)
+                assert torch.equal(kept_1N[0], out_TD.flatten())
         if number == len(visits) // 2:
-            for end in ends:
+            for end in (sender, receiver):
                 end.memory.forget(torch.tensor(sorted(forgotten), dtype=torch.int64))
-        assert ends[0].memory.digest() == ends[1].memory.digest()
-        assert len(ends[0].memory) <= capacity
-        held = ends[0].memory.fingerprints(everything)
-        assert held.equal(ends[1].memory.fingerprints(everything))
-        assert (held > 0).equal(ends[0].memory.fingerprints(everything) != 0)
+        assert sender.memory.digest() == receiver.memory.digest()
+        assert len(sender.memory) <= capacity
+        held = sender.memory.fingerprints(everything)
+        assert held.equal(receiver.memory.fingerprints(everything))
+        assert (held > 0).equal(held != 0)
 
 
 def test_a_fixed_set_is_found_again_in_every_epoch(make_end: MakeEnd) -> None:
     ends = make_end("ram", capacity=4), make_end("disk", capacity=4)
     found = []
     for number, ids in enumerate(epochs(4)):
-        found.append(int((ends[0].memory.fingerprints(torch.tensor(ids)) != 0).sum()))
+        found.append(sum(sample in ends[0].memory for sample in ids))
         step(ends, ids, number)
     assert [sum(found[i : i + 3]) for i in range(0, 12, 3)] == [0, 4, 4, 4]
 
@@ -245,12 +251,7 @@ def test_a_smaller_room_after_a_restart_keeps_the_lowest_ids(make_end: MakeEnd) 
     step(ends, [5, 1, 4, 2], 0)
     again = make_end("disk", capacity=3)
     again.load_state_dict(ends[0].state_dict())
-    assert (again.memory.fingerprints(torch.tensor([1, 2, 4, 5])) != 0).tolist() == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert [sample for sample in range(9) if sample in again.memory] == [1, 2, 4]
     assert again.memory.state_dict()[ROWS].numel() == 3 * 2 * TOKENS * WIDTH
 
 
@@ -259,10 +260,7 @@ def test_restrict_keeps_samples_of_this_replica_up_to_the_room(make_end: MakeEnd
     step(ends, [1, 2, 3, 4, 5, 6], 0)
     for end in ends:
         end.memory.restrict(torch.tensor([2, 4, 6, 8]), 2)
-        assert (end.memory.fingerprints(torch.arange(9)) != 0).nonzero().flatten().tolist() == [
-            2,
-            4,
-        ]
+        assert [sample for sample in range(9) if sample in end.memory] == [2, 4]
     step(ends, [8, 2], 1)
     assert ends[0].memory.digest() == ends[1].memory.digest()
     assert len(ends[0].memory) == 2

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.harness import write_tokenizer
 from benchmarks.links.workloads import PaperShape
 from benchmarks.shards import speed
 from benchmarks.time_to_loss import losses, plan, seconds
+from benchmarks.time_to_loss.__main__ import main
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
-from benchmarks.time_to_loss.run import main
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.run import RunConfig

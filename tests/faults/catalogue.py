@@ -1,5 +1,6 @@
 """The faults that strike a run that is under way, and what must be said of each."""
 
+import contextlib
 import os
 import signal
 import time
@@ -85,9 +86,25 @@ def _kill(
 
 
 def _power_cut(scene: Scene) -> None:
-    scene.any_time(0)
-    scene.machines.mark()
+    _begin(scene)
     scene.power_cut()
+
+
+def _begin(scene: Scene) -> int:
+    """A host, at any time; what is said from now on counts."""
+    host = scene.host()
+    scene.any_time(host)
+    scene.machines.mark()
+    return host
+
+
+def _victim(scene: Scene, kind: str) -> psutil.Process:
+    """The same for a process of this kind."""
+    host = scene.host()
+    scene.any_time(host)
+    victim = scene.victim(kind, host)
+    scene.machines.mark()
+    return victim
 
 
 def _pauses() -> Iterator[Fault]:
@@ -99,16 +116,11 @@ def _pauses() -> Iterator[Fault]:
 
 
 def _pause(kind: str, least_s: float, most_s: float, scene: Scene) -> None:
-    host = scene.host()
-    scene.any_time(host)
-    victim = scene.victim(kind, host)
-    scene.machines.mark()
+    victim = _victim(scene, kind)
     victim.suspend()
     time.sleep(scene.chance.uniform(least_s, most_s))
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):  # ended by another's failure
         victim.resume()
-    except psutil.NoSuchProcess:  # ended by another's failure
-        return
 
 
 def _links() -> Iterator[Fault]:
@@ -124,25 +136,20 @@ def _links() -> Iterator[Fault]:
 
 
 def _cut(cut: Callable[..., None], least_s: float, most_s: float, scene: Scene) -> None:
-    host = scene.host()
-    scene.any_time(host)
-    scene.machines.mark()
+    host = _begin(scene)
     cut(scene.machines, host, True)
     time.sleep(scene.chance.uniform(least_s, most_s))
     cut(scene.machines, host, False)
 
 
 def _cut_for_good(scene: Scene) -> None:
-    host = scene.host()
-    scene.any_time(host)
-    scene.machines.mark()
+    host = _begin(scene)
     cut_off(scene.machines, host, True)
     scene.heals.append(partial(cut_off, scene.machines, host, False))
 
 
 def _resets(scene: Scene) -> None:
-    scene.any_time(0)
-    scene.machines.mark()
+    _begin(scene)
     for _ in range(scene.chance.randrange(1, 6)):
         reset(scene.machines, scene.host())
         time.sleep(scene.chance.random() * 0.3)
@@ -159,14 +166,11 @@ def _rest() -> Iterator[Fault]:
 
 def _out_of_memory(scene: Scene) -> None:
     """The rank gets a control group without memory: its next page has the kernel kill it."""
-    host = scene.host()
-    scene.any_time(host)
-    victim = scene.victim("rank", host)
+    victim = _victim(scene, "rank")
     group = Path(f"/sys/fs/cgroup/memory/thinpipe-faults-{os.getpid()}")
     group.mkdir(exist_ok=True)
     try:
         (group / "memory.limit_in_bytes").write_text("65536", encoding="utf-8")
-        scene.machines.mark()
         (group / "cgroup.procs").write_text(str(victim.pid), encoding="utf-8")
         scene.wait(lambda: not victim.is_running() or victim.status() == "zombie")
     finally:
@@ -175,11 +179,7 @@ def _out_of_memory(scene: Scene) -> None:
 
 
 def _ask(number: signal.Signals, scene: Scene) -> None:
-    host = scene.host()
-    scene.any_time(host)
-    agent = scene.victim("agent", host)
-    scene.machines.mark()
-    agent.send_signal(number)
+    _victim(scene, "agent").send_signal(number)
 
 
 def _disks() -> Iterator[Fault]:

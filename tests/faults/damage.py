@@ -4,6 +4,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,27 +13,20 @@ from tests.faults.machines import HOSTS
 from tests.faults.scene import Scene, kill
 from thinpipe.launch.checkpoint import files
 
-Harm = Callable[[Path, random.Random], None]
+Harm = Callable[[Path, random.Random], object]
 """Does something to a host's checkpoints."""
 
 
 def fill(scene: Scene) -> None:
     """A host's disk is full until a save has failed."""
-    host = scene.host()
-    scene.any_time(host)
-    scene.machines.mark()
-    filler = _fill(scene, host)
-    scene.wait(lambda: "was not saved" in scene.machines.said())
-    filler.unlink()
+    scene.any_time(0)
+    _fill(scene, scene.host()).unlink()
 
 
 def fill_and_kill(scene: Scene) -> None:
     """A rank dies while the disk is full; there is room again soon after."""
-    host = scene.host()
-    victim = scene.victim("rank", scene.host())
-    scene.machines.mark()
+    host, victim = scene.host(), scene.victim("rank", scene.host())
     filler = _fill(scene, host)
-    scene.wait(lambda: "was not saved" in scene.machines.said())
     kill(victim)
     time.sleep(scene.chance.random() * 2)
     filler.unlink()
@@ -65,17 +59,18 @@ def _harm(scene: Scene, host: int, victim: psutil.Process, harm: Harm) -> None:
 def _keep(scene: Scene, host: int) -> None:
     """If the run ends, the host gets its checkpoints back."""
     root, kept = scene.machines.checkpoints(host), scene.machines.folder / "kept"
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(root, kept)
+    _copy(root, kept)
+    scene.heals.append(partial(_copy, kept, root))
 
-    def heal() -> None:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(kept, root)
 
-    scene.heals.append(heal)
+def _copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
 
 
 def _fill(scene: Scene, host: int) -> Path:
+    """Fill a disk, and wait until a save has failed."""
+    scene.machines.mark()
     filler = scene.machines.disk(host) / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096, 1):
@@ -84,6 +79,7 @@ def _fill(scene: Scene, host: int) -> Path:
                     file.write(b"x" * size)
             except OSError:
                 continue
+    scene.wait(lambda: "was not saved" in scene.machines.said())
     return filler
 
 
@@ -118,13 +114,7 @@ def _older_part(root: Path, _: random.Random) -> None:
 
 
 def _older_step(root: Path, _: random.Random) -> None:
-    older, newest = root / f"step-{files.steps(root)[0]}", _newest(root)
-    shutil.rmtree(newest)
-    shutil.copytree(older, newest)
-
-
-def _wrong_latest(root: Path, _: random.Random) -> None:
-    (root / "latest").write_text("step-99999\n", encoding="utf-8")
+    _copy(root / f"step-{files.steps(root)[0]}", _newest(root))
 
 
 HARMS: dict[str, Harm] = {
@@ -138,5 +128,5 @@ HARMS: dict[str, Harm] = {
     "older step under a newer name": _older_step,
     "all steps missing on one host": lambda root, _: shutil.rmtree(root),
     "latest missing": lambda root, _: (root / "latest").unlink(missing_ok=True),
-    "latest wrong": _wrong_latest,
+    "latest wrong": lambda root, _: (root / "latest").write_text("step-99999\n"),
 }

@@ -92,12 +92,12 @@ class HostsRun:
         """What a host's launcher and rank print."""
         return self.folder / f"log{host}"
 
+    def printed(self, host: int) -> str:
+        return self.log(host).read_text(encoding="utf-8") if self.log(host).exists() else ""
+
     def text(self) -> str:
         """What all hosts printed."""
-        logs = [self.log(host) for host in range(self.hosts)]
-        return "\n".join(
-            f"== {log.name}\n{log.read_text(encoding='utf-8')}" for log in logs if log.exists()
-        )
+        return "\n".join(f"== host{host}\n{self.printed(host)}" for host in range(self.hosts))
 
     def steps(self) -> int:
         """How many steps were trained so far."""

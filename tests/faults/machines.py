@@ -5,6 +5,7 @@ and its temporary files. What this process mounts, only it and the hosts see: it
 namespace of its own (`tests.namespaces`).
 """
 
+import contextlib
 import getpass
 import os
 import re
@@ -70,11 +71,10 @@ class Machines(HostsRun):
 
     def wait(self, true: Callable[[], object], limit_s: float) -> bool:
         """Wait until something is true; whether it came to be."""
-        try:
+        with contextlib.suppress(AssertionError):
             until(true, limit_s)
-        except AssertionError:
-            return False
-        return True
+            return True
+        return False
 
     def mark(self) -> None:
         """`said` begins here."""
@@ -83,13 +83,9 @@ class Machines(HostsRun):
 
     def said(self, host: int | None = None) -> str:
         """What a host, or all of them, have printed since `mark`."""
-        texts = []
-        for each in range(HOSTS) if host is None else [host]:
-            if self.log(each).exists():
-                with self.log(each).open("rb") as log:
-                    log.seek(self._marks[each])
-                    texts.append(log.read().decode(errors="replace"))
-        return "\n".join(texts)
+        logs = [(self.log(h), self._marks[h]) for h in (range(HOSTS) if host is None else [host])]
+        said = [log.read_bytes()[mark:] for log, mark in logs if log.exists()]
+        return b"\n".join(said).decode(errors="replace")
 
     def digests(self, host: int) -> list[str]:
         """Of the parts of a host's newest checkpoint."""
@@ -113,9 +109,9 @@ class Machines(HostsRun):
                 found.append((host, process))
         return found
 
-    def process(self, kind: str, host: int) -> psutil.Process | None:
-        """The process of a kind on a host."""
-        return next((found for at, found in self.processes(kind) if at == host), None)
+    def on_host(self, kind: str, host: int) -> list[psutil.Process]:
+        """Processes of a kind on a host."""
+        return [found for at, found in self.processes(kind) if at == host]
 
     def leftovers(self) -> list[str]:
         """What a run that has ended left behind: processes, ports, files."""

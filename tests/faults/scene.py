@@ -50,9 +50,7 @@ class Scene:
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            process = self.machines.process(kind, host)
-            if process is not None:
-                found.append(process)
+            found.extend(self.machines.on_host(kind, host))
             return bool(found)
 
         self.wait(look)
@@ -97,7 +95,7 @@ class Scene:
         before = self.victim("rank", host).pid
         self.machines.mark()
         self.victim("rank", (host + 1) % HOSTS).kill()
-        self.wait(lambda: (found := self.machines.process("rank", host)) and found.pid != before)
+        self.wait(lambda: any(p.pid != before for p in self.machines.on_host("rank", host)))
         time.sleep(self.chance.random() ** 2)
 
     def at_the_first_step(self, host: int) -> None:

@@ -34,13 +34,15 @@ def messages(folder: Path) -> Iterator[tuple[str, int, Attempt]]:
     for name, wire, check in _tensors():
         yield name, len(wire), partial(_tensor, wire, check)
     for kind in (Kind.BEAT, Kind.DATA):  # TLS does not look inside
-        frame = _frame(kind)
-        size = len(_Tls(contexts).encrypt(frame))
-        yield f"{kind.name} frame in TLS", size, partial(_through_tls, contexts, frame)
+        yield _flight(f"{kind.name} frame in TLS", contexts, _frame(kind), 4)
     for number, name in enumerate(("client's hello", "server's answer", "client's proof")):
-        sizes: list[int] = []
-        _shake_hands(contexts, number, lambda data, sizes=sizes: sizes.append(len(data)))
-        yield f"TLS handshake, {name}", sizes[0], partial(_shake_hands, contexts, number)
+        yield _flight(f"TLS handshake, {name}", contexts, b"hello", number)
+
+
+def _flight(name: str, contexts: Contexts, frame: bytes, number: int) -> tuple[str, int, Attempt]:
+    attempt, sizes = partial(_through_tls, contexts, frame, number), list[int]()
+    attempt(lambda data: sizes.append(len(data)))
+    return name, sizes[0], attempt
 
 
 def test_no_changed_bit_is_taken_for_true(tmp_path: Path, option: Callable[[str], int]) -> None:
@@ -73,11 +75,11 @@ def _tensors() -> Iterator[tuple[str, Tensor, Callable[[Tensor], bool]]]:
     header = Header(0, 16, 4, 0, 0, 6, 0, 0, PAYLOAD_NBYTES)
     message = torch.cat([torch.zeros(HEADER_NBYTES, dtype=torch.uint8), payload])
     header.write(message)
-    yield "message over a cut", message, lambda found: _checked(header, found)
+    yield "message over a cut", message, partial(_checked, header)
     exchange = ExchangeHeader(0, 16, 4, 7, 3, 1, 5, 0)
     message = torch.cat([torch.zeros(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8), payload])
     exchange.write(message)
-    yield "message between replicas", message, lambda found: _checked(exchange, found)
+    yield "message between replicas", message, partial(_checked, exchange)
     yield "control vector", sealed(payload, 3), lambda found: opened(found, 3) is not None
 
 
@@ -97,57 +99,24 @@ def _frame(kind: Kind) -> bytes:
     return bytes(session.number(buffer, kind, Traffic.PIPELINE, 3))
 
 
-class _Tls:
-    """Two ends in memory, connected."""
-
-    def __init__(self, contexts: Contexts) -> None:
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.server = contexts[0].wrap_bio(to_server, to_client, server_side=True)
-        self.client = contexts[1].wrap_bio(to_client, to_server)
-        for end in (self.client, self.server, self.client, self.server):
-            with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-        self.to_server = to_server
-
-    def encrypt(self, data: bytes) -> bytes:
-        self.client.write(data)
-        return self.to_server.read()
-
-
-def _through_tls(contexts: Contexts, frame: bytes, change: Change) -> str:
-    tls = _Tls(contexts)
-    record = bytearray(tls.encrypt(frame))
-    change(record)
-    tls.to_server.write(record)
-    try:
-        found = tls.server.read(len(frame) + 1)
-    except ssl.SSLError:
-        return "rejected"
-    return "ignored" if found == frame else "applied"
-
-
-def _shake_hands(contexts: Contexts, number: int, change: Change) -> str:
-    """A handshake in which flight `number` is changed; then a message must come as it was sent."""
+def _through_tls(contexts: Contexts, frame: bytes, changed: int, change: Change) -> str:
+    """A handshake and a frame, of whose flights one is changed; the frame must come as it was."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     from_server, from_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = contexts[0].wrap_bio(to_server, from_server, server_side=True)
     client = contexts[1].wrap_bio(to_client, from_client)
-    said, flight = b"hello", 0
+    up, down = (from_client, to_server), (from_server, to_client)
+    acts = 2 * [(client.do_handshake, *up), (server.do_handshake, *down)]
+    acts += [(lambda: client.write(frame), *up)]
     try:
-        for end, out, target in 2 * (
-            (client, from_client, to_server),
-            (server, from_server, to_client),
-        ):
+        for flight, (act, out, target) in enumerate(acts):
             with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
+                act()
             data = bytearray(out.read())
-            if flight == number:
+            if flight == changed:
                 change(data)
-            flight += 1
             target.write(data)
-        client.write(said)
-        to_server.write(from_client.read())
-        found = server.read(len(said) + 1)
+        found = server.read(len(frame) + 1)
     except ssl.SSLError:
         return "rejected"
-    return "ignored" if found == said else "applied"
+    return "ignored" if found == frame else "applied"

@@ -31,13 +31,11 @@ from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.view.report.metrics import read_metrics
 
 LAYOUTS = {
-    "4 stages": ["pipeline.cuts=[1,2,3]"],
-    "2 x 2, cocktail": [
-        "pipeline.cuts=[2]",
-        "pipeline.replicas=2",
-        "gradcomp.method=cocktail",
-        "checkpoint.copies=2",
-    ],
+    "4 stages": ("pipeline.cuts=[1,2,3]",),
+    "2 x 2, cocktail": (
+        *("pipeline.cuts=[2]", "pipeline.replicas=2"),
+        *("gradcomp.method=cocktail", "checkpoint.copies=2"),
+    ),
 }
 """Settings by name. Only the second has second copies of checkpoints."""
 CONFIG = f"""
@@ -185,9 +183,8 @@ def on_hosts(function: Callable[[], object]) -> object:
         linux.mount_tmpfs("/dev/shm")
         os.environ["TMPDIR"] = tempfile.tempdir = "/mnt"
         os.environ[CACHE] = "/mnt/cache"  # not where leftovers of runs are looked for
-        os.environ.pop(
-            "TORCHINDUCTOR_CACHE_DIR", None
-        )  # torch set it, in the folder that is hidden
+        # torch set it, in the folder that is hidden
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         try:
             return function()
         except ShapedError as error:

@@ -3,23 +3,22 @@
 Whatever happens, both restore the same whole state, the newest that there is, or say why not.
 """
 
-import json
 import multiprocessing
 import os
 import random
 import shutil
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.faults.outcomes import Outcome, check, restored
 from thinpipe.launch.checkpoint import files
@@ -61,38 +60,16 @@ def _no_peers() -> Any:
     raise AssertionError("no other machine holds a copy")
 
 
-class Together:
-    """Runs a function as every machine, each in a thread."""
+def _together(folder: Path, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
+    """The results of `function(place, gather, ...)`, by machine, each in a thread."""
+    store = HashStore()
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(MACHINES)
-        self._values: dict[int, str] = {}
+    def call(rank: int) -> Any:
+        gather = StoreGather(store, rank, MACHINES, name="", limit_s=LIMIT_S).gather
+        return function(_place(folder, rank), gather, *rest, **options)
 
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = json.dumps(value)
-        self._barrier.wait(LIMIT_S)
-        found = [json.loads(self._values[other]) for other in range(MACHINES)]
-        self._barrier.wait(LIMIT_S)
-        return found
-
-    def run(self, folder: Path, function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-        """The results of `function(place, gather, ...)`, by machine."""
-        results: dict[int, Any] = {}
-
-        def call(rank: int) -> None:
-            try:
-                gather = partial(self.gather, rank)
-                results[rank] = function(_place(folder, rank), gather, *rest, **options)
-            except BaseException:
-                self._barrier.abort()
-                raise
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(MACHINES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [results[rank] for rank in range(MACHINES)]
+    with ThreadPoolExecutor(MACHINES) as machines:
+        return list(machines.map(call, range(MACHINES)))
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
@@ -132,28 +109,22 @@ def _change(path: Path, kind: str, chance: random.Random, *, older: Path) -> Non
 
 def _whole(folder: Path) -> int:
     """The newest step of which no machine's file was touched."""
-    found = 0
-    for step in STEPS:
-        paths = [
-            Path(str(rank), f"step-{step}", name)
-            for rank in range(MACHINES)
-            for name in (f"rank-{rank}.safetensors", "manifest.json")
-        ]
-        now, before = folder / "now", folder / f"run{RUN}"
-        if all(
-            (now / path).exists() and (now / path).read_bytes() == (before / path).read_bytes()
-            for path in paths
-        ):
-            found = step
-    return found
+
+    def content(run: str, step: int) -> list[bytes | None]:
+        folders = [folder / run / str(rank) / f"step-{step}" for rank in range(MACHINES)]
+        names = [(f"rank-{rank}.safetensors", "manifest.json") for rank in range(MACHINES)]
+        paths = [at / name for at, both in zip(folders, names, strict=True) for name in both]
+        return [path.read_bytes() if path.exists() else None for path in paths]
+
+    return max((s for s in STEPS if content("now", s) == content(f"run{RUN}", s)), default=0)
 
 
 def damaged(folder: Path, count: int, seed: int) -> list[Outcome]:
     """Damage files in `count` ways; each time from the same two machines' checkpoints."""
-    together, outcomes, now = Together(), [], folder / "now"
+    outcomes, now = [], folder / "now"
     for run in (RUN, OTHER_RUN):
         for step in STEPS:
-            together.run(now, _save, step, serial=step, run=run, keep=9)
+            _together(now, _save, step, serial=step, run=run, keep=9)
         now.rename(folder / f"run{run}")
     for number in range(count):
         shutil.rmtree(now, ignore_errors=True)
@@ -161,7 +132,7 @@ def damaged(folder: Path, count: int, seed: int) -> list[Outcome]:
         chance = random.Random(seed * 1_000_003 + number)
         kinds = [_damage(folder, chance) for _ in range(chance.choice((1, 1, 1, 2, 3, 6)))]
         newest = _whole(folder)
-        found = together.run(now, _restore, RUN)
+        found = _together(now, _restore, RUN)
         kind = kinds[0] if len(kinds) == 1 else "several of these"
         outcomes.append(restored(f"file: {kind}", found, newest))
     return outcomes

@@ -158,9 +158,11 @@ def _be_quiet() -> None:
 def _kinds(other: Path, recorded: bytes) -> Mapping[str, Callable[[], int]]:
     noise = random.Random(0).randbytes(4000)
     foreign = keys.contexts(other)[1]
-    older = _context(other, ssl.TLSVersion.TLSv1_2)
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+    bare, older = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) for _ in range(2))
+    for context in (bare, older):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    older.load_cert_chain(other)
     return {
         "noise": partial(_say, noise),
         "HTTP": partial(_say, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
@@ -177,14 +179,6 @@ def _kinds(other: Path, recorded: bytes) -> Mapping[str, Callable[[], int]]:
     }
 
 
-def _context(key: Path, version: ssl.TLSVersion) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.maximum_version = version
-    context.load_cert_chain(key)
-    return context
-
-
 def _say(words: bytes) -> int:
     with socket.create_connection(TARGET, _WAIT_S) as sock:
         sock.sendall(words)
@@ -194,11 +188,15 @@ def _say(words: bytes) -> int:
     return 1
 
 
-def _tls(context: ssl.SSLContext) -> int:
+def _hello() -> bytes:
     text = Hello(purpose="probe", name="host1").model_dump_json().encode()
+    return struct.pack("!I", len(text)) + text
+
+
+def _tls(context: ssl.SSLContext) -> int:
     sock = socket.create_connection(TARGET, _WAIT_S)
     with contextlib.suppress(OSError), context.wrap_socket(sock) as connection:
-        connection.sendall(struct.pack("!I", len(text)) + text)
+        connection.sendall(_hello())
         connection.recv(1)
     return 1
 
@@ -265,10 +263,8 @@ def _record_member(run: HostsRun) -> bytes:
     """What a member sends when it connects to host 0, byte by byte; it only looks in."""
 
     def connect() -> bytes:
-        context = keys.contexts(run.key)[1]
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = context.wrap_bio(incoming, outgoing)
-        text = Hello(purpose="probe", name="host1").model_dump_json().encode()
+        tls = keys.contexts(run.key)[1].wrap_bio(incoming, outgoing)
         sent = b""
         with socket.create_connection(TARGET, _WAIT_S) as sock:
             while True:
@@ -278,7 +274,7 @@ def _record_member(run: HostsRun) -> bytes:
                 except ssl.SSLWantReadError:
                     sent += _flush(outgoing, sock)
                     incoming.write(sock.recv(65536))
-            tls.write(struct.pack("!I", len(text)) + text)
+            tls.write(_hello())
             sent += _flush(outgoing, sock)
             incoming.write(sock.recv(65536))
         return sent

@@ -51,27 +51,14 @@ class Through:
 
     inner: Any
 
-    @property
-    def rank(self) -> int:
-        return int(self.inner.rank)
-
-    @property
-    def size(self) -> int:
-        return int(self.inner.size)
-
-    @property
-    def bytes_sent(self) -> int:
-        return int(self.inner.bytes_sent)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def expect(self, sources: Collection[int], capacity: int, lane: int = 0) -> None:
         self.inner.expect(sources, capacity, lane)
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         found: dict[int, Tensor] = self.inner.exchange(outgoing, sources, capacity, lane)
         return found

@@ -78,15 +78,15 @@ def test_a_silent_peer_is_named() -> None:
         first.exchange({1: message(4, 0)}, [1], 4)
 
 
-def test_a_replica_at_another_exchange_is_rejected() -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "capacity", "reported"),
+    [
+        (4, 299, "up to 299 bytes, where at most 300 can be"),  # it is at another exchange
+        (400, 300, "replica 1 -> replica 0: a payload of up to 400 bytes"),
+    ],
+)
+def test_a_message_that_cannot_be_is_rejected(nbytes: int, capacity: int, reported: str) -> None:
     first, second = local_peers(2)
-    second.exchange({0: message(4, 0)}, [], 299)
-    with pytest.raises(DesyncError, match="up to 299 bytes, where at most 300 can be"):
-        first.exchange({}, [1], 300)
-
-
-def test_a_message_longer_than_it_can_be_is_rejected() -> None:
-    first, second = local_peers(2)
-    second.exchange({0: message(400, 0)}, [], 300)
-    with pytest.raises(DesyncError, match="replica 1 -> replica 0: a payload of up to 400 bytes"):
+    second.exchange({0: message(nbytes, 0)}, [], capacity)
+    with pytest.raises(DesyncError, match=reported):
         first.exchange({}, [1], 300)

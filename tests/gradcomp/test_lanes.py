@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from tests.waiting import PATIENCE_S, until
 from thinpipe.gradcomp.exchange import EXACT
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.methods.ef_gradients import DelayedGradientSync
 from thinpipe.gradcomp.registry import load_method, parse_options
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.transport import LANES
@@ -31,11 +31,7 @@ class Counting(Through):
     counting: threading.Lock = field(default_factory=threading.Lock)
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         with self.counting:
             self.under_way += 1
@@ -48,41 +44,27 @@ class Counting(Through):
         return found
 
 
-@pytest.mark.parametrize("kind", [GradientSync, DelayedGradientSync])
-def test_a_bucket_in_each_lane_is_exchanged_at_the_same_time(kind: type[GradientSync]) -> None:
-    together = kind is GradientSync
-    ends = [Counting(peers) for peers in local_peers(REPLICAS)]
-    parameters = [[nn.Parameter(torch.zeros(8)) for _ in range(2 * LANES)] for _ in ends]
-    syncs = []
-    for own, end in zip(parameters, ends, strict=True):
-        end.awaited = threading.Barrier(LANES) if together else None
-        syncs.append(kind(own, end, AllReduce(end, EXACT), 32))
-
-    def step(rank: int) -> None:
-        syncs[rank].begin_step(0, 1)
-        for number, parameter in enumerate(parameters[rank]):
-            (parameter * (rank + number)).sum().backward()  # type: ignore[no-untyped-call]
-        syncs[rank].before_step()
-        syncs[rank].finish()
-
-    all_of(range(REPLICAS), step)
-    assert [end.most for end in ends] == [LANES if together else 1] * REPLICAS
-    for own in parameters if together else ():
-        sums = [float(parameter.grad[0]) for parameter in own if parameter.grad is not None]
-        assert sums == [2.0 * number + 1 for number in range(2 * LANES)]
-
-
-@pytest.mark.parametrize("method", ["cocktail", "decentralized"])
-def test_buckets_of_parameters_take_lanes_too(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "options", "lanes"),
+    [
+        ("allreduce", {}, LANES),
+        ("cocktail", {}, LANES),
+        ("decentralized", {}, LANES),
+        ("ef_gradients", {"delayed": True}, 1),
+    ],
+)
+def test_a_bucket_in_each_lane_is_exchanged_at_the_same_time(
+    method: str, options: dict[str, Any], lanes: int
+) -> None:
     ends = [Counting(peers) for peers in local_peers(REPLICAS)]
     parameters = [[nn.Parameter(torch.ones(8)) for _ in range(2 * LANES)] for _ in ends]
-    options = parse_options(method, {"bucket_mb": 32e-6})
+    parsed = parse_options(method, {"bucket_mb": 32e-6, **options})
     syncs = [
-        load_method(method).build(options, own, end)
+        load_method(method).build(parsed, own, end)
         for own, end in zip(parameters, ends, strict=True)
     ]
     for end in ends:
-        end.awaited = threading.Barrier(LANES)
+        end.awaited = threading.Barrier(lanes)
 
     def step(rank: int) -> None:
         for number in range(2):
@@ -94,7 +76,7 @@ def test_buckets_of_parameters_take_lanes_too(method: str) -> None:
         syncs[rank].finish()
 
     all_of(range(REPLICAS), step)
-    assert [end.most for end in ends] == [LANES] * REPLICAS
+    assert [end.most for end in ends] == [lanes] * REPLICAS
 
 
 def test_threads_of_an_exchange_that_failed_end() -> None:

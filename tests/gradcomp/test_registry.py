@@ -60,10 +60,3 @@ def test_a_method_may_bring_its_optimizer(added: str) -> None:
 def _sync(weight: nn.Parameter) -> ReplicaSync:
     (peers,) = local_peers(1)
     return load_method("none").build(parse_options("none", {}), [weight], peers)
-
-
-def test_other_methods_work_with_any() -> None:
-    for name in ("allreduce", "cocktail", "ef_gradients", "none"):
-        options = parse_options(name, {})
-        weight = nn.Parameter(torch.zeros(2))
-        assert build_optimizer(name, options, [weight], Train(), _sync(weight)) is None

@@ -68,8 +68,7 @@ def losses_of(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow(["llama", "llama-tied", "gpt2", "bert", "gemma3"], "llama-tied".__eq__),
+    "name", mostly_slow(["llama", "llama-tied", "gpt2", "bert", "gemma3"], "llama-tied".__eq__)
 )
 def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path: Path) -> None:
     save_in_bf16(name, tmp_path / "source")

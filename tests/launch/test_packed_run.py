@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
-from tests.training import checkpoints, config, start, weights
+from tests.training import checkpoints, config, restore, start, weights
 from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
@@ -100,13 +100,13 @@ def _save_and_resume(rank: int, run: RunConfig) -> tuple[dict[str, Any], ...]:
     straight.checkpoints.save(SAVED)
     through = straight.train(range(SAVED, STEPS))
     again = Training(rank, run)
-    assert again.checkpoints.restore(None) == SAVED
+    assert restore(again.checkpoints) == SAVED
     return saved, through, again.train(range(SAVED, STEPS))
 
 
 def _resume(rank: int, run: RunConfig) -> tuple[dict[str, Any], ...]:
     moved = Training(rank, run)
-    assert moved.checkpoints.restore(None) == SAVED
+    assert restore(moved.checkpoints) == SAVED
     return outcome(moved.built, []), moved.train(range(SAVED, STEPS))
 
 

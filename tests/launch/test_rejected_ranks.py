@@ -40,10 +40,7 @@ def test_ranks_with_different_configs_or_data_reject_to_start(run_file: Path) ->
         (run_file.parent / "text.txt").read_text(encoding="utf-8").replace("7 squared", "7 cubed")
     )
     port, change = free_port(), ["--set", "train.lr=0.5", "--set", f"data.path={other}"]
-    ranks = [
-        as_rank(0, 2, port, run_file, *CUT),
-        as_rank(1, 2, port, run_file, *CUT, *change),
-    ]
+    ranks = [as_rank(0, 2, port, run_file, *CUT), as_rank(1, 2, port, run_file, *CUT, *change)]
     for output in reported_by(ranks):
         assert "rank 1 has train.lr = 0.5, rank 0 has 0.001" in output
         assert "rank 1 has data.train = " in output  # where texts are may differ

@@ -145,8 +145,7 @@ def victims_of(launcher: int, name: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("victim", "machines"),
-    [("rank", 2), ("thinpipe wait", 1), ("thinpipe server", 1)],
+    ("victim", "machines"), [("rank", 2), ("thinpipe wait", 1), ("thinpipe server", 1)]
 )
 def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     run_file: Path, victim: str, machines: int

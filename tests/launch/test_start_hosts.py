@@ -234,15 +234,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
         "train",
         "runs of/r.toml",
     ]
-    expected += [
-        "--set",
-        "a.b='c d'",
-        "--resume",
-        "--nnodes",
-        "2",
-        "--rdzv",
-        "10.0.0.1:29500",
-    ]
+    expected += ["--set", "a.b='c d'", "--resume", "--nnodes", "2", "--rdzv", "10.0.0.1:29500"]
     assert given.split("|") == [*expected, ""]
 
 

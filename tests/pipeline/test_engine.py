@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.single_process import in_process
 from tests.ranks import Ranks
-from tests.training import TORCH_2_13, batch, config, share, single_process, start
+from tests.training import TORCH_2_13, batch, config, share, start
 from thinpipe.pipeline.comm.errors import TransportError
 
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
@@ -29,15 +29,6 @@ def test_ids_that_no_memory_can_serve_are_rejected(ids: list[int], message: str)
         built.engine.begin(torch.arange(1, 8), wrong.ids_B)
         with pytest.raises(ValueError, match=message):
             built.engine.train_step(wrong, 0)
-
-
-def test_a_short_batch_is_split_into_fewer_parts() -> None:
-    run = config(train={"accumulate": 4, "clip_norm": 0})
-    batches = [batch([1, 2, 3, 4, 5, 6, 7, 8]), batch([9, 10, 11])]
-    with in_process(run, total_steps=2) as built:
-        losses = [built.engine.train_step(item, step).loss for step, item in enumerate(batches)]
-    expected, _ = single_process(config(train={"clip_norm": 0}), batches)
-    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 PLACEMENTS = ["Deep1F1B", "Interleaved1F1B"]

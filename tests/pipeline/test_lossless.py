@@ -1,4 +1,4 @@
-"""Raw boundaries: the pipeline is bit-equal to one process and to torch's own stage."""
+"""Raw boundaries: the pipeline is bit-equal to one process."""
 
 from typing import Any
 
@@ -11,14 +11,13 @@ from thinpipe.launch.config.run import RunConfig
 
 pytestmark = pytest.mark.dist
 
-# even, uneven microbatches, a shorter last batch, fewer samples than microbatches
+# even, uneven microbatches, a shorter last batch, fewer samples than microbatches, fewer tokens
 BATCHES = [batch(list(range(8))), batch([9, 11, 13, 15, 17, 19]), batch([1, 2, 3, 4, 5])]
-SHORT = [*BATCHES, batch([6, 7]), batch(list(range(8))), batch([3]), BATCHES[1]]
+SHORT = [*BATCHES, batch([6, 7]), batch([1, 2, 3, 4], tokens=6), batch([3]), BATCHES[1]]
 
 
 def pipeline(schedule: str, cuts: list[int], **more: Any) -> RunConfig:
-    settings = {"schedule": schedule, "cuts": cuts, **more}
-    return config(pipeline=settings, train={"clip_norm": 0})
+    return config(pipeline={"schedule": schedule, "cuts": cuts}, train={"clip_norm": 0}, **more)
 
 
 def train_all(rank: int, runs: list[RunConfig], batches: list[Any]) -> list[Any]:
@@ -29,19 +28,26 @@ def check_equal(ranks: Ranks, runs: list[RunConfig], batches: list[Any]) -> None
     """Each as one process; all run in one group, one after the other."""
     of_ranks = ranks(runs[0].world_size, train_all, runs, batches)
     for run, results in zip(runs, zip(*of_ranks, strict=True), strict=True):
-        check_alone(run, results, batches)
+        losses, expected = single_process(run, batches)
+        for rank_losses, found, _ in results:
+            assert rank_losses == losses
+            for name, weight in found.items():
+                assert torch.equal(weight, expected[name]), name
+        assert set().union(*(found for _, found, _ in results)) == set(expected)
 
 
-def check_alone(run: RunConfig, results: Any, batches: list[Any]) -> None:
-    losses, expected = single_process(run, batches)
+def check_close(ranks: Ranks, run: RunConfig) -> list[dict[str, torch.Tensor]]:
+    """As one process but for the order of sums; returns the weights of each rank."""
+    results = ranks(run.world_size, train_steps, run, BATCHES)
+    losses, expected = single_process(run, BATCHES)
     for rank_losses, found, _ in results:
-        assert rank_losses == losses
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
         for name, weight in found.items():
-            assert torch.equal(weight, expected[name]), name
-    assert set().union(*(found for _, found, _ in results)) == set(expected)
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+    return [found for _, found, _ in results]
 
 
-@pytest.mark.parametrize("cuts", [[2], [1, 2, 3]])
+@pytest.mark.parametrize("cuts", [[], [2], [1, 2, 3]])
 def test_weights_equal_single_process_bit_for_bit(ranks: Ranks, cuts: list[int]) -> None:
     check_equal(ranks, [pipeline(name, cuts) for name in ("GPipe", "1F1B", "Deep1F1B")], SHORT)
 
@@ -50,6 +56,7 @@ def test_weights_equal_single_process_bit_for_bit(ranks: Ranks, cuts: list[int])
     "schedule",
     [
         "Interleaved1F1B",
+        "LoopedBFS",
         pytest.param("InterleavedZeroBubble", marks=TORCH_2_13),
         pytest.param("ZBVZeroBubble", marks=TORCH_2_13),
     ],
@@ -58,24 +65,7 @@ def test_several_stages_per_rank_equal_single_process(ranks: Ranks, schedule: st
     check_equal(ranks, [pipeline(schedule, [1, 2, 3])], [*BATCHES, batch([6, 7, 8]), BATCHES[1]])
 
 
-def test_interleaved_on_four_ranks_equals_single_process(ranks: Ranks) -> None:
-    run = config(
-        model={"layers": 8},
-        pipeline={"schedule": "Interleaved1F1B", "cuts": [1, 2, 3, 4, 5, 6, 7]},
-        train={"clip_norm": 0},
-    )
-    assert run.pipeline.pipeline_ranks == 4
-    check_equal(ranks, [run], BATCHES)
-
-
-def test_looped_bfs_differs_only_by_the_order_of_sums(ranks: Ranks) -> None:
-    run = pipeline("LoopedBFS", [1, 2, 3])
-    results = ranks(2, train_steps, run, BATCHES)
-    losses, expected = single_process(run, BATCHES)
-    for rank_losses, found, _ in results:
-        assert rank_losses == pytest.approx(losses, rel=1e-5)
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5)
+INTERLEAVED = {"schedule": "Interleaved1F1B", "cuts": [1, 2, 3, 4, 5, 6, 7]}
 
 
 @pytest.mark.parametrize(
@@ -85,70 +75,45 @@ def test_looped_bfs_differs_only_by_the_order_of_sums(ranks: Ranks) -> None:
         {"pipeline": {"precision": "bf16"}},
         {"train": {"accumulate": 2, "clip_norm": 0}},
         {"model": {"tie_embeddings": "exact"}, "pipeline": {"cuts": []}},
+        {"model": {"layers": 8}, "pipeline": INTERLEAVED},
     ],
-    ids=["checkpointing", "bf16", "accumulate", "one stage"],
+    ids=["checkpointing", "bf16", "accumulate", "one stage", "interleaved on four ranks"],
 )
 def test_features_keep_bit_equality(ranks: Ranks, change: dict[str, Any]) -> None:
     run = config(**{"train": {"clip_norm": 0}, **change})
-    check_equal(ranks, [run], BATCHES[:2])
+    check_equal(ranks, [run], [*BATCHES, batch([3])])
 
 
 def test_clipping_uses_the_norm_over_all_stages(ranks: Ranks) -> None:
-    run = config(pipeline={"cuts": [1, 2, 3]}, train={"clip_norm": 0.05})
-    results = ranks(4, train_steps, run, BATCHES)
-    _, expected = single_process(run, BATCHES)
-    for _, found, _ in results:
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
+    check_close(ranks, config(pipeline={"cuts": [1, 2, 3]}, train={"clip_norm": 0.05}))
 
 
 def test_two_replicas_of_two_stages_equal_one_process(ranks: Ranks) -> None:
-    run = config(pipeline={"replicas": 2}, train={"clip_norm": 0})
-    results = ranks(4, train_steps, run, BATCHES[:2])
-    losses, expected = single_process(config(train={"clip_norm": 0}), BATCHES[:2])
-    for rank_losses, found, _ in results:
-        assert rank_losses == pytest.approx(losses, rel=1e-6)
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+    weights = check_close(ranks, config(pipeline={"replicas": 2}, train={"clip_norm": 0}))
     for upper, lower in ((0, 2), (1, 3)):  # the same stage of both replicas
-        for name, weight in results[upper][1].items():
-            assert torch.equal(weight, results[lower][1][name])
+        for name, weight in weights[upper].items():
+            assert torch.equal(weight, weights[lower][name])
+
+
+TIED: Any = {"tie_embeddings": "exact"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_exact_tie_over_a_cut_equals_the_shared_weight(ranks: Ranks, replicas: int) -> None:
-    tie: Any = {"model": {"tie_embeddings": "exact"}}
-    run = config(**tie, pipeline={"cuts": [1, 2], "replicas": replicas})
-    results = ranks(run.world_size, train_steps, run, BATCHES[:2])
-    _, expected = single_process(config(**tie, pipeline={"cuts": [1, 2]}), BATCHES[:2])
-    embedding = results[0][1]["token_embedding.weight"]
-    assert torch.equal(embedding, results[2][1]["head.weight"])
-    torch.testing.assert_close(embedding, expected["head.weight"], rtol=0, atol=2e-6)
+    run = config(model=TIED, pipeline={"cuts": [1, 2], "replicas": replicas})
+    weights = check_close(ranks, run)
+    assert torch.equal(weights[0]["token_embedding.weight"], weights[2]["head.weight"])
 
 
 @TORCH_2_13
 def test_a_v_schedule_ties_by_sharing(ranks: Ranks) -> None:
-    tie: Any = {"model": {"tie_embeddings": "exact"}}
-    run = config(
-        **tie,
-        pipeline={"cuts": [1, 2, 3], "schedule": "ZBVZeroBubble"},
-        train={"clip_norm": 0},
-    )
-    results = ranks(2, train_steps, run, BATCHES[:2])
-    _, expected = single_process(run, BATCHES[:2])
-    head, embedding = results[0][1]["head.weight"], results[0][1]["token_embedding.weight"]
-    assert torch.equal(head, embedding)
-    torch.testing.assert_close(head, expected["head.weight"], rtol=0, atol=2e-6)
-
-
-def test_shorter_sequences_are_carried_too(ranks: Ranks) -> None:
-    run = pipeline("1F1B", [2])
-    check_equal(ranks, [run], [batch(list(range(8))), batch([1, 2, 3, 4], tokens=6), BATCHES[1]])
+    (both, _) = check_close(ranks, pipeline("ZBVZeroBubble", [1, 2, 3], model=TIED))
+    assert torch.equal(both["head.weight"], both["token_embedding.weight"])
 
 
 def test_raw_bf16_is_what_the_boundary_says(ranks: Ranks) -> None:
     """A cast at the cut changes the numbers: the lossless tests could not pass by accident."""
-    raw16 = {"kind": "raw", "format": "bf16"}
+    raw16: Any = {"kind": "raw", "format": "bf16"}
     run = config(boundary=[{"forward": raw16, "backward": RAW}], train={"clip_norm": 0})  # type: ignore[arg-type]
     (losses, _, _), _ = ranks(2, train_steps, run, BATCHES)
     expected, _ = single_process(run, BATCHES)

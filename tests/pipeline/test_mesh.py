@@ -5,25 +5,14 @@ import pytest
 from thinpipe.pipeline.mesh import Mesh, check_world
 
 
-def test_without_shards_dp_ranks_are_replicas() -> None:
-    for rank in range(6):
-        mesh = Mesh(3, 2, rank)
-        assert (mesh.replica, mesh.position, mesh.shard) == (rank // 3, rank % 3, 0)
-        assert mesh.dp_rank == mesh.replica
-        assert mesh.pipeline == mesh.whole_replica
-        assert mesh.stage_shards == [rank]
-        assert mesh.same_stage == mesh.all_at_position
-        assert mesh.world == list(range(6))
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2), (1, 2, 3), (3, 2, 1)])
 def test_every_rank_has_one_place(shape: tuple[int, int, int]) -> None:
     positions, replicas, shards = shape
     ranks = range(positions * replicas * shards)
     meshes = [Mesh(positions, replicas, rank, shards) for rank in ranks]
-    places = {(mesh.replica, mesh.position, mesh.shard) for mesh in meshes}
-    assert len(places) == len(ranks)
     for mesh in meshes:
+        assert mesh.rank == (mesh.replica * positions + mesh.position) * shards + mesh.shard
+        assert mesh.dp_rank == mesh.replica * shards + mesh.shard
         assert mesh.rank_at(mesh.position) == mesh.rank
         assert mesh.pipeline[mesh.position] == mesh.rank
         assert mesh.stage_shards[mesh.shard] == mesh.rank
@@ -33,10 +22,7 @@ def test_every_rank_has_one_place(shape: tuple[int, int, int]) -> None:
         assert sorted(mesh.world) == list(ranks)
         assert {meshes[rank].dp_rank for rank in mesh.pipeline} == {mesh.dp_rank}
         assert {meshes[rank].replica for rank in mesh.whole_replica} == {mesh.replica}
-
-
-def test_shards_of_a_stage_are_neighbours() -> None:
-    assert Mesh(2, 2, 5, shards=2).stage_shards == [4, 5]
+        assert len(mesh.whole_replica) == positions * shards
 
 
 def test_another_number_of_processes_is_rejected() -> None:

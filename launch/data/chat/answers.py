@@ -24,15 +24,6 @@ Places = list[Place]
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A conversation in tokens; each answer is a range of them, in the order of `messages`."""
-
-    tokens: list[int]
-    answers: Places
-    messages: list[int]
-
-
-@dataclass(frozen=True)
 class _Answer:
     """An answer in characters, from `start` on; `content` is the message's own text, if known."""
 
@@ -52,13 +43,11 @@ class _Text:
 
     def end_mark(self, first: int, last: int) -> Place | None:
         at = bisect_left(self._ends, (first, 0))
-        found = self._ends[at] if at < len(self._ends) else None
-        return found if found is not None and found[0] < last else None
+        return next((mark for mark in self._ends[at : at + 1] if mark[0] < last), None)
 
     def cut(self, places: Sequence[int]) -> None:
         """Insert the tokenizer's end mark at these places, which a template leaves without."""
-        tokens: list[int] = []
-        spans: list[Place] = []
+        tokens, spans = list[int](), Places()
         bounds = [0, *places, len(self.text)]
         for number, (first, last) in enumerate(pairwise(bounds)):
             ids, own = self._tokenizer.spans(self.text[first:last], after=number > 0)
@@ -91,21 +80,21 @@ def encode_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     ends: frozenset[int],
-) -> Encoded:
-    """The tokens of a conversation, with BOS if the tokenizer adds one; `ends` end an answer.
+) -> tuple[list[int], Places]:
+    """The tokens of a conversation, with BOS if the tokenizer adds one, and each answer's range.
+
+    `ends` are tokens that end an answer.
 
     Raises:
         TemplateError: the template does not take the messages.
         RowError: its answers cannot be told apart.
     """
-    spoken = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     chat = _Chat(messages, tools, template)
     if template.marks_answers:
         text, places = template.marked(messages, tools)
-        if len(places) != len(spoken):
-            raise RowError(
-                f"the template marks {len(places)} answers of {len(spoken)} as generated"
-            )
+        spoken = sum(message["role"] == ASSISTANT for message in messages)
+        if len(places) != spoken:
+            raise RowError(f"the template marks {len(places)} answers of {spoken} as generated")
         whole = _Text(text, tokenizer, ends)
     else:
         whole = _Text(chat.text(messages), tokenizer, ends)
@@ -114,7 +103,7 @@ def encode_chat(
     ranges = [whole.range(*place) for place in places]
     tokens = tokenizer.begun(whole.tokens)
     shift = len(tokens) - len(whole.tokens)
-    return Encoded(tokens, [(first + shift, last + shift) for first, last in ranges], spoken)
+    return tokens, [(first + shift, last + shift) for first, last in ranges]
 
 
 @dataclass(frozen=True)
@@ -145,8 +134,7 @@ class _Chat:
         """Where the answers are, with their end marks, which are inserted if there are none."""
         answers = self._answers(whole.text)
         following = [*(answer.start for answer in answers[1:]), len(whole.text)]
-        found: Places = []
-        missing = []
+        found, missing = Places(), []
         for answer, limit in zip(answers, following, strict=True):
             first, after = answer.content or (answer.start, answer.start)
             if answer.content and whole.end_mark(first, after):
@@ -170,9 +158,8 @@ class _Chat:
         return len(upto)
 
     def _answers(self, text: str) -> list[_Answer]:
-        contents = self._contents(text)
-        found: list[_Answer] = []
-        at = 0
+        contents, at = self._contents(text), 0
+        found = list[_Answer]()
         for number, message in enumerate(self.messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -213,8 +200,7 @@ class _Chat:
             rest = self.text(replaced)
         except TemplateError:
             return {}
-        found: dict[int, Place] = {}
-        at = 0
+        found, at = dict[int, Place](), 0
         for number in own:
             before, mark, rest = rest.partition(marks[number])
             if not mark or not text.startswith(before, at):

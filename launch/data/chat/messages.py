@@ -75,12 +75,13 @@ def _message(found: Any) -> Message:
         raise RowError("a message is no object")
     given = without_nulls(found)
     if "role" not in given and "from" in given:
+        names = "from", "value"
         role = _ROLES.get(str(given["from"]).lower())
-        content = given.get("value")
-        rest = {key: given[key] for key in given if key not in ("from", "value")}
     else:
-        role, content = given.get("role"), given.get("content")
-        rest = {key: given[key] for key in given if key not in ("role", "content")}
+        names = "role", "content"
+        role = given.get("role")
+    content = given.get(names[1])
+    rest = {key: given[key] for key in given if key not in names}
     if not isinstance(role, str) or not role:
         raise RowError(f"a message's role is {given.get('role', given.get('from'))!r}")
     if role == "function_call":
@@ -96,9 +97,8 @@ def _message(found: Any) -> Message:
 def _text(content: Any, *, blank: bool) -> str:
     """A message's text, of one string or of parts that are all texts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
-        kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
-        if any(kind != "text" for kind in kinds):
-            other = next(kind for kind in kinds if kind != "text")
+        kinds = (part.get("type") if isinstance(part, Mapping) else None for part in content)
+        for other in (kind for kind in kinds if kind != "text"):
             raise RowError(f"a message has a part of type {other!r}")
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and blank:

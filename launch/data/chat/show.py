@@ -22,13 +22,11 @@ def show_examples(console: Console, batch: Batch, decode: Decode) -> None:
     for number in range(len(batch)):
         targets = batch.targets[number]
         parts = [*_parts(batch, number)]
+        tokens = sum(len(ids) for ids, _ in parts)
+        learnt = int((targets != IGNORED_TARGET).sum())
+        said = f"{learnt} learnt" if targets.ndim else f"label {int(targets)}"
         what = "" if len(parts) == 1 else f", {len(parts)} examples"
-        if targets.ndim == 0:
-            console.print(f"sample {number}: {len(parts[0][0])} tokens, label {int(targets)}")
-        else:
-            learnt = int((targets != IGNORED_TARGET).sum())
-            tokens = sum(len(ids) for ids, _ in parts)
-            console.print(f"sample {number}: {tokens} tokens, {learnt} learnt{what}")
+        console.print(f"sample {number}: {tokens} tokens, {said}{what}")
         for ids, counts in parts:
             for line in _lines(ids, counts, decode):
                 console.print(line, soft_wrap=True)

@@ -63,22 +63,17 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and where the template says that the assistant wrote it.
-
-        Raises:
-            TemplateError: the template does not take them.
-        """
+        """As `render`, and where the template says that the assistant wrote it."""
         from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template
-        special = self._renderer.special_tokens_map
         try:
             texts, places = render(
                 [list(messages)],
                 tools=tools,
                 chat_template=self._source,
                 return_assistant_tokens_mask=True,
-                **special,
+                **self._renderer.special_tokens_map,
             )
         except Exception as error:
             raise TemplateError(first_line(error)) from error
@@ -86,13 +81,12 @@ class ChatTemplate:
 
     def answer_end(self, tokenizer: Tokenizer) -> int | None:
         """The special token that it writes after an answer, if any."""
-        answer = "thinpipe"
-        asked = {"role": "user", "content": "a"}
+        answer = {"role": ASSISTANT, "content": "thinpipe"}
         try:
-            text = self.render([asked, {"role": ASSISTANT, "content": answer}])
+            text = self.render([{"role": "user", "content": "a"}, answer])
         except TemplateError:
             return None
-        stop = text.rfind(answer) + len(answer)
+        stop = text.rfind(answer["content"]) + len(answer["content"])
         ids, places = tokenizer.spans(text)
         for token, (first, _) in zip(ids, places, strict=True):
             if first >= stop and token in tokenizer.marks:
@@ -107,15 +101,14 @@ def load_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         ValueError: the tokenizer has none, or the file cannot be read.
         ImportError: an optional package is not installed.
     """
-    name = OWN if name is None else name
+    name = name or OWN
     renderer = _renderer(name, tokenizer)
     if name == PLAIN:
         return ChatTemplate(_PLAIN_SOURCE, renderer)
     if name != OWN:
         return ChatTemplate(_read(name), renderer)
     source = renderer.chat_template
-    if isinstance(source, dict):
-        source = source.get("default")
+    source = source.get("default") if isinstance(source, dict) else source
     if not source:
         raise ValueError(
             f'data.chat_template = "{OWN}": the tokenizer has no chat template; name a file of '
@@ -131,12 +124,12 @@ def _renderer(name: str, tokenizer: Tokenizer) -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(f'data.chat_template = "{name}": {explain(error)}') from error
     plain: Any = transformers.PreTrainedTokenizerFast
-    folder = tokenizer.folder if isinstance(tokenizer, FolderTokenizer) else None
-    if folder is None:
+    if not isinstance(tokenizer, FolderTokenizer):
         nothing = tokenizers.Tokenizer(tokenizers.models.BPE())
         end = tokenizer.decode([tokenizer.end], special=True)
         return plain(tokenizer_object=nothing, eos_token=end)
     # the plain class takes tokenizer.json as it is; others make what they think it should hold
+    folder = tokenizer.folder
     whole = (folder / "tokenizer.json").is_file()
     kind: Any = plain if whole else transformers.AutoTokenizer
     try:

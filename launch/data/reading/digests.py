@@ -1,11 +1,11 @@
 """Digests of files' content, remembered for large files that did not change."""
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -31,21 +31,21 @@ def digest_of(file: Path, trusted_s: float = math.inf) -> str:
         return _digest(file)
     state = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
     name = xxh3_128_hexdigest(os.fsencode(file.resolve()))
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         memory = place = None
-        with contextlib.suppress(OSError):  # where nothing can be written each reads for itself
+        with suppress(OSError):  # where nothing can be written each reads for itself
             place = cache_folder() / "digests" / name
             place.parent.mkdir(exist_ok=True)
             memory = stack.enter_context(place.open("ab", buffering=0))
             _wait_for(memory)
-        with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: damaged
+        with suppress(OSError, ValueError, TypeError):  # TypeError: damaged
             saved, digest, at = json.loads(place.read_bytes() if place else b"")
             if saved == state and 0 <= time.time() - at < trusted_s:
                 return str(digest)
         digest = _digest(file)
         settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
         if memory is not None and settled:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 memory.truncate(0)
                 memory.write(json.dumps([state, digest, time.time()]).encode())
     return digest
@@ -55,7 +55,7 @@ def _wait_for(memory: IO[bytes]) -> None:
     """Until no other process reads the file, but not for ever: one may have been stopped."""
     until_s = time.monotonic() + _LONGEST_WAIT_S
     while time.monotonic() < until_s:
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             disk.lock(memory)
             return
         time.sleep(0.02)

@@ -151,30 +151,18 @@ def _json_kind(text: str) -> Kind | None:
     """JSON begins with an object or with an array of objects; templates and TOML do so in vain."""
     stripped = text.lstrip()
     if stripped.startswith("{"):
-        first = stripped.partition("\n")[0]
-        if _is_object(first):
+        with contextlib.suppress(ValueError):
+            json.loads(stripped.partition("\n")[0])
             return "jsonl"
-        try:
-            found = json.JSONDecoder().raw_decode(stripped)[0]
-        except ValueError:
-            return None
-        return "json" if isinstance(found, dict) else None
-    if stripped.startswith("["):
-        inside = stripped[1:].lstrip()
-        if inside.startswith("{"):
-            try:
-                json.JSONDecoder().raw_decode(inside)
-            except ValueError as error:
-                return "json" if "Unterminated" in str(error) else None
-            return "json"
-    return None
-
-
-def _is_object(line: str) -> bool:
+    is_array = stripped.startswith("[")
+    inside = stripped[1:].lstrip() if is_array else stripped
+    if not inside.startswith("{"):
+        return None
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        json.JSONDecoder().raw_decode(inside)
+    except ValueError as error:
+        return "json" if is_array and "Unterminated" in str(error) else None
+    return "json"
 
 
 def _table_kind(text: str) -> Kind | None:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, Any
 
 from thinpipe.launch.data.columns import Field
@@ -63,12 +64,12 @@ def with_columns(form: Form) -> Form:
     """A file of Parquet or Arrow with the names of its columns."""
     with _reading(form), seekable(form.path, form.compression) as file:
         if form.kind == "parquet":
-            from pyarrow.parquet import ParquetFile
+            from pyarrow.parquet import read_schema
 
-            names = ParquetFile(file).schema_arrow.names
+            schema = read_schema(file)
         else:
-            names = _ipc(file)[0].names
-    return Form(form.path, form.kind, form.compression, tuple(names))
+            schema = _ipc(file)[0]
+    return replace(form, columns=tuple(schema.names))
 
 
 def _records(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
@@ -92,12 +93,10 @@ def _reading(form: Form) -> Iterator[None]:
         yield
     except (pa.ArrowException, csv.Error) as error:
         said = " ".join(str(error).split())[:200]
-    else:
-        return
-    raise ValueError(
-        f"{form.path}: cannot be read as {form.kind} ({said}); write or download it again, or "
-        "correct data.format"
-    )
+        raise ValueError(
+            f"{form.path}: cannot be read as {form.kind} ({said}); write or download it again, or "
+            "correct data.format"
+        ) from None
 
 
 def _lines(form: Form) -> Iterator[Record]:
@@ -130,7 +129,7 @@ def _values(form: Form) -> Iterator[Record]:
     decoder, left, between, done = json.JSONDecoder(), "", _BEFORE, 0
     for text in _decoded(form):
         left, at, final = left + text, 0, not text
-        while (at := _end(between, left, at)) < len(left):
+        while (found := between.match(left, at)) and (at := found.end()) < len(left):
             between = _BETWEEN
             try:
                 value, stop = decoder.raw_decode(left, at)
@@ -148,11 +147,6 @@ def _values(form: Form) -> Iterator[Record]:
             yield done, _object(value)
             at = stop
         left = left[at:]
-
-
-def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    found = pattern.match(text, start)
-    return start if found is None else found.end()
 
 
 def _decoded(form: Form) -> Iterator[str]:
@@ -180,8 +174,7 @@ def _table(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
             next(rows, None)
         for number, cells in enumerate(rows, start=1):
             if len(cells) != len(names):
-                shape = f"{len(names)} columns, and it has {len(cells)}"
-                yield number, f"the table has {shape}"
+                yield number, f"the table has {len(names)} columns, and it has {len(cells)}"
                 continue
             fields = dict(zip(names, cells, strict=True))
             read = all(is_utf8(fields[name]) for name in names if not wanted or name in wanted)
@@ -208,10 +201,10 @@ def _typed(form: Form, wanted: Collection[Field]) -> Iterator[Record]:
 def _ipc(file: IO[bytes]) -> tuple[Any, Iterator[Any]]:
     import pyarrow as pa
 
-    if file.read(6) == b"ARROW1":
-        file.seek(0)
-        whole = pa.ipc.open_file(pa.PythonFile(file, mode="r"))
-        return whole.schema, (whole.get_batch(at) for at in range(whole.num_record_batches))
+    is_file = file.read(6) == b"ARROW1"
     file.seek(0)
+    if is_file:
+        whole = pa.ipc.open_file(pa.PythonFile(file, mode="r"))
+        return whole.schema, map(whole.get_batch, range(whole.num_record_batches))
     stream = pa.ipc.open_stream(pa.PythonFile(file, mode="r"))
     return stream.schema, stream

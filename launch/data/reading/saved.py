@@ -76,12 +76,6 @@ def load_saved(folder: Path, what: str) -> Any:
         ) from error
 
 
-@functools.cache
-def load_hub(name: HubName, what: str) -> Any:
-    """The data set, or its splits by name; downloaded if it is not in the package's own cache."""
-    return _loaded(name, what)
-
-
 def stream_hub(path: str) -> "StreamedRows":
     """The rows of a data set of the hub, downloaded as they are read."""
     name = parse_hub(path, "data.path")
@@ -91,6 +85,7 @@ def stream_hub(path: str) -> "StreamedRows":
 
 
 def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
+    """The data set, or its splits by name; downloaded if it is not in the package's own cache."""
     from datasets import load_dataset
     from datasets.config import HF_DATASETS_CACHE
 
@@ -111,6 +106,9 @@ def _loaded(name: HubName, what: str, *, streaming: bool = False) -> Any:
             f"{what}: cannot be loaded: {first_line(error)}; correct the name, or check the "
             "network (with HF_HUB_OFFLINE=1 only what was downloaded before is used)"
         ) from error
+
+
+load_hub = functools.cache(_loaded)
 
 
 class StreamedRows:

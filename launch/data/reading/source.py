@@ -1,7 +1,7 @@
 """What a setting names as data: rows or running text, and a digest of its content."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,12 +17,7 @@ from thinpipe.launch.data.rows import Row, Rows
 from thinpipe.launch.data.tokens.store import key_of
 from thinpipe.pipeline.models.paths import user_path
 
-_FAMILIES: tuple[set[Kind], ...] = (
-    {"text"},
-    {"jsonl", "json"},
-    {"csv", "tsv"},
-    {"parquet", "arrow"},
-)
+_FAMILIES = ({"text"}, {"jsonl", "json"}, {"csv", "tsv"}, {"parquet", "arrow"})
 """Kinds that may stand side by side."""
 _LOOKED_AT = 100  # rows in which a field has to be once; else its name is wrong, not the rows
 
@@ -96,13 +91,15 @@ def source_of(config: DataConfig, path: str | None, setting: str) -> Source:
     """What a `data.path` or the like names; without a path, Python's standard library."""
     what, fields = f"{setting} = {path!r}", config.fields
     kind = None if config.format == "auto" else config.format
-    wanted = [*fields, *config.optional_fields] if fields else []
+    wanted = [*fields, *config.optional_fields]
     dataset = _dataset(path, setting)
     if dataset is not None:
         return _of_dataset(dataset, wanted, what, str(path))
     forms = _forms(path, setting, kind, header=not _numbered(fields))
     _check(forms, fields, what)
-    key = key_of(*([*_facts(form), digest_of(form.path)] for form in forms))
+    key = key_of(
+        *([str(form.path.resolve()), *astuple(form)[1:], digest_of(form.path)] for form in forms)
+    )
     nbytes = sum(form.path.stat().st_size for form in forms)
     rows = None if forms[0].kind == "text" else FileRows(forms, wanted)
     return Source(what, key, nbytes, tuple(forms), rows)
@@ -135,11 +132,6 @@ def _dataset(path: str | None, setting: str) -> Any | None:
         return saved.load_hub(saved.parse_hub(path, setting), what)
     folder = user_path(path or "")
     return saved.load_saved(folder, what) if path and saved.is_saved(folder) else None
-
-
-def _facts(form: Form) -> list[Any]:
-    place = str(form.path.resolve())
-    return [place, form.kind, form.compression, form.columns, form.delimiter]
 
 
 def _check(forms: Sequence[Form], fields: Sequence[Field], what: str) -> None:

@@ -1,10 +1,10 @@
 """Running text: documents of files or rows, one after the other, and which part is held out."""
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.documents import Rejected
@@ -17,30 +17,22 @@ HELD_OUT = 10
 Part = Literal["all", "training", "held out"]
 
 
-class Texts(Protocol):
-    """Documents that are joined to one text; read in order, in bounded memory."""
-
-    def sizes(self) -> Iterable[int]:
-        """Bytes of each document; those that follow some limit are not asked for."""
-
-    def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes | None]:
-        """The chosen bytes of each document and None at its end; of rows that cannot be used, why.
-
-        A document of which nothing is chosen may have an end.
-        """
-
-
 class FileTexts:
-    """A document for each file."""
+    """A document for each file; they are joined to one text, read in order, in bounded memory."""
 
     def __init__(self, forms: Sequence[Form]) -> None:
         self._forms = forms
         self._unpacked: dict[int, int] = {}
 
     def sizes(self) -> Iterator[int]:
+        """Bytes of each document; those that follow some limit are not asked for."""
         return map(self._size, range(len(self._forms)))
 
     def read(self, choose: "Chooser", reject: Callable[[Rejected], None]) -> Iterator[bytes | None]:
+        """The chosen bytes of each document and None at its end; of rows that cannot be used, why.
+
+        A document of which nothing is chosen may have an end.
+        """
         for number, form in enumerate(self._forms):
             if choose.over:
                 return
@@ -62,7 +54,7 @@ class FileTexts:
 
 
 class RowTexts:
-    """A document for each row; with `lines` each ends in a line feed."""
+    """As FileTexts, with a document for each row; with `lines` each ends in a line feed."""
 
     def __init__(self, rows: Rows, field: Field, *, lines: bool) -> None:
         self._rows, self._field, self._lines = rows, field, lines
@@ -91,6 +83,9 @@ class RowTexts:
             else:
                 whole = text.endswith("\n") or not self._lines
                 yield (text if whole else text + "\n").encode()
+
+
+Texts = FileTexts | RowTexts
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The samples of a run that reads its data as a stream."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 from thinpipe.launch.data.classification import LabelledSet, Labelling
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.data.documents import Document, Listed, Rejected
+from thinpipe.launch.data.documents import Document, Listed, Rejected, document_of
 from thinpipe.launch.data.encode import document_marks, encoder_for
 from thinpipe.launch.data.packing import Layout, PackedSet, pack
 from thinpipe.launch.data.reading.saved import HUB, stream_hub
 from thinpipe.launch.data.reading.source import check_fields, source_of
-from thinpipe.launch.data.rows import Row, RowError
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import Counted, SampleSet, WindowSet
 from thinpipe.launch.data.streams.stream import Carry, Items, Make
 from thinpipe.launch.data.tokenizer import Tokenizer
@@ -26,17 +27,18 @@ from thinpipe.launch.data.tokens.store import says
 _log = logging.getLogger(__name__)
 
 
-class Tally:
+class _Tally:
     """Says what is left out of a stream: the first row of each reason, and each tenfold of them."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._counts = what, dict[str, int]()
+        self._what, self._counts = what, Counter[str]()
 
-    def add(self, where: str, reason: str) -> None:
-        count = self._counts[reason] = self._counts.get(reason, 0) + 1
+    def add(self, row: Rejected) -> None:
+        self._counts[row.reason] += 1
+        count = self._counts[row.reason]
         if says() and str(count).strip("0") == "1":
             rows = "1 row is" if count == 1 else f"{count} rows are"
-            _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, reason, where)
+            _log.warning("note: %s: %s left out: %s (%s)", self._what, rows, row.reason, row.where)
 
 
 def take_held_out(items: Items, make: Make, count: int, what: str) -> SampleSet:
@@ -80,26 +82,26 @@ def rows_of(config: DataConfig) -> Callable[[], Iterable[Row]]:
 
 def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labelling) -> Make:
     """How rows become samples, a block at a time."""
-    tally, length = Tally(config.source), config.sequence_length
+    tally, length = _Tally(config.source), config.sequence_length
     layout = Layout(length, config.packs, config.objective == "prefix", seed)
     is_running = config.kind == "text" and not config.packs
     encode: Callable[[Row], Document | Rejected]
     if config.kind == "text":
         marks = Marks(*document_marks(tokenizer, config.document_marks))
         lines = is_running and marks == Marks()
-        encode = partial(_text, tokenizer, config.running_field, marks, lines=lines)
+        read = partial(_text, tokenizer, config.running_field, marks, lines=lines)
+        encode = partial(document_of, read)
     else:
         encode = encoder_for(config, tokenizer, labelling).encode
 
     def make(
         rows: Sequence[Row], carry: Carry, number: int
     ) -> tuple[LabelledSet | PackedSet | WindowSet | None, Carry]:
-        found = list[Document]()
-        for one in map(encode, rows):
+        encoded = [*map(encode, rows)]
+        for one in encoded:
             if isinstance(one, Rejected):
-                tally.add(one.where, one.reason)
-            else:
-                found.append(one)
+                tally.add(one)
+        found = [one for one in encoded if isinstance(one, Document)]
         if is_running:
             return _windows(found, carry, length)
         documents = Listed(found)
@@ -110,14 +112,9 @@ def make_of(config: DataConfig, tokenizer: Tokenizer, seed: int, labelling: Labe
     return make
 
 
-def _text(
-    tokenizer: Tokenizer, field: Field, marks: Marks, row: Row, *, lines: bool
-) -> Document | Rejected:
+def _text(tokenizer: Tokenizer, field: Field, marks: Marks, row: Row, *, lines: bool) -> Document:
     """A document of text; with `lines` it is a line."""
-    try:
-        text = row.text(field, blank=lines)
-    except RowError as error:
-        return Rejected(row.where, str(error))
+    text = row.text(field, blank=lines)
     if lines and not text.endswith("\n"):
         text += "\n"
     ids = np.array(tokenizer.encode(text), dtype=np.int32)

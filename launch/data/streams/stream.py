@@ -38,15 +38,16 @@ _Place = tuple[int, SampleSet, int]
 class _Origin:
     """Where an object that is read begins: all who read it have to begin there."""
 
+    first: str | None = None
+    """A digest of its first item."""
+    moved = False
+    """Whether it was sent to another place, where it may begin from then on."""
+    reader: object = None
+    start: Any = None
+
     def __init__(self, iterable: Any) -> None:
         self.iterable = iterable
-        self.first: str | None = None
-        """A digest of its first item."""
-        self.moved = False
-        """Whether it was sent to another place, where it may begin from then on."""
-        self.reader: object = None
         self.returns = all(hasattr(iterable, name) for name in ("state_dict", "load_state_dict"))
-        self.start: Any = None
         if self.returns:
             with suppress(Exception):  # one of a user's own may have no state before it is read
                 self.start = copy.deepcopy(iterable.state_dict())
@@ -77,9 +78,7 @@ class Items:
         Raises:
             ValueError: it can be read once only, or does not return to its beginning.
         """
-        self._source, self._taken = source, 0
-        self._iterable: Any = ()
-        self._iterator: Iterator[Any] = iter(())
+        self._source = source
         self.go_to({"taken": 0})
 
     def take(self, count: int) -> list[Any]:
@@ -101,9 +100,10 @@ class Items:
         Raises:
             ValueError: it does not begin with the item that it began with.
         """
-        self._iterable, own = self._source(), state.get("own")
-        self._origin, self._reader = _origin(self._iterable), object()
-        self._origin.reader, self._taken = self._reader, state["taken"]
+        self._iterable: Any = self._source()
+        self._origin, own = _origin(self._iterable), state.get("own")
+        self._origin.reader = self._reader = object()
+        self._taken = int(state["taken"])
         if own is not None and self._origin.returns:
             self._iterator = self._begun(own)
         else:
@@ -128,9 +128,8 @@ class Items:
         origin = self._origin
         starts = ([] if origin.moved else [None]) + ([] if origin.start is None else [origin.start])
         for start in starts:
-            iterator = self._begun(start)
+            iterator, digest = self._begun(start), hashlib.sha256()
             first = list(itertools.islice(iterator, 1))
-            digest = hashlib.sha256()
             digest_item(first, digest)
             origin.first = origin.first or digest.hexdigest()
             if digest.hexdigest() == origin.first:
@@ -177,13 +176,9 @@ class StreamSet:
         self._size, self._seed, self._total = block, seed, total
         self.notes: tuple[str, ...] = ()
         self.longest = longest
-        self._start: dict[str, Any] = {
-            "first": 0,
-            "number": 0,
-            "items": self._place(),
-            "carry": torch.zeros(0, dtype=torch.int32),
-        }
-        self._state = dict(self._start)
+        none = torch.zeros(0, dtype=torch.int32)
+        self._start = {"first": 0, "number": 0, "items": self._place(), "carry": none}
+        self._state: dict[str, Any] = dict(self._start)
         self._read()
 
     def __len__(self) -> int:
@@ -243,19 +238,16 @@ class StreamSet:
             while sample >= self._stop:
                 if self._over:
                     return found
-                self._next()
+                self._state = {
+                    "first": self._stop,
+                    "number": self._state["number"] + 1,
+                    "items": self._place(),
+                    "carry": self._left,
+                }
+                self._read()
             assert self._samples is not None, "it has the sample"
             found.append((sample, self._samples, sample - self._state["first"]))
         return found
-
-    def _next(self) -> None:
-        self._state = {
-            "first": self._stop,
-            "number": self._state["number"] + 1,
-            "items": self._place(),
-            "carry": self._left,
-        }
-        self._read()
 
     def _place(self) -> str:
         state = self._items.state()
@@ -268,12 +260,11 @@ class StreamSet:
             ) from None
 
     def _read(self) -> None:
-        number = int(self._state["number"])
-        items = self._items.take(self._size)
+        number, items = int(self._state["number"]), self._items.take(self._size)
         self._over = len(items) < self._size
         if self._seed is not None:
-            order = shuffled(len(items), self._seed, f"block {number}").tolist()
-            items = [items[place] for place in order]
+            order = shuffled(len(items), self._seed, f"block {number}")
+            items = [items[place] for place in order.tolist()]
         self._samples, self._left = self._make(items, self._state["carry"], number)
 
 
@@ -344,18 +335,14 @@ def position(samples: SampleSet) -> StreamSet | None:
 
 
 def _batch(places: Sequence[_Place]) -> Batch:
-    parts = []
-    for _, group in itertools.groupby(places, key=lambda place: id(place[1])):
-        own = [*group]
-        parts.append(own[0][1].batch([number for _, _, number in own]))
+    groups = (list(own) for _, own in itertools.groupby(places, key=lambda place: id(place[1])))
+    parts = [own[0][1].batch([number for _, _, number in own]) for own in groups]
     ids_B = torch.tensor([sample for sample, _, _ in places])
     if len(parts) == 1:
         return replace(parts[0], ids_B=ids_B)
-    columns: dict[str, Any] = {"ids_B": ids_B}
-    for field in fields(Batch):
-        found = [getattr(part, field.name) for part in parts]
-        if field.name != "ids_B":
-            columns[field.name] = (
-                None if found[0] is None else tree_map(lambda *same: torch.cat(same), *found)
-            )
-    return Batch(**columns)
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Batch)}
+    joined: dict[str, Any] = {
+        name: None if found[0] is None else tree_map(lambda *same: torch.cat(same), *found)
+        for name, found in columns.items()
+    }
+    return Batch(**joined | {"ids_B": ids_B})

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from thinpipe.launch.data.columns import Field
 from thinpipe.launch.data.documents import Encoder, Rejected
 from thinpipe.launch.data.reading.source import Source
-from thinpipe.launch.data.rows import Rows
 from thinpipe.launch.data.token_file import TokenFile, TokenWriter, rejections, token_type
 from thinpipe.launch.data.tokens.progress import Progress
 from thinpipe.launch.data.tokens.store import check_room, key_of, obtain
@@ -24,24 +24,25 @@ def encoded_rows(source: Source, fields: Sequence[Field], encoder: Encoder) -> T
         ValueError: no row can be used; names the reasons and the first rows.
         OSError: there is no room for the tokens, or they cannot be written.
     """
-    key = key_of(_VERSION, source.key, [str(field) for field in fields], encoder.key)
-    what = source.what
-
-    def make(folder: Path) -> None:
-        _make(source.rows(fields), encoder, folder, what)
-
-    found = obtain(key, TokenFile.open, make, what=what)
+    key = key_of(_VERSION, source.key, [*map(str, fields)], encoder.key)
+    make = partial(_make, source, fields, encoder)
+    found = obtain(key, TokenFile.open, make, what=source.what)
     if not len(found):
-        raise ValueError(f"{what}: no row can be used: {'; '.join(rejections(found))}; correct it")
+        reasons = "; ".join(rejections(found))
+        raise ValueError(f"{source.what}: no row can be used: {reasons}; correct it")
     return found
 
 
-def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
+def _make(source: Source, fields: Sequence[Field], encoder: Encoder, folder: Path) -> None:
+    rows = source.rows(fields)
     count = rows.count()
-    _estimate(rows, count, encoder, folder, what)
+    first = [encoder.encode(row) for row in islice(rows, _FIRST)]
+    tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
+    width = token_type(encoder.ids).itemsize + len(encoder.columns)
+    check_room(folder, tokens * count // len(first) * width, source.what)
     with closing(TokenWriter(folder, ids=encoder.ids, columns=encoder.columns)) as writer:
         done = int(writer.done or 0)
-        progress = Progress(f"{what}: encoding rows", count, done, unit="rows")
+        progress = Progress(f"{source.what}: encoding rows", count, done, unit="rows")
         for number, row in enumerate(islice(rows, done, None), start=done):
             found = encoder.encode(row)
             if isinstance(found, Rejected):
@@ -52,10 +53,3 @@ def _make(rows: Rows, encoder: Encoder, folder: Path, what: str) -> None:
             writer.passed(number + 1)
         writer.finish({})
     progress.finished(folder)
-
-
-def _estimate(rows: Rows, count: int, encoder: Encoder, folder: Path, what: str) -> None:
-    first = [encoder.encode(row) for row in islice(rows, _FIRST)]
-    tokens = sum(len(one) for one in first if not isinstance(one, Rejected))
-    width = token_type(encoder.ids).itemsize + len(encoder.columns)
-    check_room(folder, tokens * count // len(first) * width, what)

@@ -72,9 +72,8 @@ class Cutter:
         ]
 
     def _piece(self, context: str, text: str, forced: bool) -> Piece:
-        if forced:  # as if the text began here
-            return Piece("", text, 0, forced=True)
-        return Piece(context, text, len(self._ids(context)) if context else 0)
+        context = "" if forced else context  # as if the text began here
+        return Piece(context, text, len(self._ids(context)) if context else 0, forced)
 
     def _cut(self, context: str, text: str, start: int) -> tuple[int, bool] | None:
         """Where the next piece ends, and whether that is forced; None: more text is needed."""
@@ -113,9 +112,7 @@ class Cutter:
     def _words(self, text: str) -> list[str]:
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
         text = text if normalizer is None else normalizer.normalize_str(text)
-        if splitter is None:
-            return [text]
-        return [word for word, _ in splitter.pre_tokenize_str(text)]
+        return [text] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(text)]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids

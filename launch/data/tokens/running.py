@@ -139,19 +139,17 @@ class _Maker:
             found = cutter.encode([text.piece for text in batch])
             nbytes = sum(text.nbytes for text in batch)
             self.forced += sum(text.piece.forced for text in batch)
-            if first:
-                self._estimate(folder, sum(map(len, found)), nbytes)
+            if first:  # the disk is checked before anything is written
+                each = token_type(self.tokenizer.vocab).itemsize / max(1, nbytes)
+                check_room(folder, int(sum(map(len, found)) * each * self.nbytes), self.what)
                 first = False
             parts = [
                 (self._marked(tokens, first=text.first, last=text.last), self._ends(text.last))
                 for tokens, text in zip(found, batch, strict=True)
             ]
-            last = batch[-1]
-            yield _Step(
-                parts,
-                nbytes,
-                "" if self._ends(last.last) else (last.piece.context + last.piece.text)[-CONTEXT:],
-            )
+            last = batch[-1].piece
+            ends = self._ends(batch[-1].last)
+            yield _Step(parts, nbytes, "" if ends else (last.context + last.text)[-CONTEXT:])
 
     def _marked(self, tokens: _Ids, *, first: bool, last: bool) -> _Ids:
         return tokens if self.marks is None else self.marks.put(tokens, first=first, last=last)
@@ -171,21 +169,16 @@ class _Maker:
                 first = first_here = False
             context = ""
 
-    def _estimate(self, folder: Path, tokens: int, nbytes: int) -> None:
-        """Check the disk before anything is written, by the first tokens of the text."""
-        share = tokens * token_type(self.tokenizer.vocab).itemsize / max(1, nbytes)
-        check_room(folder, int(share * self.nbytes), self.what)
-
     def _plain(self, documents: Iterable[Iterator[bytes]], *, begun: bool) -> Iterator[_Step]:
         decoder = Decoder()
         for parts in documents:
             first, begun = not begun, False
             for part, last in _with_last(parts):
-                if self.utf8:
-                    try:
+                try:
+                    if self.utf8:
                         decoder.decode(part)
-                    except UnicodeDecodeError:
-                        self.utf8 = False
+                except UnicodeDecodeError:
+                    self.utf8 = False
                 tokens = np.frombuffer(part, dtype=np.uint8).astype(np.int32)
                 marked, ends = self._marked(tokens, first=first, last=last), self._ends(last)
                 yield _Step([(marked, ends)], len(part), "" if ends else "within")
@@ -228,14 +221,7 @@ def _documents(parts: Iterator[bytes | None], *, joined: bool) -> Iterator[Itera
         return
     for part in parts:
         if part:  # else nothing is chosen of it
-            yield chain([part], _up_to_end(parts))
-
-
-def _up_to_end(parts: Iterator[bytes | None]) -> Iterator[bytes]:
-    for part in parts:
-        if part is None:
-            return
-        yield part
+            yield chain([part], iter(parts.__next__, None))
 
 
 def _without(parts: Iterator[bytes | None], skipped: int) -> Iterator[bytes | None]:

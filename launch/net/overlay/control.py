@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, Steps, rest_if_full
+from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, Steps
 
 ADDRESS = "THINPIPE_OVERLAY"
 """Environment variable: where ranks find the relay's socket."""
@@ -27,11 +27,7 @@ class Client:
         self._path, self._wait_s = path, wait_s
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Have the relay do something for this process; return its answer.
-
-        Raises:
-            OverlayError: it cannot, or is gone.
-        """
+        """Have the relay do something for this process; OverlayError if it cannot, or is gone."""
         line = json.dumps({"do": what, "pid": os.getpid(), **arguments}).encode() + b"\n"
         try:
             with socket.socket(socket.AF_UNIX) as sock:
@@ -62,16 +58,9 @@ class Server:
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen()
-        server.setblocking(False)
-        self._loop.watch(server, READ, lambda _: self._accept(server))
+        self._loop.listen(server, self._accept)
 
-    def _accept(self, server: socket.socket) -> None:
-        try:
-            sock = server.accept()[0]
-        except OSError as error:
-            rest_if_full(error)
-            return
-
+    def _accept(self, sock: socket.socket, _: object) -> None:
         def close(_: object) -> None:
             self._loop.close(sock)
 

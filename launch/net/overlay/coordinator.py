@@ -9,7 +9,7 @@ from thinpipe.launch.net.overlay.joining import REPEAT_S
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
 from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.links.tcp import Segments
-from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
+from thinpipe.launch.net.overlay.membership import OWN_NAMES, Host, Membership, PeerList
 
 _PROBE_S = 3.0  # the host waits for it, `_WELCOME_S` (joining.py) at most; firewalls never answer
 
@@ -35,14 +35,12 @@ class Coordinator:
 
         It may have the name of one that is `lost`.
         """
-        joining = self._joining.get(hello.name)
-        other = joining is not None and joining.instance != hello.instance
-        if connected or (other and joining is not None and not joining.has_left()):
-            text = (
-                f"another machine is named {hello.name!r}, or this one was started twice; give "
-                "each a name of its own: network.name"
-            )
-            return Welcome(rejected=text, again=True)  # or its connection broke a moment ago
+        known = self._joining.get(hello.name)
+        other = known if known is not None and known.instance != hello.instance else None
+        if connected or (other is not None and not other.has_left()):
+            text = f"another machine is named {hello.name!r}, or this one was started twice; "
+            # or its connection broke a moment ago
+            return Welcome(rejected=text + OWN_NAMES, again=True)
         text = self._membership.rejection(hello)
         place = self._membership.place(hello, {*lost} - self._joining.keys())
         later = self._membership.is_spare(hello)
@@ -90,25 +88,22 @@ class Coordinator:
             instance=hello.instance,
         )
         joining = _Joining(connection, hello.instance)
-        rejection = self._membership.rejection(hello)  # others may have come meanwhile
-        if rejection:
+        if rejection := self._membership.rejection(hello):  # others may have come meanwhile
             later = self._membership.is_spare(hello)
             joining.send(self._loop, Welcome(rejected=rejection, later=later))
             return
-        hidden = self._membership.join(host)
-        if hidden is None:
-            before = self._joining.pop(hello.name, None)
-            if before is not None:
-                self._loop.close(before.connection)
-            self._joining[hello.name] = joining
-            joining.send(self._loop, Welcome())
-            self._on_change()
+        if hidden := self._membership.join(host):
+            message = (
+                f"neither of {hidden} and {hello.name} can be reached by the other; open a port on "
+                "one of them (network.listen; see `thinpipe doctor`)"
+            )
+            joining.send(self._loop, Welcome(rejected=message))
             return
-        message = (
-            f"neither of {hidden} and {hello.name} can be reached by the other; open a port on one "
-            "of them (network.listen; see `thinpipe doctor`)"
-        )
-        joining.send(self._loop, Welcome(rejected=message))
+        if before := self._joining.pop(hello.name, None):
+            self._loop.close(before.connection)
+        self._joining[hello.name] = joining
+        joining.send(self._loop, Welcome())
+        self._on_change()
 
 
 class _Joining:

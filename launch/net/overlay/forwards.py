@@ -9,7 +9,7 @@ import psutil
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.links.frames import Traffic
 from thinpipe.launch.net.overlay.links.link import Link
-from thinpipe.launch.net.overlay.links.loop import READ, Loop, rest_if_full
+from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 
 LOOPBACK = "127.0.0.1"
@@ -64,8 +64,8 @@ class Forwards:
 
     def store_port(self, link: Callable[[str], Link]) -> int:
         if self._store_port is None:
-            holder = self._known().coordinator
-            server = self._listen((LOOPBACK, 0), link(holder), _STORE, Traffic.CONTROL)
+            holder = link(self.known().coordinator)
+            server = self._listen((LOOPBACK, 0), holder, _STORE, Traffic.CONTROL)
             self._store_port = int(server.getsockname()[1])
         return self._store_port
 
@@ -74,10 +74,9 @@ class Forwards:
     ) -> None:
         """Have a host's address lead to it, at a port, as long as that process lives.
 
-        Raises:
-            OverlayError: there is no such host, or the port is in use here.
+        OverlayError if there is no such host, or the port is in use here.
         """
-        peer_list = self._known()
+        peer_list = self.known()
         if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")
         name = peer_list.hosts[index].name
@@ -101,18 +100,10 @@ class Forwards:
         self, address: tuple[str, int], link: Link, port: int, traffic: Traffic
     ) -> socket.socket:
         server = socket.create_server(address, backlog=128)
-        server.setblocking(False)
-
-        def on_event(_: int) -> None:
-            try:
-                link.open(server.accept()[0], port, traffic)
-            except OSError as error:
-                rest_if_full(error)
-
-        self._loop.watch(server, READ, on_event)
+        self._loop.listen(server, lambda sock, _: link.open(sock, port, traffic))
         return server
 
-    def _known(self) -> PeerList:
+    def known(self) -> PeerList:
         if self.peer_list is None:
             raise OverlayError("the hosts have not all joined")
         return self.peer_list

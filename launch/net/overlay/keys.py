@@ -40,8 +40,7 @@ class KeyInfo:
 
 def new(path: Path, *, days: int = DAYS) -> None:
     """Write a run's key, readable by this user only."""
-    key, certificate = _certificate(RUN_NAME, days, None)
-    _write(path, key, certificate)
+    _write(path, _certificate(RUN_NAME, days, None))
 
 
 def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
@@ -54,17 +53,12 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
         raise ValueError(f"{name!r}: use letters, digits, and . _ - in a machine's name")
     if read(run_key).name is not None:
         raise ValueError(f"{run_key}: the key of one machine; sign with the run's key")
-    key, certificate = _certificate(name, days, run_key)
     text = run_key.read_text(encoding="utf-8")
-    _write(path, key, certificate, text[text.index(_BEGIN) :])
+    _write(path, _certificate(name, days, run_key) + text[text.index(_BEGIN) :].encode())
 
 
 def read(path: Path) -> KeyInfo:
-    """The content of a key file.
-
-    Raises:
-        ValueError: the file is missing, readable by others, or not a key.
-    """
+    """The content of a key file; ValueError if it is missing, readable by others, or not a key."""
     _check_file(path)
     from cryptography import x509
 
@@ -78,11 +72,7 @@ def read(path: Path) -> KeyInfo:
 
 
 def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """(for accepting, for connecting): TLS 1.3 only, and both sides must have this run's key.
-
-    Raises:
-        ValueError: the file is missing, readable by others, or not a key.
-    """
+    """(for accepting, for connecting): TLS 1.3 only, both with this run's key. Errors of `read`."""
     _check_file(path)
     # the last certificate is the run's, also in the key of a machine
     authority = _BEGIN + path.read_text(encoding="utf-8").rpartition(_BEGIN)[2]
@@ -107,11 +97,7 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
-    """Reject a key that is not valid by this host's clock.
-
-    Raises:
-        ValueError: naming both dates.
-    """
+    """Reject a key that is not valid by this host's clock, by a ValueError with both dates."""
     now_s = time.time()
     (key,) = context.get_ca_certs()
     first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))
@@ -132,7 +118,7 @@ def _check_file(path: Path) -> None:
             f"the machine where it was made, or make one with `{NEW_KEY}` and copy it to every "
             "machine of the run"
         )
-    if os.name == "posix" and path.stat().st_mode & _OTHERS:
+    if path.stat().st_mode & _OTHERS:
         remedy = f"chmod 600 {path}" if _has_modes(path.parent) else _ELSEWHERE
         raise ValueError(
             f"network.key_file = {str(path)!r}: other users of this machine can read it; {remedy}"
@@ -151,7 +137,8 @@ def _has_modes(folder: Path) -> bool:
         return True
 
 
-def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, bytes]:
+def _certificate(name: str, days: int, signer: Path | None) -> bytes:
+    """A private key and its certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -162,8 +149,7 @@ def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, byte
     if signer is not None:
         issuer = x509.load_pem_x509_certificate(signer.read_bytes()).subject
         signing = serialization.load_pem_private_key(signer.read_bytes(), None)
-    now = datetime.datetime.now(datetime.UTC)
-    signs = signer is None
+    now, signs = datetime.datetime.now(datetime.UTC), signer is None
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -178,10 +164,10 @@ def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, byte
     )
     encoding, private = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     text = key.private_bytes(encoding, private, serialization.NoEncryption())
-    return text, certificate.public_bytes(encoding)
+    return text + certificate.public_bytes(encoding)
 
 
-def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
         # private from the start: a chmod comes too late
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -189,14 +175,14 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
         raise ValueError(f"{path}: exists; a key is never overwritten, use another name") from None
     except OSError as error:
         raise ValueError(explain(error)) from None
-    own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS  # vfat ignores the mode
+    shared = os.fstat(descriptor).st_mode & _OTHERS  # vfat ignores the mode
     try:
         with os.fdopen(descriptor, "wb") as file:
-            if not own:
+            if shared:
                 raise OSError(
                     errno.EPERM, f"other users of this machine could read it; {_ELSEWHERE}"
                 )
-            file.write(key + certificate + authority.encode())
+            file.write(content)
     except OSError as error:  # leave no partial key
         path.unlink()
         raise ValueError(f"{path}: not written: {error.strerror}") from None

@@ -12,6 +12,7 @@ from thinpipe.launch.net.overlay.links.handshake import Hello, Name
 
 MOST_HOSTS = 4095
 """Loopback addresses of a run, one per host."""
+OWN_NAMES = "give each a name of its own: network.name"
 _FIRST_ADDRESS = IPv4Address("127.64.0.0")
 
 
@@ -44,6 +45,9 @@ class PeerList(BaseModel, frozen=True, extra="forbid", strict=True):
     def index(self, name: str) -> int:
         return self.names.index(name)
 
+    def host(self, name: str) -> Host:
+        return self.hosts[self.index(name)]
+
     def is_of(self, other: "PeerList") -> bool:
         same = ("run", "coordinator", "needed", "names")
         return all(getattr(self, name) == getattr(other, name) for name in same)
@@ -53,7 +57,7 @@ class PeerList(BaseModel, frozen=True, extra="forbid", strict=True):
         first, second = sorted((one, other), key=self.index)
         if self.coordinator in (one, other):
             return other == self.coordinator
-        return one == (second if self.hosts[self.index(first)].reachable else first)
+        return one == (second if self.host(first).reachable else first)
 
 
 def loopback_address(run: str, index: int) -> str:
@@ -99,10 +103,7 @@ class Membership:
         if known is None and len(self._hosts) == self.needed:
             return f"the run has its {self.needed} machines already ({names})"
         if hello.name == self.name:
-            return (
-                f"another machine is named {hello.name!r}; give each a name of its own: "
-                "network.name"
-            )
+            return f"another machine is named {hello.name!r}; {OWN_NAMES}"
         return ""
 
     def is_spare(self, hello: Hello) -> bool:

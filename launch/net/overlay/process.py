@@ -57,11 +57,7 @@ class Overlay:
     def join(
         self, limit_s: float, log: Callable[[str], None], *, expected: Sequence[str] = ()
     ) -> None:
-        """Wait until all hosts have joined; `expected` are their names, where they are known.
-
-        Raises:
-            OverlayError: they did not in time, or this one was rejected.
-        """
+        """Wait until all have joined, `expected` by name if known; OverlayError if that failed."""
         limit, news = monotonic() + limit_s, _News([self.name])
         while True:
             try:

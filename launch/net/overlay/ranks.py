@@ -15,7 +15,7 @@ _PATIENT_S = 20.0  # for a relay that is busy, where an answer is needed
 
 
 def open_ports(
-    client: Client, store: Store, ports: Mapping[str, int], *, rank: int, world: int, wait_s: float
+    store: Store, ports: Mapping[str, int], *, rank: int, world: int, wait_s: float
 ) -> None:
     """Expose this rank's `ports`, by kind of traffic, and forward those of all ranks elsewhere.
 
@@ -24,10 +24,9 @@ def open_ports(
         RuntimeError: a rank did not say its ports in time.
     """
     store = PrefixStore("ports", store)
-    number = client.ask("own_number")
     for port in ports.values():
-        client.ask("expose", port=port)  # before others hear of it
-    store.set(str(rank), json.dumps([number, ports]))
+        _ask("expose", port=port)  # before others hear of it
+    store.set(str(rank), json.dumps([_ask("own_number"), ports]))
     others = [str(other) for other in range(world) if other != rank]
     if others:
         store.wait(others, timedelta(seconds=wait_s))
@@ -37,22 +36,18 @@ def open_ports(
 
 def own_number() -> int | None:
     """This machine's among those of the run; None if it has no relay."""
-    relay = os.environ.get(ADDRESS)
-    return None if relay is None else int(Client(relay).ask("own_number"))
+    return cast("int | None", _ask("own_number"))
 
 
 def reach(host: int, ports: Mapping[str, int]) -> None:
     """Forward the ports of a rank, by kind of traffic, on the machine of that number."""
-    client = Client(os.environ[ADDRESS])
     for traffic, port in ports.items():
-        client.ask("forward", host=host, port=port, traffic=traffic)
+        _ask("forward", host=host, port=port, traffic=traffic)
 
 
 def relay_status() -> dict[str, Any] | None:
     """The relay's view of its links; None if there is no relay."""
-    relay = os.environ.get(ADDRESS)
-    status = None if relay is None else Client(relay).ask("status")
-    return cast("dict[str, Any] | None", status)
+    return cast("dict[str, Any] | None", _ask("status"))
 
 
 def broken_links() -> str:
@@ -99,11 +94,7 @@ class HostWatch:
         self._before |= {name: link["restarts"] for name, link in links if name in names}
 
     def gone(self) -> list[str]:
-        """Their names.
-
-        Raises:
-            OverlayError: as before.
-        """
+        """Their names; OverlayError as before."""
         return [
             name
             for name, link in _links().items()
@@ -113,5 +104,9 @@ class HostWatch:
 
 def _links(wait_s: float = 1.0) -> dict[str, Any]:
     """Of this host's relay, by host; none without a relay."""
+    return dict((_ask("status", wait_s) or {"links": {}})["links"])
+
+
+def _ask(what: str, wait_s: float = 10.0, **arguments: Any) -> Any:
     relay = os.environ.get(ADDRESS)
-    return {} if relay is None else dict(Client(relay, wait_s=wait_s).ask("status")["links"])
+    return None if relay is None else Client(relay, wait_s=wait_s).ask(what, **arguments)

@@ -27,7 +27,7 @@ from thinpipe.launch.net.overlay.coordinator import Coordinator
 from thinpipe.launch.net.overlay.forwards import Forwards
 from thinpipe.launch.net.overlay.joining import Joiner, explain_key
 from thinpipe.launch.net.overlay.links.dialer import Dialer
-from thinpipe.launch.net.overlay.links.frames import FrameError, Traffic
+from thinpipe.launch.net.overlay.links.frames import FrameError, Kind, Traffic
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, peer_name, send
 from thinpipe.launch.net.overlay.links.link import Link
 from thinpipe.launch.net.overlay.links.listener import Listener
@@ -43,11 +43,7 @@ class Relay:
     """Links to all other hosts, and the local ports that lead to them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Listen.
-
-        Raises:
-            ValueError: the key cannot be used, or the port is taken.
-        """
+        """Listen; ValueError if the key cannot be used, or the port is taken."""
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
         keys.check_clock(self._context, settings.key_file, settings.name)
@@ -61,13 +57,6 @@ class Relay:
         self._listener = self._listen(accepting)
         self._coordinator: Coordinator | None = None
         self._membership = Membership(settings.name, settings.needed)
-        self._requests: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "own_number": lambda _: self._own_number(),
-            "store_port": lambda _: self._forwards.store_port(self._links.__getitem__),
-            "expose": lambda given: self._forwards.expose(int(given["port"]), int(given["pid"])),
-            "forward": self._forward,
-            "status": lambda _: self._status(),
-        }
         self._loop.ticks.append(self._tick)
 
     def run(self) -> None:
@@ -105,7 +94,7 @@ class Relay:
         """End once this host's last bytes are sent."""
         self._loop.close(parent)
         for link in self._links.values():
-            link.say_goodbye()
+            link.say(Kind.BYE)  # so that its peer does not look for this host
         limit_s = time.monotonic() + _LEAVE_S
 
         def tick(now_s: float) -> None:
@@ -161,7 +150,7 @@ class Relay:
         _report("joined", peer_list=peer_list.model_dump(), name=self._settings.name)
         if self._coordinator is not None and before is not None:
             for link in self._links.values():
-                link.send_peer_list(peer_list.model_dump_json().encode())
+                link.say(Kind.PEER_LIST, peer_list.model_dump_json().encode())
 
     def _take_peer_list_from(self, peer: str, data: bytes) -> None:
         """The coordinator says where the hosts are now; nobody else may."""
@@ -183,9 +172,7 @@ class Relay:
             patience_s=self._settings.patience_s,
             exposed=self._forwards.exposed,
             on_peer_list=lambda data: self._take_peer_list_from(peer, data),
-            on_change=lambda link, state, reason: _report(
-                "link", peer=link.peer, state=state, reason=reason
-            ),
+            on_change=lambda _, state, why: _report("link", peer=peer, state=state, reason=why),
         )
         dialer = Dialer(
             self._loop,
@@ -202,7 +189,7 @@ class Relay:
             return self._settings.peers[peer]
         if peer == self._peer_list.coordinator and self._settings.coordinator is not None:
             return self._settings.coordinator
-        host = self._peer_list.hosts[self._peer_list.index(peer)]
+        host = self._peer_list.host(peer)
         return host.address, host.port
 
     def _hello(self, link: Link, attempt: int) -> Hello | None:
@@ -210,7 +197,7 @@ class Relay:
         assert self._peer_list is not None
         own = self._settings.name
         if not self._peer_list.dials(own, link.peer):
-            reachable = self._peer_list.hosts[self._peer_list.index(link.peer)].reachable
+            reachable = self._peer_list.host(link.peer).reachable
             return Hello(purpose="probe", name=own) if reachable else None
         return Hello(
             purpose="link",
@@ -246,10 +233,8 @@ class Relay:
 
     def _is_member(self, address: str) -> bool:
         hosts = self._peer_list.hosts if self._peer_list is not None else ()
-        named = [*self._settings.peers.values()]
-        if self._settings.coordinator is not None:
-            named.append(self._settings.coordinator)
-        return address in [host.address for host in hosts] + [other for other, _ in named]
+        named = (*self._settings.peers.values(), self._settings.coordinator)
+        return address in [host.address for host in hosts] + [where[0] for where in named if where]
 
     def _welcome(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         rejection = self._rejection(connection, hello)
@@ -312,13 +297,10 @@ class Relay:
                 rejected=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
             )
         peer_list = self._peer_list
-        if (
-            link is None
-            or peer_list is None
-            or (hello.run, hello.to) != (peer_list.run, self._settings.name)
-        ):
+        to = (peer_list.run, self._settings.name) if peer_list is not None else None
+        if link is None or peer_list is None or (hello.run, hello.to) != to:
             return Welcome(rejected="another run")
-        if peer_list.hosts[peer_list.index(hello.name)].instance != hello.instance:
+        if peer_list.host(hello.name).instance != hello.instance:
             return Welcome(rejected="stale session: one of the two has not seen the last restart")
         if hello.attempt <= link.attempt:
             return Welcome(rejected="overtaken by a later connection")
@@ -327,48 +309,47 @@ class Relay:
     def _answer(
         self, connection: ssl.SSLSocket, welcome: Welcome, then: Callable[[ssl.SSLSocket], None]
     ) -> None:
-        self._loop.spawn(
-            send(connection, welcome),
-            LIMIT_S,
-            done=lambda _: then(connection),
-            failed=lambda _: self._loop.close(connection),
-        )
+        def failed(_: Exception) -> None:
+            self._loop.close(connection)
+
+        steps = send(connection, welcome)
+        self._loop.spawn(steps, LIMIT_S, done=lambda _: then(connection), failed=failed)
 
     def _handle(self, what: str, given: dict[str, Any]) -> Any:
-        if what not in self._requests:
-            raise OverlayError(f"no such request: {what!r}")
-        return self._requests[what](given)
-
-    def _own_number(self) -> int:
-        if self._peer_list is None:
-            raise OverlayError("the hosts have not all joined")
-        return self._peer_list.index(self._settings.name)
-
-    def _forward(self, given: dict[str, Any]) -> None:
-        traffic = Traffic[str(given["traffic"]).upper()]
-        index, port = int(given["host"]), int(given["port"])
-        link, owner = self._links.__getitem__, int(given["pid"])
-        self._forwards.forward(index, port, traffic, link, owner=owner)
+        link = self._links.__getitem__
+        match what:
+            case "own_number":
+                return self._forwards.known().index(self._settings.name)
+            case "store_port":
+                return self._forwards.store_port(link)
+            case "expose":
+                return self._forwards.expose(int(given["port"]), int(given["pid"]))
+            case "forward":
+                traffic = Traffic[str(given["traffic"]).upper()]
+                index, port, owner = (int(given[name]) for name in ("host", "port", "pid"))
+                return self._forwards.forward(index, port, traffic, link, owner=owner)
+            case "status":
+                return self._status()
+        raise OverlayError(f"no such request: {what!r}")
 
     def _status(self) -> dict[str, Any]:
         strangers = self._listener.rejected if self._listener is not None else Counter()
-        links = {
-            name: {
-                **asdict(link.stats),
-                "connected": link.connected,
-                "lost": link.is_lost,
-                "left": link.has_left,
-                "silence_s": link.silence_s,
-                "resent": link.session.resent,
-                "restarts": link.restarts,
-            }
-            for name, link in self._links.items()
-        }
         return {
             "name": self._settings.name,
-            "links": links,
+            "links": {name: _status_of(link) for name, link in self._links.items()},
             "rejected": {**strangers, **self._rejected},
         }
+
+
+def _status_of(link: Link) -> dict[str, Any]:
+    return asdict(link.stats) | {
+        "connected": link.connected,
+        "lost": link.is_lost,
+        "left": link.has_left,
+        "silence_s": link.silence_s,
+        "resent": link.session.resent,
+        "restarts": link.restarts,
+    }
 
 
 def _report(event: str, **fields: Any) -> None:

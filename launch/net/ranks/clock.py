@@ -4,8 +4,7 @@ import time
 
 import torch
 
-from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.comm.transport import CLOCK, Transport
+from thinpipe.pipeline.comm.transport import CLOCK, Link, Transport
 
 _PINGS = 4
 """The shortest round trip counts: it spent the least time in queues, so its offset is the best."""

@@ -41,10 +41,7 @@ class Failures:
 
         Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic); no longer
         if `ended()` says that this machine's launcher ends its ranks: what it found killed it
-        reports when they are gone.
-
-        Raises:
-            RuntimeError: the store is gone.
+        reports when they are gone. RuntimeError if the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
         limit_s = since_s + _CAUSE_S
@@ -65,11 +62,7 @@ class Failures:
         return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
-        """Wait for a failure.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """Wait for a failure; RuntimeError if the store is gone."""
         self._log.get(1)
 
 
@@ -150,10 +143,7 @@ class Watch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def stand_down(self) -> float:
-        """The run is over, or this rank reports a failure itself; return when the first was known.
-
-        That is now, if this knows of none.
-        """
+        """This rank reports a failure itself, or none; return when the first was known, or now."""
         self._handled.set()
         return time.monotonic() if self._noticed_s is None else self._noticed_s
 
@@ -183,6 +173,5 @@ def death_by(number: int, *, out_of_memory: bool) -> str:
     text = f"killed by signal {number} ({signal.Signals(number).name})"
     if number != signal.SIGKILL:
         return text
-    if out_of_memory:
-        return f"{text}: this machine ran out of memory (dmesg shows it)"
-    return f"{text}: if nobody did that, this machine ran out of memory (dmesg shows it)"
+    doubt = "" if out_of_memory else "if nobody did that, "
+    return f"{text}: {doubt}this machine ran out of memory (dmesg shows it)"

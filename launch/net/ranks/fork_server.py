@@ -26,8 +26,7 @@ from thinpipe.launch.host.terminal import end_now, print_error
 PARENT = "THINPIPE_PARENT"
 """Environment variable that tells a process which one it must not outlive."""
 
-START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
-
+START_METHOD = "forkserver"
 _FORKED = "thinpipe.launch.net.ranks.forked"
 
 PRELOADED = (
@@ -51,13 +50,11 @@ def start(*, lean: bool = False) -> None:
 
     `lean`: its ranks join a run, and run no schedule.
     """
-    if START_METHOD != "forkserver":
-        return
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
     _outlive_the_resource_tracker()
-    more = NEWCOMER if lean else _SOON
-    forkserver.set_forkserver_preload([_FORKED, *PRELOADED, *more])  # it sees to the server's end
+    # the first sees to the server's end
+    forkserver.set_forkserver_preload([_FORKED, *PRELOADED, *(NEWCOMER if lean else _SOON)])
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
     # they end the launcher, which ends the ranks in order: what is between them blocks them
@@ -97,7 +94,7 @@ GONE = (
 def is_gone() -> bool:
     """Whether the server was killed, and with it the ranks."""
     try:
-        return START_METHOD == "forkserver" and not _servers()
+        return not _servers()
     except OSError:  # /proc is hidden, and nobody can tell
         return False
 
@@ -117,14 +114,12 @@ def revive() -> None:
 
 
 def _servers() -> list[psutil.Process]:
-    return list(filter(_is_server, psutil.Process().children()))
-
-
-def _is_server(child: psutil.Process) -> bool:
-    try:
-        return forkserver.__name__ in " ".join(child.cmdline())  # empty if it has ended
-    except psutil.Error:
-        return False
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if forkserver.__name__ in " ".join(child.cmdline()):  # empty if it has ended
+                found.append(child)
+    return found
 
 
 @contextlib.contextmanager
@@ -142,7 +137,7 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 def end_with_parent() -> None:
     """Ask Linux to end this process when the one that started it dies, however it dies."""
     parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
+    if parent is None:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -152,6 +147,5 @@ def end_with_parent() -> None:
 
 def name_process(name: str) -> None:
     """Set the name that `top` and `ps -o comm` show; at most 15 letters."""
-    if sys.platform.startswith("linux"):
-        pr_set_name = 15
-        ctypes.CDLL(None).prctl(pr_set_name, name.encode())
+    pr_set_name = 15
+    ctypes.CDLL(None).prctl(pr_set_name, name.encode())

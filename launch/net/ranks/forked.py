@@ -15,20 +15,14 @@ from collections.abc import Callable, Mapping
 
 from thinpipe.launch.host.signals import ENDING_SIGNALS
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.fork_server import (
-    PARENT,
-    START_METHOD,
-    end_with_parent,
-    name_process,
-)
+from thinpipe.launch.net.ranks.fork_server import PARENT, end_with_parent, name_process
 from thinpipe.launch.net.ranks.network import PLACED
 from thinpipe.launch.net.ranks.supervisor import supervise
 
-if START_METHOD == "forkserver":
-    end_with_parent()
-    os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
-    name_process("thinpipe server")
-    os.environ[PARENT] = str(os.getpid())  # for the ranks
+end_with_parent()
+os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
+name_process("thinpipe server")
+os.environ[PARENT] = str(os.getpid())  # for the ranks
 _PATH = tuple(sys.path)
 
 

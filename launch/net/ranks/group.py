@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.terminal import print_error
-from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
+from thinpipe.launch.net.overlay.control import ADDRESS, OverlayError
 from thinpipe.launch.net.overlay.ranks import open_ports
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.handshake import HandshakeError, Lobby, open_store
@@ -60,10 +60,9 @@ def open_group(store: Store, rank: int, world: int, *, wait_s: float, joining: b
         TransportError: a rank did not come, or a local port is taken.
     """
     ports = gloo_backend.register(os.environ.get(LISTENS_AT), joining=joining)
-    relay = os.environ.get(ADDRESS)
     try:
-        if relay is not None:
-            open_ports(Client(relay), store, ports, rank=rank, world=world, wait_s=wait_s)
+        if ADDRESS in os.environ:
+            open_ports(store, ports, rank=rank, world=world, wait_s=wait_s)
         timeout = timedelta(seconds=wait_s)
         dist.init_process_group(
             gloo_backend.BACKEND, store=store, rank=rank, world_size=world, timeout=timeout
@@ -85,11 +84,7 @@ def name_run(met: Store, name: str) -> None:
 
 
 def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
-    """The part of the store that is the run's, once newcomers may come.
-
-    Raises:
-        HandshakeError: there is none.
-    """
+    """The part of the store that is the run's, once newcomers may come; or HandshakeError."""
     limit_s, waits = time.monotonic() + wait_s, False
     while time.monotonic() < limit_s:
         if met.check([_NAME]):

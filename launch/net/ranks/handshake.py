@@ -58,7 +58,10 @@ class Lobby:
         now_s = time.monotonic()
         if missing and now_s > self._next_s and [*missing] != self._said:
             self._said, self._next_s = [*missing], now_s + _SAY_S
-            self._say(self._words(missing, self._limit_s - now_s))
+            why = f"{self._problem}; waiting to tell" if self._problem else "waiting for"
+            where = f"{_ranks(missing)} of {self._world} (WORLD_SIZE) at {_address()}"
+            left_s = self._limit_s - now_s
+            self._say(f"{why} {where}, {left_s:.0f} s left (pipeline.peer_timeout_s)")
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
@@ -76,13 +79,6 @@ class Lobby:
         """They did not come; nor would it have helped, if this rank has a problem."""
         words = _absent(ranks, wait_s)
         return HandshakeError(f"{self._problem}; {words}" if self._problem else words)
-
-    def _words(self, missing: Collection[int], left_s: float) -> str:
-        why = f"{self._problem}; waiting to tell" if self._problem else "waiting for"
-        return (
-            f"{why} {_ranks(missing)} of {self._world} (WORLD_SIZE) at {_address()}, "
-            f"{left_s:.0f} s left (pipeline.peer_timeout_s)"
-        )
 
 
 def agents_met() -> bool:
@@ -189,20 +185,15 @@ def agree(
     store.set(f"facts/{rank}", json.dumps([problem, facts], sort_keys=True, default=str))
     everyone = [json.loads(_get(store, f"facts/{r}", r, wait_s)) for r in range(world)]
     store.set(f"read/{rank}", "")
-    problems = _problems(everyone)
-    if problems and rank == 0:
-        _let_read(store, [f"read/{r}" for r in range(world)])
-    if problems:
+    if problems := _problems(everyone):
+        if rank == 0:
+            _let_read(store, [f"read/{r}" for r in range(world)])
         raise HandshakeError(problems)
     return int(_get(store, "run_id", 0, wait_s), 16)
 
 
 def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
-    """As `agree`, with a run that is under way, whose store this is.
-
-    Raises:
-        HandshakeError: its rank 0 has others.
-    """
+    """As `agree`, with rank 0 of a run that is under way, whose store this is."""
     store = PrefixStore("handshake", run)
     _, theirs = json.loads(store.get("facts/0"))
     mine = json.loads(json.dumps(facts, default=str))
@@ -217,14 +208,9 @@ def agree_with(run: Store, facts: Mapping[str, Any]) -> int:
 
 
 def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
-    """Compare what became known after the start.
-
-    Raises:
-        HandshakeError: a rank has a problem, or differs.
-    """
+    """Compare what became known after the start; HandshakeError as from `agree`."""
     own = json.loads(json.dumps([problem, facts], default=str))
-    problems = _problems([(text, found) for text, found in gather_json(transport, own)])
-    if problems:
+    if problems := _problems(gather_json(transport, own)):
         raise HandshakeError(problems)
 
 
@@ -237,10 +223,10 @@ def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
         for other, (_, theirs_all) in enumerate(everyone)
         for name, theirs, ours in differences(theirs_all, everyone[0][1])
     ]
-    if not different:
-        return ""
-    shown = different[:8] + ([f"and {len(different) - 8} more"] if len(different) > 8 else [])
-    return "ranks were started with different settings: " + "; ".join(shown)
+    if len(different) > 8:
+        different[8:] = [f"and {len(different) - 8} more"]
+    head = "ranks were started with different settings: "
+    return head + "; ".join(different) if different else ""
 
 
 def _let_read(store: Store, keys: list[str]) -> None:
@@ -278,11 +264,10 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def _absent(ranks: Collection[int], wait_s: float) -> str:
-    many = len(ranks) > 1
+    are, they = ("are they", "they") if len(ranks) > 1 else ("is it", "it")
     return (
-        f"{_ranks(ranks)} did not join within "
-        f"{wait_s:.0f} s; {'are they' if many else 'is it'} started, and can "
-        f"{'they' if many else 'it'} reach {_address()}? (run `thinpipe doctor` on each machine)"
+        f"{_ranks(ranks)} did not join within {wait_s:.0f} s; {are} started, and can {they} reach "
+        f"{_address()}? (run `thinpipe doctor` on each machine)"
     )
 
 

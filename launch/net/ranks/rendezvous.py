@@ -111,27 +111,31 @@ class Rendezvous(RendezvousHandler):
     ) -> None:
         """Open the store, or connect to it, and pass it to `opened`.
 
-        A newcomer meets nobody, in a part of the store that has its name.
-
-        `environment` of ranks gets the number of the round. `stop` learns when there are no ranks
-        to answer signals. Without `restarts` nobody comes later.
+        A newcomer meets nobody, in a part of the store that has its name. `environment` of ranks
+        gets the number of the round. `stop` learns when there are no ranks to answer signals.
+        Without `restarts` nobody comes later.
         """
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
         self._environment, self._stop = environment, stop
         self._restarts = restarts
-        self._wait = None
+        self._what = f"{hosts} machines at {network.endpoint}"
+        self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
+        self._come: dict[str, _Come] = {}
+        self._is_open = False
+        self._timer = threading.Timer(limit_s, self._time_out)
+        self._timer.daemon = True
         if hosts > 1:
-            self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
+            if network.overlay is None:  # else it was said before
+                print_error(f"waiting for {self._what}, at most {self._limit}")
+            self._timer.start()
         self._holds = network.server is not None or bool(network.newcomer)
         self._tcp = network.open_store(limit_s)
         opened(self._tcp)
         self._store = PrefixStore(f"rendezvous{network.newcomer}", self._tcp)
         self._posts = self._handled = self._round = 0
-        self._come: dict[str, _Come] = {}
         self._names: list[str] = []  # of the round before
         self._looked_s = 0.0
-        if self._wait is not None:
-            self._wait.store, self._wait.missing = self._store, self._missing
+        self._is_open = True
 
     def get_backend(self) -> str:
         return BACKEND
@@ -169,8 +173,7 @@ class Rendezvous(RendezvousHandler):
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
         self._stop.runs()
         fork_server.revive()
-        if self._wait is not None:
-            self._wait.over()
+        self._timer.cancel()
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
         name, overlay = f"{self._network.newcomer}round{self._round}", self._network.overlay
@@ -180,11 +183,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
-        """Whether a host has come again, which all join then.
-
-        Raises:
-            RendezvousConnectionError: this host's relay has ended, or the store is gone.
-        """
+        """Whether a host has come again; RendezvousConnectionError if all others are gone."""
         if self._network.is_gone:
             raise RendezvousConnectionError("this machine's relay has ended")
         if self._hosts == 1 or time.monotonic() - self._looked_s < _LOOK_S:
@@ -222,14 +221,12 @@ class Rendezvous(RendezvousHandler):
         network = self._network
         entry = {"name": network.name, "order": network.order, "host": network.host}
         self._store.set(f"post/{number}", json.dumps(entry))
-        start_s = time.monotonic()
-        limit_s, say_s = start_s + self._limit_s, start_s + _SAY_FIRST_S
+        limit_s, say_s = (time.monotonic() + wait_s for wait_s in (self._limit_s, _SAY_FIRST_S))
         self._come = {}
         while time.monotonic() < limit_s:
             full = self._store.check(["full"])  # set after the last "go"
             if self._store.check([f"go/{number}"]):
-                found = json.loads(self._store.get(f"go/{number}"))
-                rank, round_, posts, self._names = found
+                rank, round_, posts, self._names = json.loads(self._store.get(f"go/{number}"))
                 return rank, round_, posts
             if full:
                 raise RendezvousTimeoutError(self._store.get("full").decode())
@@ -263,8 +260,7 @@ class Rendezvous(RendezvousHandler):
         return f"machine{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
 
     def _receive(self) -> None:
-        come = self._come
-        posts = self._store.add("posts", 0)
+        come, posts = self._come, self._store.add("posts", 0)
         while self._handled < posts and self._store.check([f"post/{self._handled + 1}"]):
             self._handled += 1
             entry = json.loads(self._store.get(f"post/{self._handled}"))
@@ -288,34 +284,13 @@ class Rendezvous(RendezvousHandler):
             text = f"the run there has its {self._hosts} machines already ({listed})"
             self._store.set("full", f"{text}; was one of them started twice?")
 
-    def _missing(self) -> str:
-        come = {host for *_, host in self._come.values()}
-        names = [host for host in dict.fromkeys(self._network.placed) if host not in come]
-        return f"; missing: {', '.join(names)}" if self._holds and names else ""
-
-
-class _Wait:
-    """Logs the wait for other machines, and ends the process on timeout."""
-
-    def __init__(self, hosts: int, endpoint: str, limit_s: float, *, silent: bool) -> None:
-        """`silent`: it was said before."""
-        self.store: PrefixStore | None = None
-        self.missing: Callable[[], str] = str
-        self._what = f"{hosts} machines at {endpoint}"
-        self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
-        if not silent:
-            print_error(f"waiting for {self._what}, at most {self._limit}")
-        self._timer = threading.Timer(limit_s, self._time_out)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def over(self) -> None:
-        self._timer.cancel()
-
     def _time_out(self) -> None:
         joined = "no run answers there (is the port in use by another program?)"
         with contextlib.suppress(RuntimeError):
-            if self.store is not None:
-                joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
+            if self._is_open:
+                come = {host for *_, host in self._come.values()}
+                names = [host for host in dict.fromkeys(self._network.placed) if host not in come]
+                missing = f"; missing: {', '.join(names)}" if self._holds and names else ""
+                joined = f"only {self._store.add('posts', 0)} joined{missing}"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
         end_now(1, f"{failed}; run `thinpipe doctor` on each")

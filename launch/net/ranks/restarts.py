@@ -48,9 +48,8 @@ def restart_words(failure: str) -> str | None:
     """Announces a restart, as torchrun's agent counts them; None if this is the first start."""
     if not failure:
         return None
-    count, most = (
-        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     which = "" if count == "0" else f", {count} of {most}"
     return f"restarting{which}: {failure}"
 

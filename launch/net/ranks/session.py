@@ -150,11 +150,7 @@ class StopFlag:
         return self.number is not None
 
     def check(self) -> None:
-        """Stop here if asked to, as long as there is nothing to save.
-
-        Raises:
-            TerminatedError: the flag is set.
-        """
+        """Stop here, by TerminatedError, if asked to, as long as there is nothing to save."""
         if self.number is not None and self._stop is None:
             raise TerminatedError(self.number, has_begun=False)
 
@@ -240,7 +236,10 @@ def join(
     elif rank == 0:
         name_run(met, name)
     try:
-        transport = _connected(store, rank, world, mesh, wait_s=wait_s, joining=joining)
+        open_group(store, rank, world, wait_s=wait_s, joining=joining)
+        transport = GlooTransport(
+            mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
+        )
         restart = restart_words(store.get(_BEFORE).decode())
         yield Session(store, transport, run_id, _local_rank(), restart, failures.apart, newcomer)
         transport.close()
@@ -271,6 +270,7 @@ class _Reports:
         self, met: Store, name: str, place: tuple[str, int], who: str, ended: Callable[[], bool]
     ) -> None:
         self._met, self._place, self._who, self._ended = met, place, who, ended
+        self._rank = who.partition(" on ")[0]
         self._begin(name)
 
     def move(self, name: str) -> None:
@@ -301,21 +301,10 @@ class _Reports:
             return "the run's store is gone as well, so what failed first is not known here"
         return "" if first == f"{self._who}: {own}" else f"first failure: {first}"
 
-    @property
-    def _rank(self) -> str:
-        return self._who.partition(" on ")[0]
-
     def _begin(self, name: str) -> None:
         self._name, self._all = name, Failures(PrefixStore(name, self._met), self._who)
         apart = Failures(self.apart(), self._who)
         self.watch = Watch(apart, self._rank, broken_links, self._ended)
-
-
-def _connected(
-    store: Store, rank: int, world: int, mesh: Mesh, *, wait_s: float, joining: bool
-) -> GlooTransport:
-    open_group(store, rank, world, wait_s=wait_s, joining=joining)
-    return GlooTransport(mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards)
 
 
 def _wrong_number(world: int, mesh: Mesh) -> str:

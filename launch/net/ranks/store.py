@@ -60,10 +60,6 @@ class StoreLog:
         return bool(self._store.check([str(number)]))
 
     def get(self, number: int) -> Any:
-        """The entry with this number; waits for it.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
+        """The entry with this number; waits for it. RuntimeError if the store is gone."""
         await_key(self._store, str(number))
         return json.loads(self._store.get(str(number)))[1]

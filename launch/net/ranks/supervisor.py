@@ -70,8 +70,7 @@ def supervise(be_rank: Callable[[], None]) -> bool:
         sys.exit(code)
     if not asked:
         died = death_by(-code, out_of_memory=_memory_kills() > kills)
-        code = _report(_HUNG if said.hangs else died, said)
-        if code == LOST:
+        if (code := _report(_HUNG if said.hangs else died, said)) == LOST:
             return True
         sys.exit(code)
     if -code != signal.SIGKILL:  # which cannot be handled

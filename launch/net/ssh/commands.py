@@ -40,11 +40,7 @@ class Start:
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
-        """Reject options of the other kind of run.
-
-        Raises:
-            ConfigError: naming option and remedy.
-        """
+        """Reject options of the other kind of run by ConfigError, naming option and remedy."""
         if self.is_program and self.settings:
             raise ConfigError(
                 f"--set: settings of {self.run} are in the program; change them there"
@@ -61,11 +57,7 @@ class Start:
 
 
 def ssh_commands(hosts: HostsConfig, start: Start) -> dict[str, list[str]]:
-    """Commands that start a run, by machine name.
-
-    Raises:
-        ConfigError: no machine is named `start.show`.
-    """
+    """Commands that start a run, by machine; ConfigError if none is named `start.show`."""
     names = [host.name for host in hosts.host]
     if start.show is not None and start.show not in names:
         raise ConfigError(
@@ -78,7 +70,7 @@ def ssh_commands(hosts: HostsConfig, start: Start) -> dict[str, list[str]]:
     for host in hosts.host:
         own = ["--ranks", str(host.ranks)] if host.ranks else []
         own += [] if host.name == (start.show or names[0]) else ["--show", "-1"]
-        commands[host.name] = _ssh_train(host, _thinpipe(start, [*together, *own]))
+        commands[host.name] = ssh(host, _script(host, _thinpipe(start, [*together, *own])))
     return commands
 
 
@@ -91,10 +83,8 @@ def ssh(host: HostConfig, script: str) -> list[str]:
 
 def enter(folder: str) -> str:
     """Goes to ThinPipe's folder."""
-    return (
-        f"cd -- {quoted(folder)} || "
-        "{ echo install ThinPipe there, or correct checkout >&2; exit 2; };"
-    )
+    failed = "{ echo install ThinPipe there, or correct checkout >&2; exit 2; }"
+    return f"cd -- {quoted(folder)} || {failed};"
 
 
 def quoted(path: str) -> str:
@@ -117,19 +107,15 @@ def _thinpipe(start: Start, options: Sequence[str]) -> str:
     return f"train {run} {shlex.join([*start.settings, *resume, *options])}"
 
 
-def _ssh_train(host: HostConfig, train: str) -> list[str]:
+def _script(host: HostConfig, command: str) -> str:
+    """Runs a command of thinpipe's in the host's checkout until standard input is closed."""
     variables = shlex.join(f"{name}={value}" for name, value in host.variables.items())
-    command = f"{quoted(host.python)} -P -m thinpipe.launch {train}"
-    return ssh(host, _script(host.checkout, variables, command))
-
-
-def _script(folder: str, variables: str, command: str) -> str:
-    """Runs `command` in `folder` until standard input is closed."""
+    python = f"{quoted(host.python)} -P"
     end = f"kill $run; sleep {GRACE_S}; kill -9 $run"
     return (  # sshd waits for every process that keeps descriptor 3 open
-        f"echo {CONNECTED.decode()};{_BREAK}{enter(folder)}"
+        f"echo {CONNECTED.decode()};{_BREAK}{enter(host.checkout)}"
         f"{_BREAK}exec 3<&0; ( export {variables};"
-        f"{_BREAK}exec {command} ) </dev/null 3<&- & run=$!;"
+        f"{_BREAK}exec {python} -m thinpipe.launch {command} ) </dev/null 3<&- & run=$!;"
         f"{_BREAK}{{ while read -r line; do :; done <&3; exec 3<&-; {end}; }} >/dev/null 2>&1 &"
         f"{_BREAK}watch=$!; wait $run; code=$?; kill $watch; exit $code"
     )

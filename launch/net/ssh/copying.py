@@ -19,11 +19,7 @@ _END_S = 60.0  # how long a machine may take to write what it has received
 
 
 def files_to_copy(start: Start, more: Sequence[Path]) -> list[Path]:
-    """A run file and those it extends, or a program; and `more` files or folders.
-
-    Raises:
-        ConfigError: one is not here.
-    """
+    """A run file and those it extends, or a program; and `more`; ConfigError if one is not here."""
     run = user_path(start.run)
     found = [*([run] if start.is_program else files_of(run)), *more]
     for file in found:

@@ -1,9 +1,10 @@
 """The hosts file: the machines of a run, and how ssh reaches them."""
 
+import contextlib
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, SubprocessError, check_output
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -109,11 +110,7 @@ class HostsConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 def load_hosts(path: Path) -> HostsConfig:
-    """Read the file that lists the machines.
-
-    Raises:
-        ConfigError: naming file, key, value and remedy.
-    """
+    """Read the hosts file; ConfigError names file, key, value and remedy."""
     keys = top_keys(path)
     if keys & _OF_RUNS and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
@@ -123,11 +120,7 @@ def load_hosts(path: Path) -> HostsConfig:
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
-    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts.
-
-    Raises:
-        ConfigError: naming ranks and machines.
-    """
+    """ConfigError if machines cannot share the run's ranks, of which `placed` names the hosts."""
     for host in hosts.host:
         own = placed.count(host.name_in_run)
         if placed and host.ranks not in (None, own):
@@ -154,16 +147,10 @@ def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str]
 def rendezvous(hosts: HostsConfig) -> str:
     """The endpoint for all machines: an alias of this one's ssh is what it stands for."""
     name, port = parse_endpoint(hosts.endpoint)
-    return format_endpoint(_host_name(name), port)
-
-
-def _host_name(name: str) -> str:
-    """ssh's address for a name: the HostName of its configuration, or the name."""
-    try:
-        done = subprocess.run(
-            ["ssh", "-G", name], capture_output=True, timeout=_ALIAS_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):  # whoever connects will report it
-        return name
-    found = re.search(r"^hostname (.+)$", done.stdout.decode(errors="replace"), re.MULTILINE)
-    return name if found is None or found[1] == name.lower() else found[1]
+    said = b""
+    with contextlib.suppress(OSError, SubprocessError):  # whoever connects will report it
+        said = check_output(["ssh", "-G", name], stderr=DEVNULL, timeout=_ALIAS_S)
+    found = re.search(r"^hostname (.+)$", said.decode(errors="replace"), re.MULTILINE)
+    if found is not None and found[1] != name.lower():
+        name = found[1]
+    return format_endpoint(name, port)

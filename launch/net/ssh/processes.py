@@ -49,11 +49,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
 
 
 def start_ssh(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start ssh with pipes.
-
-    Raises:
-        ValueError: this machine has none.
-    """
+    """Start ssh with pipes; ValueError if this machine has none."""
     try:
         return subprocess.Popen(
             command,

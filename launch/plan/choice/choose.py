@@ -50,10 +50,10 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """`4 stages x 2 replicas, cuts [2, 4, 6], 8 microbatches, Deep1F1B`."""
-        pipeline, work = self.config.pipeline, self.workload
+        pipeline = self.config.pipeline
         return (
             f"{pipeline.stages} stages x {pipeline.replicas} replicas, cuts {list(pipeline.cuts)}, "
-            f"{work.microbatches} microbatches, {pipeline.schedule}"
+            f"{self.workload.microbatches} microbatches, {pipeline.schedule}"
         )
 
     def hosts(self, cluster: Cluster) -> list[list[str]]:
@@ -143,10 +143,10 @@ def choose(
 
 def _fitting(variant: _Variant, cluster: Cluster) -> tuple[float, _Variant, Settings]:
     """Step, variant and settings: as it is, or with what needs less memory, if it has to."""
-    faithful = replace(variant.lean, exchange=len(variant.levels.exchanges) - 1)
-    frugal = variant.scheduled("1F1B")
+    lean, frugal = variant.lean, variant.scheduled("1F1B")
+    faithful = replace(lean, exchange=len(variant.levels.exchanges) - 1)
     rejected = "the replicas cannot exchange in this way"
-    for trial, settings in ((variant, variant.lean), (frugal, frugal.lean), (frugal, faithful)):
+    for trial, settings in ((variant, lean), (frugal, lean), (frugal, faithful)):
         work = trial.workload(settings)
         if work is None:
             continue
@@ -195,7 +195,7 @@ def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Varia
         for replicas in range(1, cluster.devices // stages + 1):
             if config.train.batch_size % (replicas * config.train.accumulate):
                 continue
-            seen = set()
+            shapes: dict[int, RunConfig] = {}  # by the microbatches that it has in fact
             for times in _TIMES:
                 change = {
                     "cuts": tuple(range(1, stages)),
@@ -205,10 +205,8 @@ def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Varia
                     "placement": (),
                 }
                 shape = _with(config, change)
-                count = microbatch_count(shape)
-                if count in seen:
-                    continue
-                seen.add(count)
+                shapes.setdefault(microbatch_count(shape), shape)
+            for shape in shapes.values():
                 share = microbatch_shape(shape)[0] / base
                 variant = replace(
                     whole,

@@ -12,6 +12,7 @@ their bytes, like codecs that no list has: they stay.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,10 +62,9 @@ class CompressionLevels:
         pipeline = variant.pipeline
         key = level, pipeline.replicas, pipeline.stages > 1
         if key not in self._costs:
-            try:
+            self._costs[key] = None
+            with suppress(ValueError):
                 self._costs[key] = count_exchange(variant.updated(gradcomp=self.exchanges[level]))
-            except ValueError:
-                self._costs[key] = None
         return self._costs[key]
 
 
@@ -74,10 +74,10 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
     own = {"method": method, method: config.gradcomp.get(method, {})}
     if method != "allreduce":
         return [own]
-    sparse = [_section(_SPARSE, delayed=True, fraction=fraction) for fraction in _FRACTIONS]
     losses = [tried.loss(config) for tried in measured() if tried.method == _SPARSE]
-    if not losses or not all(loss is not None and loss <= GOAL for loss in losses):
-        sparse = []
+    sparse = []
+    if losses and all(loss is not None and loss <= GOAL for loss in losses):
+        sparse = [_section(_SPARSE, delayed=True, fraction=fraction) for fraction in _FRACTIONS]
     is_exact = getattr(config.method_options, "format", "fp32") == "fp32"
     bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
     return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
@@ -94,12 +94,10 @@ def raised(
 
     `step_s` is infinite for settings that a layout cannot have.
     """
-    limit_s, settings = AS_FAST * step_s(start), start
-    for level in range(len(levels.exchanges) - 1, start.exchange, -1):
-        trial = replace(start, exchange=level)
-        if step_s(trial) <= limit_s:
-            settings = trial
-            break
+    limit_s = AS_FAST * step_s(start)
+    higher = range(len(levels.exchanges) - 1, start.exchange, -1)
+    trials = (replace(start, exchange=level) for level in higher)
+    settings = next((trial for trial in trials if step_s(trial) <= limit_s), start)
     path = raise_levels(
         start.cuts,
         {key: levels.cuts[key[1]] for key in start.cuts},

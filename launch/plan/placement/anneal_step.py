@@ -55,15 +55,17 @@ class Plan(NamedTuple):
 def devices_of(cluster: Cluster) -> Devices:
     """The arrays of a cluster."""
     up_D, down_D = cluster.up_H[cluster.host_of_D], cluster.down_H[cluster.host_of_D]
-    return Devices(
-        cluster.rate_DD, cluster.latency_DD, up_D, down_D, cluster.speed_D, cluster.memory_D
-    )
+    own = cluster.speed_D, cluster.memory_D
+    return Devices(cluster.rate_DD, cluster.latency_DD, up_D, down_D, *own)
 
 
 def plan_of(work: Workload) -> Plan:
     """The arrays of a workload."""
     cuts = list(zip(work.activations, work.gradients, strict=True))
-    in_flight = [_in_flight(work, stage) for stage in range(work.stages)]
+    in_flight = [_NO_LIMIT] * work.stages  # where all are under way, or ranks have several stages
+    if work.ranks == work.stages:
+        held = (most_held(order, stage) for stage, order in enumerate(work.orders))
+        in_flight = [most if most < work.microbatches else _NO_LIMIT for most in held]
     return Plan(
         np.array([work.forward_s, work.backward_s]).T.copy(),
         np.array(work.position_of),
@@ -76,14 +78,6 @@ def plan_of(work: Workload) -> Plan:
         work.overlaps,
         work.schedule in ("GPipe", "LoopedBFS"),
     )
-
-
-def _in_flight(work: Workload, stage: int) -> int:
-    """Most microbatches of a stage under way; no limit where all are, or ranks have several."""
-    if work.ranks < work.stages:
-        return _NO_LIMIT
-    most = most_held(work.orders[stage], stage)
-    return most if most < work.microbatches else _NO_LIMIT
 
 
 @compiled
@@ -174,39 +168,34 @@ def _placement_sum(plan, pass_R, peers_P2):
 
 
 @compiled
-def estimate_step(devices: Devices, plan: Plan, place_D: Ints, replicas: int) -> float:
-    """Estimated seconds of the passes and the exchange of a layout."""
+def _placement_parts(devices, plan, place_D, replicas):
+    """Seconds of each replica's pass, and of each rank's exchange."""
     pass_R, peers_P2 = np.zeros(replicas), np.zeros((len(plan.need_P), 2))
     for replica in range(replicas):
         pass_R[replica] = _placement_pipeline(devices, plan, place_D, replica, replicas)
     for position in range(len(plan.need_P)):
         peers_P2[position] = _placement_peers(devices, plan, place_D, position, replicas)
+    return pass_R, peers_P2
+
+
+@compiled
+def estimate_step(devices: Devices, plan: Plan, place_D: Ints, replicas: int) -> float:
+    """Estimated seconds of the passes and the exchange of a layout."""
+    pass_R, peers_P2 = _placement_parts(devices, plan, place_D, replicas)
     return _placement_sum(plan, pass_R, peers_P2)[1]
 
 
 @compiled
-def anneal_step(  # a kernel's arguments are flat
-    devices: Devices,
-    plan: Plan,
-    start_D: Ints,
-    replicas: int,
-    moves: int,
-    seed: int,
-    heat: float,
+def anneal_step(
+    devices: Devices, plan: Plan, start_D: Ints, replicas: int, moves: int, seed: int, heat: float
 ) -> Ints:
     """The best order of devices among those visited, by the estimate without smoothing.
 
     The temperature falls from `heat` times the first cost by a factor of 10^4.
     """
     np.random.seed(seed)
-    ranks = len(plan.need_P)
-    places = ranks * replicas
-    place_D = start_D.copy()
-    pass_R, peers_P2 = np.zeros(replicas), np.zeros((ranks, 2))
-    for replica in range(replicas):
-        pass_R[replica] = _placement_pipeline(devices, plan, place_D, replica, replicas)
-    for position in range(ranks):
-        peers_P2[position] = _placement_peers(devices, plan, place_D, position, replicas)
+    places, place_D = len(plan.need_P) * replicas, start_D.copy()
+    pass_R, peers_P2 = _placement_parts(devices, plan, place_D, replicas)
     energy, cost = _placement_sum(plan, pass_R, peers_P2)
     best_D, best = place_D.copy(), cost
     heat *= min(energy, _MISFIT_S / 1e3)

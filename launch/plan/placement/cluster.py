@@ -32,7 +32,12 @@ class Cluster:
     latency_HH: Floats
 
     def __post_init__(self) -> None:
-        _check_hosts(self.hosts)
+        if not self.hosts:
+            raise ValueError("the network has no hosts; list at least one")
+        names = [host.name for host in self.hosts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"host {name!r}: named twice; give each host its own name")
         rate_HH, latency_HH = self.rate_HH, self.latency_HH
         self._check(rate_HH > 0, rate_HH, "rate {:g} bit/s; measure it again (`thinpipe doctor "
                     "--save`), or leave one of the two hosts out of the file")  # fmt: skip
@@ -55,12 +60,9 @@ class Cluster:
 
     def seen_from(self, name: str) -> "Cluster":
         """The same with speeds relative to that of a host; unchanged if there is none so named."""
-        for host in self.hosts:
-            if host.name == name:
-                speeds = ({"speed": other.speed / host.speed} for other in self.hosts)
-                pairs = zip(self.hosts, speeds, strict=True)
-                return replace(self, hosts=tuple(h.model_copy(update=own) for h, own in pairs))
-        return self
+        one = next((host.speed for host in self.hosts if host.name == name), 1.0)
+        seen = (host.model_copy(update={"speed": host.speed / one}) for host in self.hosts)
+        return replace(self, hosts=tuple(seen))
 
     @property
     def devices(self) -> int:
@@ -103,18 +105,6 @@ class Cluster:
         """bit/s of each host's downlink."""
         return np.asarray(_between_hosts(self.rate_HH).max(axis=0))
 
-    def check_enough(self, stages: int, replicas: int) -> None:
-        """Reject more stages and replicas than there are devices.
-
-        Raises:
-            ValueError: naming both.
-        """
-        if stages * replicas > self.devices:
-            raise ValueError(
-                f"{stages} stages x {replicas} replicas need {stages * replicas} devices, the "
-                f"network has {self.devices}; use fewer stages or replicas, or add hosts"
-            )
-
     def device_name(self, device: int) -> str:
         """`host3`, or `host3:1` for the second device of a host with several."""
         host = int(self.host_of_D[device])
@@ -140,12 +130,3 @@ def without_own(rows: ArrayLike, value: float) -> Floats:
 
 def _between_hosts(rate_HH: Floats) -> Floats:
     return np.full((1, 1), math.inf) if len(rate_HH) == 1 else without_own(rate_HH, -1.0)
-
-
-def _check_hosts(hosts: Sequence[Host]) -> None:
-    if not hosts:
-        raise ValueError("the network has no hosts; list at least one")
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"host {name!r}: named twice; give each host its own name")

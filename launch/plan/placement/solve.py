@@ -54,13 +54,12 @@ def solve_step(
     rounds: int = ROUNDS,
     seconds: float | None = None,
 ) -> Placement:
-    """The layout of the shortest predicted step.
+    """The layout of the shortest predicted step on a cluster with enough devices.
 
     Raises:
-        ValueError: there are too few devices, or no stage fits any layout's memory.
+        ValueError: no layout is found in which all stages fit their devices' memory.
     """
     replicas, ranks = workload.replicas, workload.ranks
-    cluster.check_enough(ranks, replicas)
     model = StepModel(cluster, workload)
     _check_memory(cluster, model.need, replicas)
     devices, plan = devices_of(cluster), plan_of(workload)
@@ -86,8 +85,9 @@ def solve_step(
         done += 1
         draw = (seed * 1_000_003 + done * 7919) % 2**31
         turn = done % len(_HEATS)
-        start_D, heat = starts[_start(done, len(starts))] if turn else best_D, _HEATS[turn]
-        place_D = anneal_step(devices, plan, start_D, replicas, max(1000, most), draw, heat)
+        start_D = starts[min((done - 1) % _KEPT, len(starts) - 1)] if turn else best_D
+        moves = max(1000, most)
+        place_D = anneal_step(devices, plan, start_D, replicas, moves, draw, _HEATS[turn])
         cost, place_D = refined(place_D, draw)
         if cost < best:
             best, best_D = cost, place_D
@@ -124,11 +124,6 @@ def _refined(
         if step_s < best_s:
             best_s, best_D = step_s, trial_D
     return best_s, best_D
-
-
-def _start(number: int, count: int) -> int:
-    """The best starts take turns."""
-    return min((number - 1) % _KEPT, count - 1)
 
 
 def _starts(cluster: Cluster, workload: Workload, seed: int) -> Iterator[Ints]:

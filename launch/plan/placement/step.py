@@ -55,7 +55,7 @@ class StepModel:
         """Simulate; infinite if a device has too little memory."""
         work, cluster = self._workload, self._cluster
         if not (self.need <= cluster.memory_D[grid_RP]).all():
-            return StepCost(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf)
+            return StepCost(*[math.inf] * 6)
         speed_RP = cluster.speed_D[grid_RP]
         pass_s, done_s = self._simulated(cluster, grid_RP)
         passes_s = work.accumulate * pass_s
@@ -64,8 +64,7 @@ class StepModel:
         if self._alone is not None:
             _, exchange_s = self._alone(cluster, grid_RP)
             busy_s = max(passes_s, exchange_s, self._wires_s(grid_RP))
-        optimizer_P = np.array(work.by_rank(work.optimizer_s))
-        optimizer_s = float((optimizer_P / speed_RP).max())
+        optimizer_s = float((np.array(work.by_rank(work.optimizer_s)) / speed_RP).max())
         used = grid_RP.ravel()
         latency_s = float(cluster.latency_DD[np.ix_(used, used)].max())
         compute_P = np.array(work.microbatch_s) * work.microbatches * work.accumulate
@@ -139,25 +138,22 @@ def step_bound(cluster: Cluster, workload: Workload) -> float:
 def _ideal(cluster: Cluster, used: int, speed: float) -> Cluster:
     apart = ~np.eye(cluster.devices, dtype=bool)
     rate = float(cluster.rate_DD[apart].max(initial=0.0)) or math.inf
-    latency = float(cluster.latency_DD[apart].min(initial=math.inf))
-    rate_HH = without_own(np.full((used, used), rate), math.inf)
-    latency = latency if latency < math.inf else 0.0
-    latency_HH = without_own(np.full((used, used), latency), 0.0)
+    latency = float(cluster.latency_DD[apart].min()) if apart.any() else 0.0
     hosts = tuple(Host(name=f"d{device}", speed=float(speed)) for device in range(used))
-    return Cluster(hosts, rate_HH, latency_HH)
+    rate_HH, latency_HH = (np.full((used, used), x) for x in (rate, latency))
+    return Cluster(hosts, without_own(rate_HH, math.inf), without_own(latency_HH, 0.0))
 
 
 def _slowest_pipeline_s(ideal: Cluster, workload: Workload, speed: float) -> float:
     """Seconds of all passes of one pipeline with a slow device where it costs least."""
-    alone = replace(workload, replicas=1)
-    grid_RP = np.arange(workload.ranks)[None]
+    alone, ranks = replace(workload, replicas=1), workload.ranks
+    rate_HH, latency_HH = ideal.rate_HH[:ranks, :ranks], ideal.latency_HH[:ranks, :ranks]
     found = []
-    for position in range(workload.ranks):
-        hosts = list(ideal.hosts[: workload.ranks])
+    for position in range(ranks):
+        hosts = list(ideal.hosts[:ranks])
         hosts[position] = hosts[position].model_copy(update={"speed": speed})
-        own = np.ix_(range(workload.ranks), range(workload.ranks))
-        cluster = Cluster(tuple(hosts), ideal.rate_HH[own], ideal.latency_HH[own])
-        found.append(StepModel(cluster, alone)(grid_RP).passes_s)
+        cluster = Cluster(tuple(hosts), rate_HH, latency_HH)
+        found.append(StepModel(cluster, alone)(np.arange(ranks)[None]).passes_s)
     return min(found)
 
 

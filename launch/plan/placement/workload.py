@@ -31,9 +31,6 @@ class Workload:
     Seconds are per microbatch on a device of speed 1, one for each stage; `activations` and
     `gradients` hold one message per cut; `exchange_nbytes` what a replica sends each peer in a
     step, `optimizer_s` what the update of a stage takes, `memory` what a rank needs.
-
-    Raises:
-        ValueError: a sequence does not fit the number of stages.
     """
 
     replicas: int
@@ -51,17 +48,6 @@ class Workload:
     accumulate: int = 1
     optimizer_s: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        cuts = self.stages - 1
-        expected = {"backward_s": self.stages, "activations": cuts, "gradients": cuts}
-        for name, length in expected.items():
-            found = len(getattr(self, name))
-            if found != length:
-                raise ValueError(
-                    f"{name} has {found} entries, but forward_s has {self.stages} stages: "
-                    f"pass {length}"
-                )
 
     @property
     def stages(self) -> int:
@@ -102,8 +88,8 @@ class Workload:
     @property
     def peer_nbytes(self) -> tuple[float, ...]:
         """Bytes to each peer in one round of the exchange, by rank."""
-        alone = self.replicas == 1
-        return self.by_rank([n / max(1, self.rounds) * (not alone) for n in self.exchange_nbytes])
+        shared = self.replicas > 1
+        return self.by_rank([n / max(1, self.rounds) * shared for n in self.exchange_nbytes])
 
     @classmethod
     def of(
@@ -142,11 +128,8 @@ class Workload:
         bounds = pairwise((0, *config.pipeline.cuts, len(blocks)))
         trained = [sum(block.trained for block in blocks[first:stop]) for first, stop in bounds]
         models = rank_memory(config, [BlockRun(block, 1) for block in blocks], exchange)
-        whole = replace(
-            self,
-            replicas=replicas,
-            memory=tuple(device_nbytes(config, sequences, models)),
-        )
+        memory = tuple(device_nbytes(config, sequences, models))
+        whole = replace(self, replicas=replicas, memory=memory)
         if exchange is None:
             return whole
         peer_nbytes = exchange.nbytes / (replicas - 1)

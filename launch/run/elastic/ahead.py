@@ -248,18 +248,14 @@ class Giver:
         """Queue the gradients of this step, but no more than a state has bytes: else give up."""
         if self._begun and not self._ended:
             with self._gives_up():
-                settings, parts = self._step_of(optimizer)
+                settings, parts = list[Any](), list[Tensor]()
+                for group in optimizer.param_groups:
+                    thin = [without_zeros(parameter.grad) for parameter in group["params"]]
+                    plain = {key: v for key, v in group.items() if type(v) in (bool, int, float)}
+                    settings.append([plain, [len(some) for some in thin]])
+                    parts += [part for some in thin for part in some]
                 named = {str(number): part for number, part in enumerate(parts)}
                 self._queue({"groups": settings}, named)
-
-    def _step_of(self, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Tensor]]:
-        settings, parts = list[Any](), list[Tensor]()
-        for group in optimizer.param_groups:
-            thin = [without_zeros(parameter.grad) for parameter in group["params"]]
-            plain = {key: v for key, v in group.items() if type(v) in (bool, int, float)}
-            settings.append([plain, [len(some) for some in thin]])
-            parts += [part for some in thin for part in some]
-        return settings, parts
 
     def _queue(self, header: dict[str, Any], parts: dict[str, Tensor]) -> None:
         if self._queued_nbytes + _nbytes_of(parts.values()) > max(_LITTLE_NBYTES, self._nbytes):

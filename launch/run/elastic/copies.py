@@ -66,8 +66,10 @@ class RamCopies:
     ) -> None:
         """`connect(store, source, end)` connects a place with its keeper, the ends 0 and 1."""
         self._root, self._every, self._connect = store, every, connect
-        self._own: dict[int, Any] = {}
-        self._kept: dict[tuple[int, int], Packed] = {}
+        self.own: dict[int, Any] = {}
+        """Copies of this rank's state, by step."""
+        self.kept: dict[tuple[int, int], Packed] = {}
+        """Those that it keeps for others, by place and step."""
         self._changes = threading.Lock()
         self._latest: int | None = None
         self._next = self._change = 0
@@ -96,17 +98,7 @@ class RamCopies:
     def held(self) -> dict[str, Any]:
         """The steps of its own copies, and places and steps of those that it keeps for others."""
         with self._changes:
-            return {"own": [*self._own], "kept": [*self._kept]}
-
-    def own(self, step: int) -> Any:
-        return self._own[step]
-
-    def kept(self, place: int, step: int) -> Packed:
-        return self._kept[place, step]
-
-    def take_over(self, step: int, state: Any) -> None:
-        """The state that this rank was given is its own copy of that step."""
-        self._own[step] = state
+            return {"own": [*self.own], "kept": [*self.kept]}
 
     def take(self, step: int, collect: Callable[[], Any]) -> str:
         """Copy the state before a step, if that is due; all ranks do, or none.
@@ -125,16 +117,16 @@ class RamCopies:
             )
         good, self._latest = (step if self._latest is None else self._latest), step
         with self._changes:
-            over = [own for own in self._own if own not in (good, step)]
-            into = self._own.pop(over[0]) if over else self._own.get(step)
+            over = [own for own in self.own if own not in (good, step)]
+            into = self.own.pop(over[0]) if over else self.own.get(step)
             self._drop_all_but(good, step)  # two of its own in RAM, never three
-        self._own[step] = snapshot(collect(), into)
+        self.own[step] = snapshot(collect(), into)
         self._queue.put(step)
         return ""
 
     def _drop_all_but(self, *steps: int) -> None:
-        self._own = {step: state for step, state in self._own.items() if step in steps}
-        self._kept = {at: packed for at, packed in self._kept.items() if at[1] in steps}
+        self.own = {step: state for step, state in self.own.items() if step in steps}
+        self.kept = {at: packed for at, packed in self.kept.items() if at[1] in steps}
 
     def _has_come(self, step: int) -> bool:
         """Whether every rank holds the copy that it keeps."""
@@ -153,7 +145,7 @@ class RamCopies:
                     send_message(send, {})
                     continue
                 # `take` writes over an older one only, which has been sent
-                tree, tensors = pack_state(self._own[step])
+                tree, tensors = pack_state(self.own[step])
                 listed = [describe(name, tensor) for name, tensor in tensors.items()]
                 header = {"step": step, "tree": tree, "digest": _digest(tensors)}
                 send_message(send, {**header, "tensors": listed}, tensors.values())
@@ -171,7 +163,7 @@ class RamCopies:
                 with self._changes:
                     if change != self._change:  # others may be at that step again, and differ
                         return
-                    self._kept[source, header["step"]] = Packed(header["tree"], tensors)
+                    self.kept[source, header["step"]] = Packed(header["tree"], tensors)
                 store.add(f"has/{header['step']}", 1)
 
     @contextmanager

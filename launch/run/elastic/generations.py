@@ -55,8 +55,8 @@ class Generations:
 
         A process that stands still for `patience_s` is lost; so is a rank that is silent for
         `wait_s`, and then does not come within `patience_s`, or does not come within `wait_s` where
-        a connection is lost. Ranks that come later are the
-        `members` of their own transport at first.
+        a connection is lost. Ranks that come later are the `members` of their own transport at
+        first.
 
         Raises:
             ConfigError: this rank's supervisor is not ours, so no loss would be told.
@@ -71,8 +71,9 @@ class Generations:
         self._store, self._root = PrefixStore("elastic", store), store
         mesh = transport.mesh
         numbers = [*(members or range(mesh.world_size))]
-        self._me = numbers[mesh.rank]
-        self._hosts = Hosts(self._store, self._me, host)
+        self.number = numbers[mesh.rank]
+        """This rank's, which no other has or had."""
+        self._hosts = Hosts(self._store, self.number, host)
         # newcomers have no generation until they are let in
         self._news = News(numbers, -1 if members else 0, self._hosts.ports)
         self._visits = self._tried = 0  # sections that let newcomers in: done, and begun
@@ -113,7 +114,7 @@ class Generations:
         Raises:
             RuntimeError: the store is gone.
         """
-        self._leaving.report(self._me, why)
+        self._leaving.report(self.number, why)
 
     @property
     def hosts(self) -> Mapping[int, str]:
@@ -124,11 +125,6 @@ class Generations:
     def machines(self) -> list[int]:
         """For each rank the first on its machine."""
         return self._hosts.machines(self._members)
-
-    @property
-    def number(self) -> int:
-        """This rank's, which no other has or had."""
-        return self._me
 
     @property
     def loss(self) -> str:
@@ -160,17 +156,13 @@ class Generations:
 
     def _leave_out(self, member: int) -> None:
         """One that is lost before it was let in."""
-        if self._me == 0:
+        if self.number == 0:
             self._leaving.settle(member, goes_on=True)
 
     def _regroup(
         self, error: TransportError, post: Mapping[str, Any]
     ) -> tuple[list[int], list[dict[str, Any]]]:
-        """Form the next generation: who was lost, and what each of its ranks has posted.
-
-        Raises:
-            TransportError: the run does not go on.
-        """
+        """Form the next generation, or raise: who was lost, and what each of its ranks posts."""
         tries, before = 0, self._members
         while True:
             if not self._goes_on(error) or tries == _TRIES:
@@ -189,21 +181,17 @@ class Generations:
             return [member for member in before if member not in members], self._posts(members)
 
     def _end_jobs(self) -> None:
-        """Nothing of this generation may send in the next.
-
-        Raises:
-            TransportError: something does not end, and the others cannot go on without this rank.
-        """
+        """Nothing of this generation may send in the next: else this rank is lost, or all fail."""
         try:
             self._run.settle()
         except TimeoutError:
-            why = f"rank {self._me} on {self._hosts.own}: its exchange does not end"
-            left = Generations._choose(self, {self._me})
+            why = f"rank {self.number} on {self._hosts.own}: its exchange does not end"
+            left = Generations._choose(self, {self.number})
             if not self._are_enough(left):
                 raise TransportError(f"{why}; {self._why_not(left)}") from None
             with suppress(RuntimeError):  # the store is gone, which ends the process
                 self.leave(why)
-            out = self._hosts.own in self._hosts.of_all([self._me])
+            out = self._hosts.own in self._hosts.of_all([self.number])
             end_now(OUT if out else LOST, f"{why}: {self._left_out}")
 
     def _settle(self, members: Sequence[int], error: TransportError) -> None:
@@ -214,11 +202,11 @@ class Generations:
             self._losses.settle(member, goes_on=goes_on, out=self._hosts.of(member) in out)
         if not goes_on:
             raise TransportError(f"{error}; {self._why_not(members)}") from error
-        if self._me not in members:
+        if self.number not in members:
             if self._cold:
-                end_now(1, f"rank {self._me}: a rank was lost as it joined; start it again")
+                end_now(1, f"rank {self.number}: a rank was lost as it joined; start it again")
             code = OUT if self._hosts.own in out else LOST
-            end_now(code, f"rank {self._me}: {self._left_out}")
+            end_now(code, f"rank {self.number}: {self._left_out}")
 
     def _are_enough(self, members: Sequence[int]) -> bool:
         return len(members) >= self._least * self._transport.mesh.pipeline_ranks and 0 in members
@@ -231,7 +219,7 @@ class Generations:
 
     def _goes_on(self, error: TransportError) -> bool:
         with suppress(RuntimeError):  # the store is gone, which ends the process
-            self._store.set(f"here/{self._generation}/{self._me}", "")
+            self._store.set(f"here/{self._generation}/{self.number}", "")
             return self._misses_some(error) or self._blames_newcomers(error)
         return False
 
@@ -279,11 +267,8 @@ class Generations:
         return bool(self._cold) and self._news.hears(self._news.is_incomplete)
 
     def _agree(self, post: Mapping[str, Any]) -> list[int]:
-        """Who is in the next generation; `post` is what this rank has to tell the others.
-
-        The first to see all others ready, or lost, says it for all.
-        """
-        self._store.set(f"ready/{self._generation}/{self._me}", json.dumps(post))
+        """Who is in the next generation: the first to see all others ready, or lost, says it."""
+        self._store.set(f"ready/{self._generation}/{self.number}", json.dumps(post))
         said = f"members/{self._generation}"
         waiting = self._not_at("ready", self._wait_s, lambda: self._store.check([said]))
         chosen = json.dumps(self._choose(waiting))
@@ -301,13 +286,9 @@ class Generations:
         return [member for ranks in self._replicas if not gone & {*ranks} for member in ranks]
 
     def _form(self, name: str) -> None:
-        """Make the groups of the members.
-
-        Raises:
-            TransportError: another rank is lost meanwhile.
-        """
+        """Make the groups of the members; raises TransportError if another rank is lost."""
         if self._news.is_incomplete():
-            raise TransportError(f"rank {self._me}: another rank is lost")
+            raise TransportError(f"rank {self.number}: another rank is lost")
         keys, size = PrefixStore(name, self._root), len(self._members)
         generation = self._news.generation
 
@@ -315,10 +296,10 @@ class Generations:
             return self._news.is_incomplete() or self._news.generation != generation
 
         self._joining = JoiningStore(keys, is_over, self._wait_s)
-        join_anew(self._joining, self._members.index(self._me), size, self._wait_s)
+        join_anew(self._joining, self._members.index(self.number), size, self._wait_s)
         self._transport.regroup(size // self._transport.mesh.pipeline_ranks)
         if self._news.break_if_incomplete():
-            raise TransportError(f"rank {self._me}: another rank was lost meanwhile")
+            raise TransportError(f"rank {self.number}: another rank was lost meanwhile")
 
     def _be(self, members: list[int]) -> None:
         """Raises TransportError: one of them cannot be reached from here."""
@@ -327,4 +308,4 @@ class Generations:
         try:
             self._hosts.now(members)
         except RuntimeError as error:
-            raise TransportError(f"rank {self._me}: {error}") from error
+            raise TransportError(f"rank {self.number}: {error}") from error

@@ -119,12 +119,13 @@ class Places(Sections):
     ) -> None:
         """As `Sections`; a newcomer was called."""
         super().__init__(store, transport, run, members=call.members if call else (), **settings)
+        self.root = self._store
         self._redoing, self._newcomer = run, newcomer
         self._back: Back | None = None
         self._comes_in = call is not None
         if call is not None:
-            self._news.generation, self._warm = call.generation, {*call.members} - {self._me}
-        elif self._me == 0:
+            self._news.generation, self._warm = call.generation, {*call.members} - {self.number}
+        elif self.number == 0:
             Door(self._store).open(transport.mesh.world_size)
 
     def step(self, do: Callable[[], _T], forget: Callable[[], None]) -> _T:
@@ -179,10 +180,6 @@ class Places(Sections):
         return pair(waits, end, self._wait_s, lambda: bool(self.loss))
 
     @property
-    def root(self) -> Store:
-        return self._store
-
-    @property
     def goes_back_to(self) -> int:
         assert self._back is not None, "a place has been taken"
         return self._back.step
@@ -194,14 +191,14 @@ class Places(Sections):
     def _come_in(self) -> None:
         assert self._newcomer is not None, "it was called"
         self._newcomer.has_entered = True
-        self._store.set(f"ready/{self._generation}/{self._me}", json.dumps(self._post()))
+        self._store.set(f"ready/{self._generation}/{self.number}", json.dumps(self._post()))
         self._be(self._members)
         self._form(f"generation{self._generation}")
         before = self._members
         self._tell(self._furthest(self._posts(before)), before)
 
     def _post(self) -> dict[str, Any]:
-        has_state = self._me in self._warm
+        has_state = self.number in self._warm
         own = {"has": self._redoing.held if has_state else None, "at": self._redoing.point}
         return super()._post() | own
 
@@ -220,10 +217,7 @@ class Places(Sections):
         return known or []
 
     def _filled(self, stay: Sequence[int]) -> list[int] | None:
-        """The members, with ranks of others in place of lost machines; None if too few have come.
-
-        Each machine is replaced by one of as many ranks.
-        """
+        """The members, with as many ranks of others for each lost machine; None if too few came."""
         members, spares = [*self._members], self._spares()
         for host in dict.fromkeys(self._hosts.of(m) for m in self._members if m not in stay):
             places = [place for place, name in enumerate(self.places) if name == host]
@@ -236,16 +230,14 @@ class Places(Sections):
         return members
 
     def _waits_for_others(self, stay: Sequence[int]) -> bool:
-        """Whether the run can go on when others come; machines that are lost leave at once then, as
-        only that makes room for others.
-        """
+        """Whether it can go on with others; lost machines leave at once then, to make room."""
         if 0 not in stay or self._why_over(stay):
             return False
-        if self._me not in stay:
-            end_now(OUT, f"rank {self._me}: {self._left_out}")
+        if self.number not in stay:
+            end_now(OUT, f"rank {self.number}: {self._left_out}")
         for member in {*self._members} - {*stay}:
             self._losses.settle(member, goes_on=True, out=True)
-        if self._me == 0:
+        if self.number == 0:
             ranks = len(self._members) - len(stay)
             self._redoing.ask_for_machine(self._news.lost_of(self._members), ranks)
         return True
@@ -267,10 +259,11 @@ class Places(Sections):
 
     def _why_over(self, stay: Sequence[int]) -> str:
         """Why the run cannot go on with others; nothing if it can."""
-        posts = dict(zip(stay, self._posts(stay), strict=True))
-        if any(post["at"] is None for post in posts.values()):
+        posts = self._posts(stay)
+        if any(post["at"] is None for post in posts):
             return "the run is about to end"
-        held = {self._members.index(m): post["has"] for m, post in posts.items() if post["has"]}
+        places = map(self._members.index, stay)
+        held = {at: post["has"] for at, post in zip(places, posts, strict=True) if post["has"]}
         if not held or newest_common(held, len(self._members)) is None:
             return "of no step all copies are left in RAM (checkpoint.ram_every)"
         return ""
@@ -305,10 +298,6 @@ class Places(Sections):
         furthest = max((posts[place] for place in held), key=lambda post: int(post["done"]))
         done = max(posts[place]["at"][0] for place in held)
         self._back = Back(step, holders, done, furthest["at"][1])
-        if not self._has_state:
+        if self.number not in self._warm:
             self._done = int(furthest["done"])
         return super()._furthest(posts)
-
-    @property
-    def _has_state(self) -> bool:
-        return self._me in self._warm

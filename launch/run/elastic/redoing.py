@@ -33,7 +33,7 @@ class RedoingTraining(ElasticTraining):
 
     _elastic: Places  # type: ignore[assignment]  # its other kind
 
-    def __init__(self, config: RunConfig, samples: Any, session: Session, *rest: Any, **more: Any):
+    def __init__(self, config: RunConfig, samples: Any, session: Session, *rest: Any) -> None:
         """As of `Training`; a newcomer waits until a place is free."""
         self._call, newcomer = None, session.newcomer
         self._had = 0  # steps that were done before all went back
@@ -43,15 +43,15 @@ class RedoingTraining(ElasticTraining):
             with answering(newcomer, self._call):
                 transport = cast(GlooTransport, session.transport)
                 transport.stand_in(config.pipeline.pipeline_ranks, self._call.place)
-                super().__init__(config, samples, session, *rest, **more)
+                super().__init__(config, samples, session, *rest)
         else:
-            super().__init__(config, samples, session, *rest, **more)
+            super().__init__(config, samples, session, *rest)
 
     def begin(self, stack: ExitStack) -> None:
         if self._call is None:
             super().begin(stack)
-            self._had = self._done
-            self._begin_copies(0, self._done)
+            self._had = self.done
+            self._begin_copies(0, self.done)
         else:
             assert self._session.newcomer is not None, "it was called"
             with answering(self._session.newcomer, self._call):
@@ -70,7 +70,7 @@ class RedoingTraining(ElasticTraining):
     def point(self) -> tuple[int, int] | None:
         """How many steps are done or were, and the epoch; None if the run is about to end."""
         over = self.stopping or self._finished
-        return None if over else (max(self._had, self._done), self.first_epoch)
+        return None if over else (max(self._had, self.done), self.first_epoch)
 
     @property
     def held(self) -> dict[str, Any]:
@@ -95,11 +95,11 @@ class RedoingTraining(ElasticTraining):
         own = [self._plan.state, self._checkpoints.number, self.built.best.state_dict()]
         plan, save, best = gather_json(transport, own)[0]
         for place, keeper in back.holders.items():
-            kept = self._copies.kept(place, step) if mesh.rank == keeper else None
+            kept = self._copies.kept[place, step] if mesh.rank == keeper else None
             state = hand_over(transport, keeper, place, kept)
             if mesh.rank == place:
-                self._copies.take_over(step, state)
-        state = self._copies.own(step)
+                self._copies.own[step] = state
+        state = self._copies.own[step]
         # an optimizer keeps the tensors that it is given
         distribute(self.built, snapshot(state["built"]), SENT)
         self._skips.state = state["skips"]
@@ -111,7 +111,7 @@ class RedoingTraining(ElasticTraining):
             self._plan.take(plan, mesh)
             self._had, self._epoch = back.done, back.epoch
         self._checkpoints.follow(serial, generation, None)  # a new disk has none of the last save
-        self._done = self._agreed = step
+        self.done = self._agreed = step
         repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
         self.records.go_back(step)
         self._checkpoints.connect()
@@ -186,7 +186,7 @@ class RedoingTraining(ElasticTraining):
     def _all_do(self, do: Callable[[], _T]) -> _T:
         if self._in_step:  # which is done again as a whole
             return super()._all_do(do)
-        had = max(self._had, self._done)
+        had = max(self._had, self.done)
         return self._redone(had, lambda: super(RedoingTraining, self)._all_do(do))
 
     def _redone(self, had: int, do: Callable[[], _T]) -> _T:
@@ -199,13 +199,13 @@ class RedoingTraining(ElasticTraining):
 
     def _redo(self, had: int) -> None:
         saves = False
-        while self._done < had:
-            batch = self.batch(self._done)
+        while self.done < had:
+            batch = self.batch(self.done)
             assert batch is not None, "a stream is rejected"
-            self._once(batch, self._done)
+            self._once(batch, self.done)
             saves |= self._save_again
             if self.stopping:
-                self._had = self._done  # no more is done again
+                self._had = self.done  # no more is done again
                 self.stop_here()
         if saves:
             self.agreement.ask(Ask.SAVE)

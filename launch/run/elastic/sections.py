@@ -100,7 +100,7 @@ class Sections(Generations):
     def _check(self) -> None:
         """Raises TransportError: a rank was lost since the last section, or step."""
         if self._news.is_broken():
-            raise TransportError(f"rank {self._me}: {self.trouble}")
+            raise TransportError(f"rank {self.number}: {self.trouble}")
 
     def _count(self, packed: Any, *, alone: bool) -> None:
         if alone:
@@ -109,10 +109,7 @@ class Sections(Generations):
             self._done, self._packed, self._alone = self._done + 1, packed, 0
 
     def _regrouped(self, error: TransportError, *, waited: bool = False) -> Mapping[str, Any]:
-        """Form the next generation; what its rank that is furthest has posted.
-
-        `waited`: others were waited for as long as for a peer, where all meet.
-        """
+        """Form the next generation; what its furthest rank has posted. `waited`: see `_WAITED`."""
         post = self._post() | {"waited": waited and isinstance(error, SilentError)}
         lost, posts = self._regroup(error, post)
         found = self._furthest(posts)
@@ -158,15 +155,15 @@ class Sections(Generations):
         """
         first = max(posts, key=lambda post: int(post["done"]))
         size = self._transport.mesh.pipeline_ranks
-        place = self._members.index(self._me) // size * size
+        place = self._members.index(self.number) // size * size
         own = max(posts[place : place + size], key=lambda post: (post["done"], post["alone"]))
         ahead, packed = [first["done"], 0], first["packed"]
         if first["done"] == self._done:
             ahead, packed = [self._done, own["alone"]], own["packed_alone"]
         if ahead > [self._done + 1, 0] or ahead[1] > self._alone + 1:
             raise DesyncError(
-                f"rank {self._me} has done {self._done} of the steps, evaluations and saves that "
-                f"another rank has done {ahead[0]} of; resume from a checkpoint (--resume)"
+                f"rank {self.number} has done {self._done} of the steps, evaluations and saves "
+                f"that another rank has done {ahead[0]} of; resume from a checkpoint (--resume)"
             )
         most = {name: max(post[name] for post in posts) for name in ("passes", "tried")}
         # others may still have before them what these have done

@@ -23,8 +23,7 @@ from thinpipe.launch.run.weights import (
     receive_piece,
     send_piece,
 )
-from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
+from thinpipe.pipeline.comm.transport import WEIGHTS, Link, Transport
 
 SENT = Path("the state that another rank sent")
 """Where errors say that it is from."""

@@ -58,7 +58,7 @@ class ElasticTraining(Training):
                 "and use --max-restarts"
             )
         super().begin(stack)
-        self._epoch = self._sampler.epoch(min(self._done, self.steps - 1))
+        self._epoch = self._sampler.epoch(min(self.done, self.steps - 1))
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         mesh, newcomer = self._session.mesh, self._session.newcomer
@@ -115,7 +115,7 @@ class ElasticTraining(Training):
         kernels.start()
         self._elastic.join()
         kernels.join()
-        self._admits, self.start = False, self._done
+        self._admits, self.start = False, self.done
 
     def finish(self, done: int) -> None:
         super().finish(done)
@@ -144,7 +144,7 @@ class ElasticTraining(Training):
         who = f"rank {self._elastic.number} on {self._config.network.own_name()}"
         with suppress(RuntimeError):  # the store is gone: so is the run
             self._elastic.leave(f"{who}: asked to stop")
-        left = f"left the run after step {self._done}; the others go on; --join brings it back"
+        left = f"left the run after step {self.done}; the others go on; --join brings it back"
         end_now(0, left if speaks() else "")
 
     @property
@@ -181,7 +181,7 @@ class ElasticTraining(Training):
         self._share_anew()
         self._go_on(passes)
         behind = self._has_state and agreed[0] > self._agreed
-        if agreed[0] == self._done and agreed != self.agreed:  # those lost did not say it here
+        if agreed[0] == self.done and agreed != self.agreed:  # those lost did not say it here
             self._admits |= agreed[1] == Ask.ADMIT
             self._stops_here = agreed[1] == Ask.STOP and not behind
         stops = self.stopping or self._stops_here  # nobody has to be asked for it
@@ -191,9 +191,9 @@ class ElasticTraining(Training):
 
     def _share_anew(self) -> None:
         """What is left is shared by the replicas there are now, once this one has come so far."""
-        while self._changes and self._changes[0][0] <= self._done:
+        while self._changes and self._changes[0][0] <= self.done:
             at, mesh, words = self._changes.pop(0)
-            self._plan.share_anew(mesh, max(at, self._done))
+            self._plan.share_anew(mesh, max(at, self.done))
             self._follow_plan()
             if self._has_state:
                 self._say(words)
@@ -228,21 +228,21 @@ class ElasticTraining(Training):
         self.records.planned(self.steps, self._elastic.hosts)
 
     def _say(self, words: str) -> None:
-        if self._plan.changed_at == self._done:
-            words += f"; from step {self._done + 1} {self._plan.words()}"
+        if self._plan.changed_at == self.done:
+            words += f"; from step {self.done + 1} {self._plan.words()}"
         self.display.note(words)
 
     @property
     def agreed(self) -> tuple[int, int]:
         """What all ranks do after which step, as far as this one has come to it, or does it now."""
         if self.stopping or self._stops_here:
-            return self._done, Ask.STOP
-        return (self._done, Ask.ADMIT) if self._admits else self.agreement.last
+            return self.done, Ask.STOP
+        return (self.done, Ask.ADMIT) if self._admits else self.agreement.last
 
     @property
     def at(self) -> tuple[int, int]:
         """The steps that are done, and the number of the last save, for newcomers to compare."""
-        return self._done, self._checkpoints.number[0]
+        return self.done, self._checkpoints.number[0]
 
     def check_own(self, at: Sequence[int]) -> None:
         """Check that this newcomer has saved nothing later than a run that is `at` this point.
@@ -286,7 +286,7 @@ class ElasticTraining(Training):
         self._givers.end()
         if self._taker is not None:
             self._taker.finish(self._config.pipeline.peer_timeout_s)
-        own = [self._done, self._plan.state, self._checkpoints.number, self._skips.state]
+        own = [self.done, self._plan.state, self._checkpoints.number, self._skips.state]
         own.append(self._epoch)
         done, plan, save, skips, epoch = gather_json(transport, own)[0]
         seed = self._config.run.seed + 1000 * self._elastic.number
@@ -296,7 +296,7 @@ class ElasticTraining(Training):
             nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
             self._taker = None
-            self._done, self._agreed, self._epoch = done, done, epoch
+            self.done, self._agreed, self._epoch = done, done, epoch
             self._plan.take(plan, transport.mesh)
             self._changes.clear()  # which the plan has
             self._checkpoints.follow(*save)
@@ -323,7 +323,7 @@ class ElasticTraining(Training):
         Raises:
             ConfigError: they differ.
         """
-        self._proof.compare(self._done)
+        self._proof.compare(self.done)
         self._checkpoints.connect()
 
     @property
@@ -346,18 +346,16 @@ class ElasticTraining(Training):
 
     def _admit_if_due(self) -> None:
         """Let newcomers in; part of a section, as a loss meanwhile may say again that they come."""
-        is_time = self._admits and self._done < self.steps and self._sync.lets_in(self._done)
+        is_time = self._admits and self.done < self.steps and self._sync.lets_in(self.done)
         if is_time and self._has_samples_for_more():
             self._elastic.admit()
             self._admits = False
             self._elastic.prove()  # if this rank was behind in that
 
     def _has_samples_for_more(self) -> bool:
-        """Whether one more replica would get some of this epoch's: else it comes in the next.
-
-        Only models of one's own have no mask, with which a sample of before fills a place.
-        """
-        steps = range(self._done, self._sampler.steps_of(self._epoch).stop)
+        """Whether one more replica would get some of this epoch's: else it comes in the next."""
+        steps = range(self.done, self._sampler.steps_of(self._epoch).stop)
+        # only models of one's own have no mask, with which a sample of before fills a place
         if not self._config.model.is_own or len(steps) > 1:  # each has one for each replica
             return True
         return sum(map(self._sampler.samples, steps)) > self._session.mesh.replicas
@@ -380,7 +378,7 @@ class ElasticTraining(Training):
         scope: Scope = "replica" if alone else "world"
 
         def take(shared: list[list[float]]) -> StepTotals:
-            self._done = step + 1
+            self.done = step + 1
             return engine.finish_step(torch.tensor(shared, dtype=torch.float64), mesh, scope)
 
         totals = self._unless_stopped(
@@ -391,7 +389,7 @@ class ElasticTraining(Training):
             alone=alone,
         )
         if self._leaving.is_set():
-            self._done = step + 1
+            self.done = step + 1
             self._leave()
         return totals, sampler.epoch(step), sampler.samples(step)
 

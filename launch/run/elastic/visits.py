@@ -57,7 +57,7 @@ class Elastic(Sections):
         self._door, self._newcomer, self._seats = Door(own), newcomer, mesh.world_size
         members = newcomer.numbers(self._door.numbers, mesh) if newcomer else ()
         super().__init__(store, transport, run, members=members, **settings)
-        if self._me == 0:
+        if self.number == 0:
             self._door.open(mesh.world_size)
             door = Door(PrefixStore("elastic", store.clone()))  # type: ignore[attr-defined]
             threading.Thread(target=self._greet, args=(door,), daemon=True).start()
@@ -87,14 +87,16 @@ class Elastic(Sections):
         """
         own, newcomer = self._members, self._newcomer
         assert newcomer is not None
-        newcomer.say(self._me)
+        newcomer.say(self.number)
         self._transport.share(torch.zeros(0, dtype=torch.float64), "world")
         try:
             self._knock(own, newcomer)
             self.admit()
         except BaseException:
             with suppress(RuntimeError):
-                self._leaving.report(self._me, f"rank {self._me} on {self._hosts.own}: not joined")
+                self._leaving.report(
+                    self.number, f"rank {self.number} on {self._hosts.own}: not joined"
+                )
             raise
         newcomer.take_part()
 
@@ -108,7 +110,7 @@ class Elastic(Sections):
             nonlocal is_asked, takes, before
             newcomer.check()
             if self._news.is_incomplete():
-                raise TransportError(f"rank {self._me}: {self.loss}")
+                raise TransportError(f"rank {self.number}: {self.loss}")
             if not self._losses.is_open:
                 raise ConfigError("--join: the run has ended")
             if not is_asked:
@@ -145,11 +147,10 @@ class Elastic(Sections):
         return bool(at)
 
     def _take(self, own: Sequence[int], place: int) -> bool:
-        """Take the state once it is sent, and not before: others may get theirs first, for longer
-        than a connection waits. Whether it is.
-        """
+        """Whether the state is sent; it is taken then."""
+        # not before: others may get theirs first, for longer than a connection waits
         if self._door.gets(own):
-            self._run.take(partial(self._connect, place, self._me))
+            self._run.take(partial(self._connect, place, self.number))
             return True
         if place == 0 and self._door.is_late(own):
             self._door.knock(own)
@@ -160,33 +161,33 @@ class Elastic(Sections):
             if not self._is_invited():
                 return
             self._let_in(self._door.invited(self._visits))
-        if self._newcomer is not None and self._me in self._cold:
+        if self._newcomer is not None and self.number in self._cold:
             self._newcomer.check()
         if self._cold:
             self._run.bring_up([self._members.index(member) for member in self._cold])
         try:
             self._run.prove_equal()
         except ConfigError as error:  # a newcomer that is at fault must not end the run
-            if not self._cold or self._me in self._cold:
+            if not self._cold or self.number in self._cold:
                 raise
             raise TransportError(str(error)) from error
         self._proven = True
 
     def _is_invited(self) -> bool:
         """Whether anybody is; all members have come here. Member 0 says it: some ask twice."""
-        if self._me not in self._warm:
+        if self.number not in self._warm:
             return True
         self._run.end_saves()  # which use the groups
-        own = float(self._me == 0 and bool(self._door.invited(self._visits)))
+        own = float(self.number == 0 and bool(self._door.invited(self._visits)))
         said = self._transport.share(torch.tensor([own], dtype=torch.float64), "world")
         return bool(said.max())
 
     def _let_in(self, invited: Sequence[int]) -> None:
         """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
         before = [member for member in self._members if member not in invited]
-        if self._me in invited:
+        if self.number in invited:
             before = [*self._warm]
-        elif self._me == 0:
+        elif self.number == 0:
             how = {"generation": self._generation, "done": self._done, "members": before}
             self._door.let_in(invited, {**how, "visits": self._visits})
         self._tried = self._visits + 1
@@ -229,7 +230,7 @@ class Elastic(Sections):
 
     def _give(self, store: Store) -> None:
         """Send this rank's state to those that come, behind what training sends; a thread."""
-        door, place = Door(PrefixStore("elastic", store)), self._me
+        door, place = Door(PrefixStore("elastic", store)), self.number
         with suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count(1):
                 newcomer = door.begun(number)[place]
@@ -243,11 +244,7 @@ class Elastic(Sections):
                 sent()
 
     def _connect(self, other: int, newcomer: int) -> Pair:
-        """A connection with the other end, of which one is that newcomer.
-
-        Raises:
-            TransportError: it does not come.
-        """
+        """A connection of a newcomer with another; raises TransportError if that does not come."""
         try:
             self._hosts.reach(other)
         except RuntimeError as error:
@@ -261,7 +258,7 @@ class Elastic(Sections):
             _CONNECT_S if own is None else self._wait_s,
         )
         lost = self._news.lost
-        return pair(waits, int(self._me == newcomer), self._wait_s, lambda: newcomer in lost)
+        return pair(waits, int(self.number == newcomer), self._wait_s, lambda: newcomer in lost)
 
     def _is_over(self, visit: int) -> bool:
         with self._news.changed:

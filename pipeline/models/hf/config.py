@@ -1,5 +1,6 @@
 """Settings of a Hugging Face model, and its shape, from the config.json of its folder."""
 
+import copy
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.kind import Checkpointing, ModelKind, Problem, TokenModel
+from thinpipe.pipeline.models.kind import Checkpointing, Problem, TokenModel
 from thinpipe.pipeline.models.paths import user_path
 from thinpipe.pipeline.precision import WeightFormat
 
@@ -28,7 +29,6 @@ _ROBERTA_LIKE = (
 )
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
-_STAGE_PREFIX = "model."  # of a stage's own module around the library's
 
 
 class LoraConfig(BaseModel, frozen=True, extra="forbid"):
@@ -75,11 +75,6 @@ class HuggingFaceConfig(TokenModel):
     self_check: bool = False
     from_run: str | None = None
 
-    @classmethod
-    def of(cls, model: ModelKind) -> "HuggingFaceConfig | None":
-        """The model, if it is one of these."""
-        return model if isinstance(model, HuggingFaceConfig) else None
-
     @field_validator("pretrained", "config")
     @classmethod
     def _absolute(cls, folder: str | None) -> str | None:
@@ -89,7 +84,7 @@ class HuggingFaceConfig(TokenModel):
     def _check(self) -> "HuggingFaceConfig":
         if not (self.config or self.pretrained):
             raise ValueError("pretrained or config: name the model's folder")
-        self._check_folder(self.folder)
+        self._check_folder()
         from thinpipe.pipeline.models.hf.families import check_router, task_of
 
         config = self.transformers_config
@@ -149,8 +144,7 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def problem(self) -> Problem:
-        usual: Problem = "regression" if self.classes == 1 else "single_label_classification"
-        return self.problem_type or usual
+        return self.problem_type or ("regression" if self.classes == 1 else super().problem)
 
     @property
     def token_types(self) -> int:
@@ -205,13 +199,10 @@ class HuggingFaceConfig(TokenModel):
     def own_heads(self) -> list[str]:
         """Heads of the files that differ from the embedding, though config.json ties them."""
         from thinpipe.pipeline.models.hf.weights import differing_copies
-        from thinpipe.pipeline.models.hf.whole import build_on_meta
 
         if not self._says_tied or self.weight_files is None:
             return []
-        return differing_copies(
-            self.weight_files, build_on_meta(self.transformers_config, self.task)
-        )
+        return differing_copies(self.weight_files, self._on_meta(untie=False))
 
     @property
     def tied_names(self) -> Mapping[str, str]:
@@ -223,9 +214,8 @@ class HuggingFaceConfig(TokenModel):
     @property
     def fresh_dropout(self) -> float:
         config = self.transformers_config
-        names = [n for n in _dropout_names(config) if not n.startswith(_HEADS)]
-        rates = [getattr(config, name) for name in names]
-        return max((float(rate or 0.0) for rate in rates), default=0.0)
+        names = [name for name in _dropout_names(config) if not name.startswith(_HEADS)]
+        return max((float(getattr(config, name) or 0.0) for name in names), default=0.0)
 
     @property
     def trains_in_bf16(self) -> bool:
@@ -307,7 +297,8 @@ class HuggingFaceConfig(TokenModel):
         return None if same else f"{self.folder}/config.json or the weights index"
 
     def whole_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix(_STAGE_PREFIX): tensor for name, tensor in tensors.items()}
+        # a stage's own module around the library's
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """LoRA is merged."""
@@ -318,16 +309,19 @@ class HuggingFaceConfig(TokenModel):
             return named
         return merge_lora(named, self.lora, inputs_first=stores_inputs_first(self.whole()))
 
-    def module_for(self, state: Mapping[str, Tensor]) -> nn.Module:
+    def module_for(self, state: Mapping[str, Tensor]) -> Any:
         """One of the classes of the library transformers."""
+        from thinpipe.pipeline.models.hf.init import initialise
         from thinpipe.pipeline.models.hf.weights import tied_names
-        from thinpipe.pipeline.models.hf.whole import build_empty
 
         untie = bool(self.own_heads) or any(
             name in state and not torch.equal(state[name], state[source])
             for name, source in tied_names(self.whole()).items()
         )
-        return build_empty(self.transformers_config, self.task, untie=untie)
+        whole = self._on_meta(untie=untie).to_empty(device="cpu")
+        whole.tie_weights()  # to_empty gave every parameter memory of its own
+        initialise(whole, seed=0, tied_to=())  # buffers that no file holds
+        return whole
 
     @property
     def caches_keys(self) -> bool:
@@ -344,11 +338,10 @@ class HuggingFaceConfig(TokenModel):
                 f"note: {', '.join(self.own_heads)} in the files of model.pretrained differs from "
                 "the embedding, though config.json ties them: both are used, as separate weights"
             )
-        shared = self.family.shared if cut else ()
-        if shared:
+        if cut and self.family.shared:
             found.append(
-                f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
-                "their copies stay equal"
+                f"note: {', '.join(self.family.shared)} are used by every stage; they are frozen, "
+                "so that their copies stay equal"
             )
         if self.weight_files is not None and tokenizer == "bytes":
             found.append(
@@ -387,28 +380,36 @@ class HuggingFaceConfig(TokenModel):
             return find_family(self.whole())
 
     def whole(self) -> Any:
-        """A whole model on the meta device, without weights.
+        """A whole model on the meta device, with a config of its own, which stages change.
 
         Raises:
             ValueError: the library cannot build it.
         """
-        from thinpipe.pipeline.models.hf.whole import build_on_meta
+        return self._on_meta(untie=bool(self.own_heads))
 
-        return build_on_meta(self.transformers_config, self.task, untie=bool(self.own_heads))
+    def _on_meta(self, *, untie: bool) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    def _check_folder(self, folder: Path) -> None:
-        setting = "model.config" if self.config else "model.pretrained"
-        if folder.is_file():
-            raise ValueError(f'{setting} = "{folder}": a file; name the folder it is in')
-        if not folder.is_dir():
+        factory: Any = AutoModelForCausalLM
+        if self.task == "classification":
+            factory = AutoModelForSequenceClassification
+        settings = copy.deepcopy(self.transformers_config)
+        if untie:
+            settings.tie_word_embeddings = False
+        with torch.device("meta"):
+            return factory.from_config(settings, dtype=torch.float32)
+
+    def _check_folder(self) -> None:
+        where = f'{"model.config" if self.config else "model.pretrained"} = "{self.folder}"'
+        if self.folder.is_file():
+            raise ValueError(f"{where}: a file; name the folder it is in")
+        if not self.folder.is_dir():
             raise ValueError(
-                f'{setting} = "{folder}": no such folder, seen from {Path.cwd()}; correct the '
-                "path, or run `hf download NAME --local-dir FOLDER` first and name that folder"
+                f"{where}: no such folder, seen from {Path.cwd()}; correct the path, or run "
+                "`hf download NAME --local-dir FOLDER` first and name that folder"
             )
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f'{setting} = "{folder}": holds no config.json; name a model\'s folder'
-            )
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(f"{where}: holds no config.json; name a model's folder")
         if self.weight_files is not None:
             _ = self.weight_files.files
 

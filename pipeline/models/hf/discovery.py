@@ -14,8 +14,8 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ _SINGLE_BLOCKS = 8  # so many stages of one block are tried, too
 _RECURRENT = re.compile(r"mamba|rwkv|xlstm|recurrent|rglru|griffin", re.IGNORECASE)
 _REMEDY = "train a model of another family (docs/huggingface.md has a table)"
 
-_Returns = Literal["tensor", "pair", "tuple"]
-
 
 def find_family(model: Any) -> Family:
     """How to cut a whole model, which lies on the meta device; `model` is used up.
@@ -55,14 +53,8 @@ def find_family(model: Any) -> Family:
         return KNOWN[model.config.model_type]
     base = model.base_model
     path = _find_blocks(base)
-    recurrent = next(
-        (
-            type(part).__name__
-            for part in base.get_submodule(path).modules()
-            if _RECURRENT.search(type(part).__name__)
-        ),
-        None,
-    )
+    kinds = [type(part).__name__ for part in base.get_submodule(path).modules()]
+    recurrent = next(filter(_RECURRENT.search, kinds), None)
     if recurrent is not None:
         raise _rejection(
             base,
@@ -84,14 +76,14 @@ def find_family(model: Any) -> Family:
 
 def _find_blocks(base: Any) -> str:
     layers = int(base.config.num_hidden_layers)
-    lists: dict[str, nn.Module] = {
-        path: module
+    sizes: dict[str, int] = {
+        path: sum(parameter.numel() for parameter in module.parameters())
         for path, module in base.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == layers
     }
-    if not lists:
+    if not sizes:
         raise _rejection(base, f"it has no list of {layers} blocks (num_hidden_layers)")
-    return max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
+    return max(sizes, key=sizes.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -122,21 +114,17 @@ class _Part:
     out: Any
 
 
-@dataclass
 class _Trial:
     """A base model with markers for blocks; `calls` are those of its uncut run."""
 
-    base: Any
-    path: str
-    markers: list[_Marker] = field(default_factory=list)
-    calls: list[_Call] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        parent, _, _ = self.path.rpartition(".")
-        names = parent.split(".") if parent else []
-        self._owners = ["", *(".".join(names[: i + 1]) for i in range(len(names)))]
-        self._blocks = list(self.base.get_submodule(self.path))
+    def __init__(self, base: Any, path: str) -> None:
+        self.base, self.path = base, path
+        self.markers: list[_Marker] = []
+        self.calls: list[_Call] = []
         self._log: list[_Call] = []
+        names = path.split(".")
+        self._owners = [".".join(names[:depth]) for depth in range(len(names))]
+        self._blocks = list(self.base.get_submodule(self.path))
         self._place([nn.Identity() for _ in self._blocks])
         _shorten_embeddings(self.base)
         self.base.to_empty(device="cpu")
@@ -147,10 +135,10 @@ class _Trial:
         self.base.eval()
         generator = torch.Generator().manual_seed(0)
         highest = min(_ROWS, int(self.base.config.vocab_size))
-        ids_BT = torch.randint(min(5, highest - 1), highest, (2, _TOKENS), generator=generator)
+        shape = (2, _TOKENS)
+        self._ids_BT = torch.randint(min(5, highest - 1), highest, shape, generator=generator)
         mask_BT = torch.ones(2, _TOKENS, dtype=torch.int64)
         mask_BT[1, -_PADDING:] = 0
-        self._ids_BT = ids_BT
         self._embedding: Any = self.base.get_input_embeddings()
         self._types: dict[str, Tensor] = {}
         if takes_types(self.base):  # only the first stage is given them
@@ -204,8 +192,7 @@ class _Trial:
     def _run_whole(self) -> list[_Part]:
         """Run with blocks that return a tensor, or a tuple, whichever the family expects."""
         problem = "its forward does not run"
-        kinds: tuple[_Returns, ...] = ("tensor", "pair", "tuple")
-        for returns in kinds:
+        for returns in ("tensor", "pair", "tuple"):
             self.markers = [
                 _Marker(block, _index=index, _log=self._log, _returns=returns)
                 for index, block in enumerate(self._blocks)
@@ -298,8 +285,7 @@ def _shorten_embeddings(base: nn.Module) -> None:
     for module in base.modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings > _ROWS:
             module.num_embeddings = _ROWS
-            weight = torch.empty(_ROWS, module.embedding_dim, device="meta")
-            module.weight = nn.Parameter(weight)
+            module.weight = nn.Parameter(torch.empty(_ROWS, module.embedding_dim, device="meta"))
             if module.padding_idx is not None and module.padding_idx >= _ROWS:
                 module.padding_idx = None
 

@@ -37,7 +37,7 @@ def initialise(
     # Modules before those that hold them, which may fill them in a way of their own.
     for name, module in reversed(list(model.named_modules())):
         if next(_tensors(module), None) is None or (
-            hasattr(module, "_init_weights") and not _holds_tensors(module)
+            hasattr(module, "_init_weights") and next(_tensors(module, recurse=False), None) is None
         ):
             continue  # nothing to fill, or a model, whose parts a cut may have replaced
         if all(f"{name}.{own}".lstrip(".") in read for own, _ in _tensors(module)):
@@ -109,11 +109,6 @@ def _fill_head(
         nn.init.zeros_(head.bias)
 
 
-def _holds_tensors(module: nn.Module) -> bool:
-    parameters = module.parameters(recurse=False)
-    return any(True for _ in parameters) or any(True for _ in module.buffers(recurse=False))
-
-
 _UNSET = torch.iinfo(torch.int64).min  # of integer buffers, as NaN of floats
 
 
@@ -137,6 +132,6 @@ def _is_unset(tensor: Tensor) -> bool:
     return tensor.dtype == torch.int64 and bool((tensor == _UNSET).any())
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(recurse=recurse)
+    yield from model.named_buffers(recurse=recurse)

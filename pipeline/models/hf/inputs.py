@@ -24,9 +24,9 @@ def from_arguments(batch: Batch, *, predicts_tokens: bool, context: int) -> Batc
         ValueError: there are other arguments, or too many tokens.
     """
     inputs = batch.inputs_BT
-    if isinstance(inputs, Tensor):
-        _check_length(inputs, context)
-        return batch
+    alone = isinstance(inputs, Tensor)
+    if alone:
+        inputs = {"input_ids": inputs}
     unknown = sorted(set(inputs) - set(_KNOWN)) if isinstance(inputs, Mapping) else ["a tuple"]
     if unknown or "input_ids" not in inputs:
         raise ValueError(
@@ -34,7 +34,13 @@ def from_arguments(batch: Batch, *, predicts_tokens: bool, context: int) -> Batc
             f"{', '.join(_KNOWN)} and labels, or (input_ids, targets)"
         )
     ids_BT, mask_BT = inputs["input_ids"], inputs.get("attention_mask")
-    _check_length(ids_BT, context)
+    if ids_BT.shape[1] > context:
+        raise ValueError(
+            f"a batch of {ids_BT.shape[1]} tokens is longer than the {context} that the model was "
+            "made for; truncate samples, for example in the collate function"
+        )
+    if alone:
+        return batch
     targets = batch.targets
     if predicts_tokens:
         last_B1 = torch.full_like(targets[:, :1], IGNORED_TARGET)
@@ -47,11 +53,3 @@ def from_arguments(batch: Batch, *, predicts_tokens: bool, context: int) -> Batc
         mask_BT=mask_BT.to(torch.int64) if padded else None,
         types_BT=inputs.get("token_type_ids"),
     )
-
-
-def _check_length(ids_BT: Tensor, context: int) -> None:
-    if ids_BT.shape[1] > context:
-        raise ValueError(
-            f"a batch of {ids_BT.shape[1]} tokens is longer than the {context} that the model was "
-            "made for; truncate samples, for example in the collate function"
-        )

@@ -27,6 +27,11 @@ class Layout:
     sources: tuple[tuple[str, str, str], ...]
     produces: tuple[str, ...]
 
+    @property
+    def stored(self) -> list[str]:
+        """The names on disk."""
+        return [name for name, _, _ in self.sources]
+
     def from_disk(self, stored: Mapping[str, Tensor], whole: Any) -> dict[str, Tensor]:
         """Parameters from tensors of files, by name; either may lie on the meta device."""
         rule = copy.deepcopy(self.rule)
@@ -81,24 +86,19 @@ def match_names(stored: Iterable[str], whole: Any) -> Matched:
         if inner in names:  # already in the model's layout
             found.plain[inner] = name
         elif pattern is not None and target in names:
-            if not target.startswith(f"{prefix}.") or inner.startswith(f"{prefix}."):
-                groups.setdefault(target, []).append((name, inner, pattern))
-            else:
-                groups.setdefault(target, []).append((name, f"{prefix}.{inner}", pattern))
+            if target.startswith(f"{prefix}.") and not inner.startswith(f"{prefix}."):
+                inner = f"{prefix}.{inner}"
+            groups.setdefault(target, []).append((name, inner, pattern))
         else:
             found.unknown[name] = target
     for target, sources in groups.items():
         rule = by_pattern[sources[0][2]]
-        produces = _targets(rule, target, names)
+        # the rule's first pattern names the target, the others its siblings
+        patterns = [pattern.strip("^$") for pattern in rule.target_patterns]
+        made = dict.fromkeys(target.replace(patterns[0], pattern, 1) for pattern in patterns)
+        produces = tuple(name for name in made if name in names)
         found.layouts.append(Layout(rule, target, tuple(sources), produces))
     return found
-
-
-def _targets(rule: Any, target: str, names: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The parameters that a rule makes: the target, named by the rule's first, and its siblings."""
-    patterns = [pattern.strip("^$") for pattern in rule.target_patterns]
-    made = [target.replace(patterns[0], pattern, 1) for pattern in patterns]
-    return tuple(name for name in dict.fromkeys(made) if name in names)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

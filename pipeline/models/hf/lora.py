@@ -73,15 +73,13 @@ def check_targets(model: Any, config: LoraConfig) -> None:
         ValueError: a target names no linear layer of a block, or none has such a rank.
     """
     names, targets = _linear_layers(model), config.targets or ()
-    missing = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
+    chosen = {t: [name for name in names if f".{name}".endswith(f".{t}")] for t in targets}
+    missing = [target for target, found in chosen.items() if not found]
     if missing:
         raise _no_such_target(model, targets, missing)
-    chosen = [
-        name
-        for name in names
-        if not targets or f".{name}".endswith(tuple(f".{t}" for t in targets))
-    ]
-    most = max((min(model.get_submodule(name).weight.shape) for name in chosen), default=0)
+    if targets:
+        names = [name for found in chosen.values() for name in found]
+    most = max((min(model.get_submodule(name).weight.shape) for name in names), default=0)
     if config.rank > most > 0:
         raise ValueError(
             f"model.lora.rank = {config.rank}: no linear layer that it is added to has a rank "

@@ -36,19 +36,18 @@ class QuantizedLinear(nn.Linear):
         """Take the place of a layer that has no values yet."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight, self.bias, self._form = plain.weight, plain.bias, form
+        self.weight, self.bias, self.form = plain.weight, plain.bias, form
         self._scales: Any = None
 
     def quantize(self, values_OI: Tensor) -> None:
         """Hold these values, on the CPU: kernels of devices may round otherwise."""
-        make = _nf4 if self._form == "nf4" else _int8
-        codes, self._scales = make(values_OI)
+        codes, self._scales = (_nf4 if self.form == "nf4" else _int8)(values_OI)
         self.weight = nn.Parameter(codes, requires_grad=False)
 
     def plain_weight(self) -> Tensor:
         """What the codes stand for, in bf16 [O, I]."""
         functional = bitsandbytes().functional
-        if self._form == "nf4":
+        if self.form == "nf4":
             if self._scales.absmax.device != self.weight.device:
                 self._scales.to(self.weight.device)
             found: Tensor = functional.dequantize_4bit(self.weight, self._scales)

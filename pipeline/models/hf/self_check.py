@@ -4,7 +4,6 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ def check_packed(config: HuggingFaceConfig) -> None:
         ValueError: they differ, or the family does not take masks and positions of ours.
     """
     kind = config.transformers_config.model_type
+    wrong = f"model_type = {kind!r}: packed examples are not computed as they are alone"
     stage = build_stage(config, 0, config.layers, seed=0, device="cpu").eval()
     ids_BT = _batch(config)[0][:1]
     first = ids_BT.shape[1] // 2 - 1
@@ -61,18 +61,11 @@ def check_packed(config: HuggingFaceConfig) -> None:
     try:
         packed_TV = stage(ids_BT, Samples(alone.ids_B, segments_BT > 0, segments_BT))[0]
     except Exception as error:  # whatever a family does with a mask that it does not expect
-        raise ValueError(
-            f"{_packed(kind)} ({type(error).__name__}: {error}); {_UNPACKED}"
-        ) from None
-    parts = [stage(part, alone)[0] for part in (ids_BT[:, :first], ids_BT[:, first:])]
-    expected_TV = torch.cat(parts)
+        raise ValueError(f"{wrong} ({type(error).__name__}: {error}); {_UNPACKED}") from None
+    expected_TV = torch.cat([stage(part, alone)[0] for part in ids_BT.tensor_split([first], 1)])
     by = float((packed_TV - expected_TV).abs().max() / expected_TV.std())
     if not by < _CLOSE:
-        raise ValueError(f"{_packed(kind)}: logits differ by {by:.2g} of their spread; {_UNPACKED}")
-
-
-def _packed(kind: str) -> str:
-    return f"model_type = {kind!r}: packed examples are not computed as they are alone"
+        raise ValueError(f"{wrong}: logits differ by {by:.2g} of their spread; {_UNPACKED}")
 
 
 def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str, Tensor]:
@@ -89,9 +82,8 @@ def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str,
         end.backward(gradient)
         if start.grad is not None:
             gradient = start.grad
-    head: Any = None
-    if config.ties_embeddings:
-        head = stages[-1].model.get_output_embeddings().weight
+    ties = config.ties_embeddings
+    head = stages[-1].model.get_output_embeddings().weight if ties else None
     embedding = stages[0].model.get_input_embeddings().weight
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
@@ -110,7 +102,5 @@ def _batch(config: HuggingFaceConfig) -> tuple[Tensor, Samples]:
     ids_BT = torch.randint(min(5, config.vocab - 1), config.vocab, (2, tokens), generator=generator)
     mask_BT = torch.ones(2, tokens, dtype=torch.int64)
     mask_BT[1, tokens // 2 :] = 0
-    types_BT = None
-    if config.token_types > 1:
-        types_BT = (torch.arange(tokens) % 2).expand(2, tokens)
+    types_BT = (torch.arange(tokens) % 2).expand(2, tokens) if config.token_types > 1 else None
     return ids_BT, Samples(torch.arange(2), mask_BT, types_BT=types_BT)

@@ -19,6 +19,7 @@ from torch import Tensor
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PIECE_NUMEL = 2**24  # compared at a time: 64 MiB of each in fp32, however large the tensor
 _LFS = b"version https://git-lfs"
+_AGAIN = "copy or download the file again"
 _READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -64,7 +65,7 @@ class Shards:
         # What was read of a mapped file stays resident until it is closed: one tensor at a time.
         for name in sorted(names, key=self.files.__getitem__):
             for _, piece in self._pieces([name]):
-                yield name, _values(piece)
+                yield name, piece[:] if piece.get_shape() else piece[...]
 
     def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
         """Shapes of some tensors; opens every file, reads only headers."""
@@ -93,7 +94,11 @@ class Shards:
                             f"{path}: lacks {name}, which {INDEX} places there; {_AGAIN}"
                         )
                     piece = file.get_slice(name)
-                    _check_dtype(path, name, piece.get_dtype())
+                    if piece.get_dtype() not in _READABLE:
+                        raise ShardError(
+                            f"{path}: {name} is stored as {piece.get_dtype()}; weights to train "
+                            f"are {', '.join(_READABLE)}: use the model's unquantized files"
+                        )
                     yield name, piece
 
     def same(self, one: str, other: str) -> bool:
@@ -139,20 +144,11 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
             ) from error
         (folder / file_name).chmod(folder.stat().st_mode & 0o666)  # safetensors: for the owner only
     if set(by_file) != {SINGLE}:
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         index = {
-            "metadata": {"total_size": nbytes},
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
             "weight_map": {name: files[name] for name in sorted(tensors)},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _values(piece: Any) -> Tensor:
-    tensor: Tensor = piece[:] if piece.get_shape() else piece[...]
-    return tensor
-
-
-_AGAIN = "copy or download the file again"
 
 
 def _begins_with(path: Path, text: bytes) -> bool:
@@ -181,11 +177,3 @@ def _open(path: Path, wanted: str) -> Any:
             f"{path}: this machine cannot map a file of {path.stat().st_size / 1e9:.1f} GB "
             f'({error}); save the model in smaller ones: save_pretrained(max_shard_size="5GB")'
         ) from error
-
-
-def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    if dtype not in _READABLE:
-        raise ShardError(
-            f"{path}: {name} is stored as {dtype}; weights to train are "
-            f"{', '.join(_READABLE)}: use the model's unquantized files"
-        )

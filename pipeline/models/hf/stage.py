@@ -22,7 +22,6 @@ from thinpipe.pipeline.models.hf.lora import add_lora, check_targets, plain_name
 from thinpipe.pipeline.models.hf.masks import mask_inputs, takes_types
 from thinpipe.pipeline.models.hf.weight_formats import SmallWeights, check_quantizable
 from thinpipe.pipeline.models.hf.weights import Sources
-from thinpipe.pipeline.models.kind import check_range
 
 
 class HuggingFaceStage(nn.Module):
@@ -73,9 +72,8 @@ class HuggingFaceStage(nn.Module):
         return out.clone() if out._is_view() else out
 
     def parts(self) -> list[nn.Module]:
-        return list(
-            self.model.get_submodule(_path_of_blocks(self.model, self._config.family)).children()
-        )
+        blocks = self.model.base_model.get_submodule(self._config.family.blocks)
+        return list(blocks.children())
 
     def tied_weight(self) -> nn.Parameter | None:
         """The weight of embedding or head that another stage shares; None if none is here."""
@@ -98,14 +96,13 @@ def build_stage(
     Random values depend on the seed and the module's name, not on the cut; torch's global random
     state is left alone. On the meta device no weights are read.
     """
-    check_range(first, stop, config.layers)
-    family = config.family
-    model = config.whole()
+    family, model = config.family, config.whole()
+    blocks = _path_of_blocks(model, family)
     sources = Sources(config.weight_files, model, family) if config.weight_files else None
     tied_to = _embedding(model) if config.ties_embeddings else []
     read: Set[str] = frozenset()
     _cut(model, family, first, stop)
-    small = SmallWeights(model, config, _path_of_blocks(model, family))
+    small = SmallWeights(model, config, blocks)
     if torch.device(device).type != "meta":
         small.to_empty()
         if first == 0 and stop == config.layers:
@@ -114,18 +111,11 @@ def build_stage(
             read = sources.names(model)
         unset = initialise(model, seed=seed, tied_to=tied_to, read=read) - small.read_later
         if unset:
-            unset = fill_from_constructors(
-                model,
-                _path_of_blocks(model, family),
-                unset,
-                seed=seed,
-                config=copy.deepcopy(config.transformers_config),
-            )
+            copied = copy.deepcopy(config.transformers_config)
+            unset = fill_from_constructors(model, blocks, unset, seed=seed, config=copied)
         if sources is not None:
             sources.load(model, small.put)
         _check_set(config, unset)  # files fill the others
-    if stop - first < config.layers:
-        _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
         _recompute(model, family, [config.recomputes(block) for block in range(first, stop)])
     base = {}
@@ -166,6 +156,10 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
     base = model.base_model
     whole = len(base.get_submodule(family.blocks))
     keep_blocks(base, family, first, stop)
+    if stop - first < whole:
+        for name, parameter in base.named_parameters():
+            if name.startswith(tuple(f"{path}." for path in family.shared)):
+                parameter.requires_grad_(False)  # else the copies would diverge
     if first > 0:
         replace_modules(base, family.first)
     if stop < whole:
@@ -198,15 +192,8 @@ def _embedding(model: Any) -> list[tuple[str, nn.Module]]:
     embedding = model.get_input_embeddings()
     path = next(n for n, module in model.named_modules() if module is embedding)
     found = [(path, embedding)]
-    while "." in path:
-        path = path.rpartition(".")[0]
+    while path := path.rpartition(".")[0]:
         module = model.get_submodule(path)
         if not hasattr(module, "_init_weights"):
             found.append((path, module))
     return found
-
-
-def _freeze(base: nn.Module, paths: tuple[str, ...]) -> None:
-    for name, parameter in base.named_parameters():
-        if name.startswith(tuple(f"{path}." for path in paths)):
-            parameter.requires_grad_(False)

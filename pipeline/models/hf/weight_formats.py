@@ -43,9 +43,8 @@ class SmallWeights:
         heads = trained_heads(model)
         wide = _stay_wide(model, config)
         for name, parameter in model.named_parameters():
-            if id(parameter) in wide:
-                continue
-            if parameter.dim() > 1 and name.partition(".")[0] not in heads:
+            narrow = id(parameter) not in wide and name.partition(".")[0] not in heads
+            if narrow and parameter.dim() > 1:
                 parameter.data = parameter.data.bfloat16()
         for module in model.modules():
             if isinstance(module, nn.Embedding) and module.weight.dtype == torch.bfloat16:
@@ -76,10 +75,9 @@ class SmallWeights:
     def put(self, name: str, parameter: Tensor, values: Tensor) -> None:
         if self._digest:
             self.digests[name] = hex_digest(values)
-        if name in self._layers:
-            assert self._quantized is not None
-            _check_range(name, values, self._quantized[1])
-            self._layers[name].quantize(values)
+        if layer := self._layers.get(name):
+            _check_range(name, values, layer.form)
+            layer.quantize(values)
         else:
             parameter.copy_(values)
 
@@ -119,9 +117,8 @@ def held_nbytes(stage: Any, config: "HuggingFaceConfig") -> int:
     found: int = sum(parameter.nbytes for parameter in stage.parameters())
     if config.weights not in ("nf4", "int8"):
         return found
-    for blocks in stage.parts():
-        for part in linear_layers(blocks).values():
-            weight = part.weight
+    for block in stage.parts():
+        for weight in (layer.weight for layer in linear_layers(block).values()):
             if not weight.requires_grad:  # else an adapter's
                 codes = quantized_nbytes(weight.numel(), len(weight), config.weights)
                 found += codes - weight.nbytes

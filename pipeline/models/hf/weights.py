@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,11 +38,10 @@ class Sources:
 
     def names(self, model: Any) -> frozenset[str]:
         """Parameters of a cut (or whole) model that `load` fills."""
-        names: Iterable[str] = model.state_dict()
         return frozenset(
             name
-            for name in names
-            if self._source(name) is not None or self._known(name) is not None
+            for name in model.state_dict()
+            if any(n in self.on_disk or n in self._converted for n in self._alike(name))
         )
 
     def load(self, model: Any, put: Put) -> None:
@@ -55,13 +54,13 @@ class Sources:
             ShardError: a tensor is missing, unreadable or of another shape.
         """
         wanted: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
-        converted: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        converted: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in model.state_dict().items():
             source = self._source(name)
             if source is not None:
                 wanted[source].append((name, tensor))
             elif (known := self._known(name)) is not None:
-                converted[self.layouts.index(self._converted[known])][name] = tensor
+                converted[self._converted[known].target][name] = tensor
             elif name not in self._optional:
                 raise self._missing(name)
             else:
@@ -71,8 +70,9 @@ class Sources:
                 for name, tensor in wanted[source]:
                     self._check_shape(source, name, list(stored.shape), list(tensor.shape))
                     put(name, tensor, stored)
-            for index, tensors in converted.items():
-                self._load_converted(self.layouts[index], tensors, put)
+            for layout in self.layouts:
+                if layout.target in converted:
+                    self._load_converted(layout, converted[layout.target], put)
 
     def check(self) -> None:
         """Check every tensor of the whole model by the files' headers; needs all files.
@@ -88,18 +88,17 @@ class Sources:
             elif self._known(name) is None and name not in self._optional:
                 raise self._missing(name)
         for layout in self.layouts:
-            shapes = self.shards.shapes([name for name, _, _ in layout.sources])
+            shapes = self.shards.shapes(layout.stored)
             stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             self._convert(layout, stored)
 
     def _load_converted(self, layout: Layout, tensors: dict[str, Tensor], put: Put) -> None:
-        stored = dict(self.shards.read([name for name, _, _ in layout.sources]))
-        made = self._convert(layout, stored)
+        made = self._convert(layout, dict(self.shards.read(layout.stored)))
         for name, tensor in tensors.items():
             put(name, tensor, made[self._known(name) or name])
 
     def _convert(self, layout: Layout, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        first = layout.sources[0][0]
+        first = layout.stored[0]
         try:
             made = layout.from_disk(stored, self._model)
         except ValueError as error:
@@ -150,16 +149,16 @@ class Sources:
     def _check_shape(self, source: str, name: str, stored: list[int], wanted: list[int]) -> None:
         if stored == wanted:
             return
-        if name in self._optional:
-            raise ShardError(
-                f"{self._file(source)}: {source} has shape {stored}, and model.classes needs "
-                f"{wanted}: the files hold a head of another task; set model.classes to its "
-                "number, or take it out of them"
-            )
-        raise ShardError(
-            f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
-            f"{wanted}; use the config.json that belongs to these weights"
+        why = (
+            f"but config.json gives {name} {wanted}; use the config.json that belongs to these "
+            "weights"
         )
+        if name in self._optional:
+            why = (
+                f"and model.classes needs {wanted}: the files hold a head of another task; set "
+                "model.classes to its number, or take it out of them"
+            )
+        raise ShardError(f"{self._file(source)}: {source} has shape {stored}, {why}")
 
     def _file(self, stored: str) -> str:
         return str(self.shards.folder / self.shards.files[stored])

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thinpipe.pipeline.batch import Batch, PyTree, Samples
-from thinpipe.pipeline.models.kind import ModelKind, check_range
+from thinpipe.pipeline.models.kind import ModelKind
 from thinpipe.pipeline.models.own.example import SAMPLES, Example, Functions, samples_like
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.own.deferred import DeferredModel
     from thinpipe.pipeline.models.own.forward import Cutting
-    from thinpipe.pipeline.models.own.forward_stage import ForwardStage
-    from thinpipe.pipeline.models.own.stage import OwnStage
+    from thinpipe.pipeline.models.own.stage import ForwardStage, OwnStage
 
 
 class OwnModelConfig(ModelKind):
@@ -73,6 +72,11 @@ class OwnModelConfig(ModelKind):
         config._example, config._tokens, config._checked = example, {}, set()
         return config
 
+    @property
+    def _where(self) -> str:
+        """What messages begin with."""
+        return f'model.factory = "{self.factory}"'
+
     @cached_property
     def functions(self) -> Functions:
         """The functions.
@@ -99,11 +103,12 @@ class OwnModelConfig(ModelKind):
         """
         from thinpipe.pipeline.models.own.deferred import DeferredModel
 
-        where = f'model.factory = "{self.factory}"'
-        deferred = DeferredModel(self.functions.make, where)
+        deferred = DeferredModel(self.functions.make, self._where)
         model = deferred.skeleton
         if isinstance(model, nn.Sequential) and not len(model):
-            raise ValueError(f"{where}: returned an nn.Sequential without layers; give it some")
+            raise ValueError(
+                f"{self._where}: returned an nn.Sequential without layers; give it some"
+            )
         return deferred
 
     @cached_property
@@ -114,7 +119,7 @@ class OwnModelConfig(ModelKind):
         model = self.deferred.skeleton
         if type(model).forward is nn.Sequential.forward:
             return None
-        return find_blocks(model, f'model.factory = "{self.factory}"')
+        return find_blocks(model, self._where)
 
     @cached_property
     def cutting(self) -> "Cutting":
@@ -122,8 +127,8 @@ class OwnModelConfig(ModelKind):
         from thinpipe.pipeline.models.own.forward import trace
 
         assert self.path is not None, "it has a forward of its own"
-        where = f'model.factory = "{self.factory}"'
-        return trace(self.deferred.skeleton, self.path, samples_like(self.example.x), where)
+        x = samples_like(self.example.x)
+        return trace(self.deferred.skeleton, self.path, x, self._where)
 
     def whole_parameters(self, *, cut: bool) -> Mapping[str, nn.Parameter]:
         return dict(self.deferred.skeleton.named_parameters())
@@ -134,13 +139,13 @@ class OwnModelConfig(ModelKind):
 
     def adapted(self, batch: Batch) -> Batch:
         """Sequential layers take one tensor, however it came."""
-        if self.with_inputs or isinstance(batch.inputs_BT, Tensor):
+        if self.path is not None or isinstance(batch.inputs_BT, Tensor):
             return batch
         inputs = tree_leaves(batch.inputs_BT)
         if len(inputs) != 1:
             raise ValueError(
-                f'model.factory = "{self.factory}": an nn.Sequential takes one input, and samples '
-                f"have {len(inputs)}; return a module whose forward takes them by these names"
+                f"{self._where}: an nn.Sequential takes one input, and samples have {len(inputs)}; "
+                "return a module whose forward takes them by these names"
             )
         return replace(batch, inputs_BT=inputs[0])
 
@@ -156,10 +161,9 @@ class OwnModelConfig(ModelKind):
 
     @cached_property
     def names(self) -> list[str]:
-        model = self.deferred.skeleton
-        inside = model if self.path is None else model.get_submodule(self.path)
-        before = "" if self.path is None else f"{self.path}."
-        return [f"{before}{name}" for name, _ in inside.named_children()]
+        path = self.path or ""
+        inside = self.deferred.skeleton.get_submodule(path)
+        return [f"{path}.{name}".lstrip(".") for name, _ in inside.named_children()]
 
     @property
     def layers(self) -> int:
@@ -174,8 +178,7 @@ class OwnModelConfig(ModelKind):
         """
         if self._example is None:
             raise ValueError(
-                f'model.factory = "{self.factory}": sizes of messages follow from the data, which '
-                "are not loaded here"
+                f"{self._where}: sizes of messages follow from the data, which are not loaded here"
             )
         return self._example
 
@@ -187,36 +190,37 @@ class OwnModelConfig(ModelKind):
             ValueError: a layer fails without values, or does not return a tensor.
         """
         if self.path is not None:
-            cutting = self.cutting
-            hidden = [one.leaves[one.hidden] for one in cutting.returned]
-            return [*hidden[:-1], cutting.outputs]
+            hidden = [one.leaves[one.hidden] for one in self.cutting.returned]
+            return [*hidden[:-1], self.cutting.outputs]
         x, found = samples_like(self.example.x), []
-        modules = dict(self.deferred.skeleton.named_children())
-        for index, (name, layer) in enumerate(modules.items()):
+        for index, (name, layer) in enumerate(self.deferred.skeleton.named_children()):
+            which = f'{self._where}: layer {index} ("{name}", {type(layer).__name__})'
             try:
                 with torch.no_grad():
                     x = layer(x)
             except Exception as error:
+                shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(
-                    f'model.factory = "{self.factory}": layer {index} ("{name}", '
-                    f"{type(layer).__name__}) fails for an input of shape {_shape(x)} on the meta "
-                    f"device, where sizes of messages are computed: {type(error).__name__}: "
-                    f"{error}; make its input fit, and let it not look at values of tensors"
+                    f"{which} fails for an input of shape {shape} on the meta device, where sizes "
+                    f"of messages are computed: {type(error).__name__}: {error}; make its input "
+                    "fit, and let it not look at values of tensors"
                 ) from error
             if not isinstance(x, Tensor):
                 raise ValueError(
-                    f'model.factory = "{self.factory}": layer {index} ("{name}", '
-                    f"{type(layer).__name__}) returns {type(x).__name__}; a stage sends one "
-                    "tensor: return one"
+                    f"{which} returns {type(x).__name__}; a stage sends one tensor: return one"
                 )
             found.append(x)
         return found
 
-    def message_shape(self, cut: int) -> tuple[int, int] | None:
-        """[T, D] of a sample at a cut; None if what crosses it is something else."""
-        y = self.outputs[cut - 1]
-        fits = y.ndim == 3 and len(y) == SAMPLES and y.is_floating_point()
-        return (y.shape[1], y.shape[2]) if fits else None
+    @property
+    def _shapes(self) -> Mapping[int, tuple[int, int] | None]:
+        """[T, D] of a sample at every cut; None if what crosses it is something else."""
+        return {
+            cut: (y.shape[1], y.shape[2])
+            if y.ndim == 3 and len(y) == SAMPLES and y.is_floating_point()
+            else None
+            for cut, y in enumerate(self.outputs[:-1], start=1)
+        }
 
     @cached_property
     def structure(self) -> str:
@@ -233,11 +237,9 @@ class OwnModelConfig(ModelKind):
     def build(
         self, first: int, stop: int, *, seed: int, device: torch.device | str
     ) -> "OwnStage | ForwardStage":
-        from thinpipe.pipeline.models.own.forward_stage import absent, as_stage
-        from thinpipe.pipeline.models.own.stage import OwnStage
+        from thinpipe.pipeline.models.own.stage import OwnStage, absent, as_stage
 
-        check_range(first, stop, self.layers)
-        if not self.with_inputs:
+        if self.path is None:
             return OwnStage(self, first, stop, seed=seed, device=device)
         skeleton = self.deferred.skeleton
         constants = absent(skeleton, self.cutting, first, stop)
@@ -278,10 +280,6 @@ class OwnModelConfig(ModelKind):
         return self.places
 
     @property
-    def could_be_tied(self) -> bool:
-        return False
-
-    @property
     def repeat_dropout(self) -> str:
         return "set the rates of dropout layers to 0"
 
@@ -306,13 +304,13 @@ class OwnModelConfig(ModelKind):
         if self.path is not None and tuple(cuts) not in self._checked:
             from thinpipe.pipeline.models.own.forward_check import check_cuts
 
-            where = f'model.factory = "{self.factory}", pipeline.cuts = {list(cuts)}'
+            where = f"{self._where}, pipeline.cuts = {list(cuts)}"
             check_cuts(self.deferred, self.cutting, self.example.inputs, cuts, where=where)
             self._checked.add(tuple(cuts))
-        shapes = {cut: self.message_shape(cut) for cut in range(1, self.layers)}
+        shapes = self._shapes
         for cut in cuts:
             if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
-                raise ValueError(self._cannot_cut(cut, cuts, shapes))
+                raise ValueError(self._cannot_cut(cut, cuts))
 
     def check_stages(self, stages: int) -> None:
         """Only where samples are known."""
@@ -325,22 +323,16 @@ class OwnModelConfig(ModelKind):
             why = f"only, as {before} and {after} are one parameter, which no cut may divide"
             remedy = "untie them, or use fewer stages" if self.places else _UNTIE
             raise ValueError(f"{where} {why}; {remedy}")
-        never = {} if self.path is None else self.cutting.why_not
-        reason = next(iter(never.values()), None)
+        reason = next(iter(self._never.values()), None)
         why = f", as {reason}" if reason else " only, where messages are equally long"
         raise ValueError(f"{where}{why}; use at most {len(self.places) + 1}")
 
-    def _cannot_cut(
-        self, cut: int, cuts: Sequence[int], shapes: Mapping[int, tuple[int, int] | None]
-    ) -> str:
-        y = self.outputs[cut - 1]
-        usual = self.usual_shape
-        where = [other for other, shape in shapes.items() if shape == usual]
-        remedy = (
-            f"cut where it is {list(usual)} per sample: before layers {_listed(where)}"
-            if usual
-            else "let layers between cuts return [samples, tokens, width]"
-        )
+    def _cannot_cut(self, cut: int, cuts: Sequence[int]) -> str:
+        y, usual = self.outputs[cut - 1], self.usual_shape
+        remedy = "let layers between cuts return [samples, tokens, width]"
+        if usual:
+            where = [cut for cut, shape in self._shapes.items() if shape == usual]
+            remedy = f"cut where it is {list(usual)} per sample: before layers {_listed(where)}"
         return (
             f"pipeline.cuts = {list(cuts)}: layer {cut - 1} returns {y.dtype} of shape "
             f"{list(y.shape)} for {SAMPLES} samples; what crosses cuts must be floats of shape "
@@ -350,21 +342,24 @@ class OwnModelConfig(ModelKind):
     @property
     def usual_shape(self) -> tuple[int, int] | None:
         """[T, D] of a sample at most places between layers; None if it can be cut nowhere."""
-        found = [self.message_shape(cut) for cut in range(1, self.layers)]
-        shapes = Counter(shape for shape in found if shape is not None)
+        shapes = Counter(shape for shape in self._shapes.values() if shape is not None)
         return shapes.most_common(1)[0][0] if shapes else None
 
     @property
     def places(self) -> list[int]:
         """Where it can be cut, all with messages of the usual shape."""
-        return [cut for cut in self._untied_places if self.message_shape(cut) == self.usual_shape]
+        shapes, usual = self._shapes, self.usual_shape
+        return [cut for cut in self._untied_places if shapes[cut] == usual]
 
     @property
     def _untied_places(self) -> list[int]:
-        never = () if self.path is None else self.cutting.why_not
-        return [
-            cut for cut in range(1, self.layers) if cut not in never and not self._shared([cut])
-        ]
+        places = range(1, self.layers)
+        return [cut for cut in places if cut not in self._never and not self._shared([cut])]
+
+    @property
+    def _never(self) -> Mapping[int, str]:
+        """Where its forward keeps it from being cut, and why."""
+        return {} if self.path is None else self.cutting.why_not
 
     def _shared(self, cuts: Sequence[int]) -> tuple[str, str, int] | None:
         """A parameter of layers on both sides of a cut, under both names, and the cut."""
@@ -388,7 +383,3 @@ _UNTIE = (
 def _listed(cuts: Sequence[int]) -> str:
     shown = ", ".join(map(str, cuts[:8]))
     return shown if len(cuts) <= 8 else f"{shown}, ..., {cuts[-1]}"
-
-
-def _shape(x: Any) -> list[int] | str:
-    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

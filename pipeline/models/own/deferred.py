@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thinpipe.pipeline.models.meta import META, draws_nothing
+from thinpipe.pipeline.models.meta import META, NoDraws
 
 _UNINITIALISED = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor of the record: part of a storage, in elements."""
+    """Part of a storage, in elements."""
 
     storage: int
     size: tuple[int, ...]
@@ -56,11 +55,7 @@ class _Operation:
     """Whether it gives values to what it writes."""
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # it imports the compiler to skip it
-
+class _Recorder(NoDraws):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
@@ -69,8 +64,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        outputs = args[0] if draws_nothing(func, args) else func(*args, **(kwargs or {}))
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
         arguments = (args, kwargs or {})
         given = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -85,7 +79,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tree_map(_freeze, outputs),
                 frozenset(reads),
                 frozenset(writes),
-                random=is_random,
+                random=torch.Tag.nondeterministic_seeded in func.tags,
                 fills=func.overloadpacket.__name__ not in _UNINITIALISED,
             )
             self.operations.append(operation)
@@ -189,7 +183,11 @@ class DeferredModel:
             )
         ]
         for _, before, after in holders:
-            _put_constants(before, after, constants, device)
+            for name, tensor in _tensors(before):
+                if id(tensor) in constants:
+                    one = torch.full((), constants[id(tensor)], dtype=tensor.dtype, device=device)
+                    delattr(after, name)
+                    after.__dict__[name] = one.expand(tensor.shape)
         if torch.device(device) == META:
             return copies
         places = [
@@ -205,25 +203,18 @@ class DeferredModel:
             if tensor.device != META:
                 moved[id(tensor)] = getattr(after, name).to(device)
             elif id(tensor) not in moved:
-                moved[id(tensor)] = self._value(
-                    values, tensor, f"{layer} never gives {name}", device
-                )
+                value = values.of(tensor)
+                if value is None:
+                    raise ValueError(
+                        f"{self._name}: {layer} never gives {name} a value; initialise it in the "
+                        "constructor, as with nn.init"
+                    )
+                value = value.to(device)
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                moved[id(tensor)] = value
             setattr(after, name, moved[id(tensor)])
         return copies
-
-    def _value(
-        self, values: "_Values", tensor: Tensor, problem: str, device: torch.device | str
-    ) -> Tensor:
-        value = values.of(tensor)
-        if value is None:
-            raise ValueError(
-                f"{self._name}: {problem} a value; initialise it in the constructor, as with "
-                "nn.init"
-            )
-        value = value.to(device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(value, requires_grad=tensor.requires_grad)
-        return value
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -232,16 +223,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in {**own, **own["_parameters"], **own["_buffers"]}.items():
         if isinstance(value, Tensor):
             yield name, value
-
-
-def _put_constants(
-    before: nn.Module, after: nn.Module, constants: Mapping[int, float], device: torch.device | str
-) -> None:
-    for name, tensor in list(_tensors(before)):
-        if id(tensor) in constants:
-            one = torch.full((), constants[id(tensor)], dtype=tensor.dtype, device=device)
-            delattr(after, name)
-            after.__dict__[name] = one.expand(tensor.shape)
 
 
 class _Values:

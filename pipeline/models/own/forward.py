@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REMEDY = "let it call the blocks of one nn.ModuleList one after the other, each once"
@@ -47,10 +48,6 @@ class Returned(NamedTuple):
         )
         leaves[self.hidden] = hidden
         return tree_unflatten(leaves, self.spec)
-
-    def hidden_of(self, output: Any) -> Tensor:
-        found: Tensor = tree_leaves(output)[self.hidden]
-        return found
 
 
 @dataclass(frozen=True)
@@ -85,17 +82,17 @@ def find_blocks(model: nn.Module, where: str) -> str:
     Raises:
         ValueError: there is none of at least two.
     """
-    lists: dict[str, nn.Module] = {
-        path: module
+    sizes: dict[str, int] = {
+        path: sum(parameter.numel() for parameter in module.parameters())
         for path, module in model.named_modules()
         if path and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
     }
-    if not lists:
+    if not sizes:
         raise ValueError(
             f"{where}: {type(model).__name__} has no list of blocks to cut between; put its blocks "
             "into an nn.ModuleList, or return an nn.Sequential"
         )
-    return max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
+    return max(sizes, key=sizes.__getitem__)
 
 
 def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -116,9 +113,9 @@ def trace(model: nn.Module, path: str, inputs: Any, where: str) -> Cutting:
     try:
         with seen.watching(), torch.enable_grad():
             outputs = model(*args, **kwargs)
+    except _OtherOrderError as error:
+        raise ValueError(f"{where}: {error}; {_REMEDY}") from None
     except Exception as error:
-        if isinstance(error, _OtherOrderError):
-            raise ValueError(f"{where}: {error}; {_REMEDY}") from None
         raise ValueError(
             f"{where}: its forward fails on the meta device, where sizes of messages are computed: "
             f"{type(error).__name__}: {error}; make inputs fit, and let it not look at values"
@@ -180,22 +177,20 @@ class _Seen:
 
     def leaves_of(self, tensors: list[Any]) -> set[int]:
         """Ids of the leaves that some tensors were computed from."""
-        found, seen = set(), set()
-        left = []
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                if tensor.grad_fn is None:
-                    found.add(id(tensor))
-                else:
-                    left.append(tensor.grad_fn)
+        found, seen = set[int](), set[Any]()
+        left: list[Any] = [
+            get_gradient_edge(tensor).node
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and tensor.requires_grad
+        ]
         while left:
-            function: Any = left.pop()
-            if function in seen:
+            function = left.pop()
+            if function is None or function in seen:
                 continue
             seen.add(function)
             if hasattr(function, "variable"):
                 found.add(id(function.variable))
-            left += [following for following, _ in function.next_functions if following is not None]
+            left += [following for following, _ in function.next_functions]
         return found
 
     def placed(self) -> tuple[dict[str, tuple[int, int]], dict[int, str]]:

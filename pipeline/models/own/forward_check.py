@@ -6,6 +6,7 @@ what they are given and return something else. So a stage that lacks what it nee
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.own.deferred import DeferredModel
 from thinpipe.pipeline.models.own.forward import Cutting
-from thinpipe.pipeline.models.own.forward_stage import as_stage
+from thinpipe.pipeline.models.own.stage import as_stage
 from thinpipe.pipeline.models.stand_in import StandIn
 
 
@@ -51,30 +52,23 @@ def check_cuts(
     for cut in cuts:
         if cut in cutting.why_not:
             raise ValueError(f"{where}: not at {cut}: {cutting.why_not[cut]}; {_REMEDY}")
-    for first, stop in pairwise((*cuts, cutting.count)) if inputs is not None else ():
-        problem = _difference(deferred, cutting, inputs, first, stop)
+    if inputs is None:
+        return
+    given = partial(_given, deferred, cutting, inputs)
+    whole = given(0, cutting.count)
+    for first, stop in pairwise((*cuts, cutting.count)):
+        try:
+            problem = _difference(given(first, stop, whole[first - 1].hidden), whole[first:stop])
+        except Exception as error:  # of any kind: it is not our code
+            problem = f"its forward fails ({type(error).__name__}: {error})"
         if problem:
             raise ValueError(f"{where}: when cut, {problem}; {_REMEDY}")
 
 
-def _difference(
-    deferred: DeferredModel, cutting: Cutting, inputs: Any, first: int, stop: int
-) -> str | None:
-    """What blocks `first` to `stop - 1` as a stage are given that differs, if anything does.
-
-    `inputs` are those of some samples.
-    """
-    last = cutting.count
-    whole = _given(deferred, cutting, inputs, 0, last)
-    try:
-        cut = _given(deferred, cutting, inputs, first, stop, whole[first - 1].hidden)
-    except Exception as error:  # of any kind: it is not our code
-        return f"its forward fails ({type(error).__name__}: {error})"
-    for found, expected in zip(cut, whole[first:stop], strict=True):
-        alike = len(found.tensors) == len(expected.tensors) and all(
-            map(torch.equal, found.tensors, expected.tensors)
-        )
-        if found.block != expected.block or not alike:
+def _difference(cut: list[_Given], whole: list[_Given]) -> str | None:
+    for found, expected in zip(cut, whole, strict=True):
+        alike = (found.block, len(found.tensors)) == (expected.block, len(expected.tensors))
+        if not alike or not all(map(torch.equal, found.tensors, expected.tensors)):
             return (
                 f"block {expected.block} is given other hidden states, masks or positions than in "
                 "the whole model"

@@ -10,8 +10,6 @@ import torch
 import zstandard
 from torch import Tensor
 
-_LEVEL = 1  # reaches the order-0 entropy of codes already
-
 
 class CodingError(RuntimeError):
     """A coded payload does not expand to the number of bytes it must have."""
@@ -22,7 +20,7 @@ def compress(payload: Tensor, coded: Tensor) -> int | None:
 
     None, with `coded` untouched, if it would not be shorter. Both are uint8 on the CPU.
     """
-    coder = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)  # both ends know it
+    coder = zstandard.ZstdCompressor(level=1, write_content_size=False)  # both ends know it
     data = coder.compress(payload.numpy().data)
     if len(data) >= payload.numel():  # equal length says: not coded
         return None

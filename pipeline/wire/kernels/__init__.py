@@ -97,16 +97,12 @@ def load(name: str, backend: Backend = "auto", device: torch.device | None = Non
     reference.
 
     Raises:
-        ImportError: the backend is not installed.
-        ValueError: it has no such kernels.
+        ImportError: the backend is not installed, or has no such kernels.
     """
-    chosen = backend
-    if chosen == "auto":
-        chosen = _AUTO.get("cpu" if device is None else device.type, "reference")
-        chosen = "reference" if chosen == "triton" and name not in _TRITON else chosen
-    if chosen == "triton" and name not in _TRITON:
-        raise ValueError(f'backend = "triton": {name} kernels are "reference" and "numba"')
-    return _module(f"{_FOLDERS[chosen]}.{name}")
+    if backend == "auto":
+        backend = _AUTO.get("cpu" if device is None else device.type, "reference")
+        backend = "reference" if backend == "triton" and name not in _TRITON else backend
+    return _module(f"{_FOLDERS[backend]}.{name}")
 
 
 def load_kernels(backend: Backend, device: torch.device) -> KernelSet:

@@ -4,7 +4,6 @@ A mask holds value e in bit e % 8 of byte e // 8; bits past the last value are 0
 a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values kept of the n.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -21,16 +20,6 @@ class SparseKernels(Protocol):
     of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32
     or bf16 and all tensors contiguous.
     """
-
-    def deal(self, first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
-        """Write, rising, what a keyed permutation of 0 .. runs - 1 has from place `first` on.
-
-        Places go round past the last one; as many are taken as `chosen_R` (int64) has places.
-        A Feistel network permutes 2^b >= runs numbers, b at least 2: rounds in turn xor the high
-        and the low half, which has b // 2 bits, with a hash of the other and the round's 32-bit
-        key. Numbers that land outside are sent through again (cycle walking: Black and Rogaway,
-        CT-RSA 2002), which ends, as a cycle that leaves the range comes back to it.
-        """
 
     def gather(
         self, x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor
@@ -56,13 +45,7 @@ class SparseKernels(Protocol):
         """Add kept values to `out_n` (fp32) at their places."""
 
     def apply_exchanged(
-        self,
-        sent_n: Tensor,
-        mean_n: Tensor,
-        start_R: Tensor,
-        run: int,
-        x_N: Tensor,
-        base_N: Tensor,
+        self, sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
     ) -> None:
         """At the subset, base becomes base + mean, and x what was not sent above the new base.
 

@@ -55,6 +55,14 @@ def assert_alike(sender: TransformBoundary, receiver: TransformBoundary) -> None
         assert sender.memory.digest() == receiver.memory.digest()
 
 
+def visit(*both_x_ids_step: Any) -> tuple[Tensor, int]:
+    """A step of one message, after which both ends are alike."""
+    found = send(*both_x_ids_step)
+    finish(*both_x_ids_step[:2])
+    assert_alike(*both_x_ids_step[:2])
+    return found
+
+
 def train(
     sender: TransformBoundary, receiver: TransformBoundary, steps: range, seed: int = 0
 ) -> list[tuple[float, float]]:

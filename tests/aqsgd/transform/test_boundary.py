@@ -16,6 +16,7 @@ from tests.aqsgd.transform.ends import (
     finish,
     send,
     train,
+    visit,
 )
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
@@ -145,8 +146,7 @@ def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
     train(sender, receiver, range(3))
     x_BTD = Source().visit([0, 1, 2])
     x_BTD[1, 3, 5] = torch.inf
-    out_BTD, _ = send(sender, receiver, x_BTD, [100, 101, 102], 3)
-    finish(sender, receiver)
+    out_BTD, _ = visit(sender, receiver, x_BTD, [100, 101, 102], 3)
     assert bool(out_BTD[1].isnan().all())
     assert bool(out_BTD[[0, 2]].isfinite().all())
     assert receiver.memory is not None
@@ -155,17 +155,18 @@ def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
     assert bool(out_BTD.isnan().all())
 
 
-def test_a_basis_of_few_tokens_leaves_nothing_out_of_others() -> None:
+@pytest.mark.parametrize("dimensions", [1.0, 0.25])
+def test_a_basis_of_few_tokens_leaves_nothing_out_of_others(dimensions: float) -> None:
     """The first step shows 12 tokens of 32 channels, which span a third of what others fill."""
-    sender, receiver = ends(first_step=0.05)
+    sender, receiver = ends(first_step=0.05, dimensions=dimensions)
     source = torch.Generator().manual_seed(0)
     size_D = 2.0 ** (-torch.arange(WIDTH) / 3)
     for step in range(6):
         x_BTD = size_D * torch.randn(1, 12, WIDTH, generator=source)
-        out_BTD, _ = send(sender, receiver, x_BTD, [step], step)
-        finish(sender, receiver)
+        out_BTD, _ = visit(sender, receiver, x_BTD, [step], step)
         assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.03
     assert sender.learned.version > 0
+    assert sender.learned.basis.dimensions == WIDTH
 
 
 def test_directions_that_come_up_later_are_coded_as_well() -> None:
@@ -178,9 +179,7 @@ def test_directions_that_come_up_later_are_coded_as_well() -> None:
         part = slice(0, 4) if step < 20 else slice(4, 10)
         shape = x_BTD[..., part].shape
         x_BTD[..., part] = torch.randn(shape, generator=generator)
-        out_BTD, _ = send(sender, receiver, x_BTD, ids, step)
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
+        out_BTD, _ = visit(sender, receiver, x_BTD, ids, step)
         assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
 
 
@@ -195,9 +194,7 @@ def test_tokens_that_are_zero_do_not_make_the_others_finer(zeros: float) -> None
             x_BTD = source.visit(ids)
             if some:
                 x_BTD[dead_BT] = 0
-            out_BTD, used[some] = send(sender, receiver, x_BTD, ids, step)
-            finish(sender, receiver)
-            assert_alike(sender, receiver)
+            out_BTD, used[some] = visit(sender, receiver, x_BTD, ids, step)
         error[some] = float((out_BTD - x_BTD)[~dead_BT].norm() / x_BTD[~dead_BT].norm())
     assert used[True] < (1.1 - 0.8 * zeros) * used[False]
     assert error[True] == pytest.approx(error[False], rel=0.3)
@@ -208,9 +205,7 @@ def test_zeros_and_extremes_are_coded() -> None:
         sender, receiver = ends()
         for step in range(3):
             x_BTD = size * Source().visit([0, 1, 2, 3])
-            out_BTD, used = send(sender, receiver, x_BTD, [0, 1, 2, 3], step)
-            finish(sender, receiver)
-            assert_alike(sender, receiver)
+            out_BTD, used = visit(sender, receiver, x_BTD, [0, 1, 2, 3], step)
             assert float((out_BTD - x_BTD).abs().max()) <= 0.3 * float(x_BTD.abs().max())
             assert used <= sender.capacity(x_BTD.shape)
 
@@ -249,8 +244,7 @@ def test_massive_channels_do_not_coarsen_the_others() -> None:
     assert abs(size_of(massive) / size_of(plain) - 1) < 0.2
     sender, receiver = ends()
     for step in range(6):
-        out_BTD, _ = send(sender, receiver, x_BTD, list(range(8)), step)
-        finish(sender, receiver)
+        out_BTD, _ = visit(sender, receiver, x_BTD, list(range(8)), step)
         others = [channel for channel in range(WIDTH) if channel != 3]
         error = (out_BTD - x_BTD)[..., others].norm() / x_BTD[..., others].norm()
         assert float(error) < 0.2

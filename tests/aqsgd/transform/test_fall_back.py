@@ -9,16 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.aqsgd.transform.ends import (
-    TOKENS,
-    WIDTH,
-    Source,
-    assert_alike,
-    ends,
-    finish,
-    send,
-    train,
-)
+from tests.aqsgd.transform.ends import TOKENS, WIDTH, Source, ends, send, train, visit
 from tests.often import mostly_slow
 from thinpipe.aqsgd.transform import basis_search
 from thinpipe.aqsgd.transform.boundary import TransformBoundary
@@ -48,9 +39,7 @@ def follow(
         x_BTD = source.visit(step)
         if step < steps.start:
             continue
-        out_BTD, used = send(sender, receiver, x_BTD, list(range(8)), step)
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
+        out_BTD, used = visit(sender, receiver, x_BTD, list(range(8)), step)
         plain = receiver.learned.version > 0 and receiver.learned.basis.order_D is not None
         found.append((used, plain, float((out_BTD - x_BTD).norm() / x_BTD.norm())))
     return found
@@ -97,8 +86,7 @@ def test_what_is_sent_is_measured() -> None:
     for step in range(7):
         change_BTD = torch.zeros(8, TOKENS, WIDTH)
         change_BTD[..., :4] = torch.randn(8, TOKENS, 4, generator=generator)
-        send(sender, receiver, base_BTD + 3 * change_BTD, ids, step)
-        finish(sender, receiver)
+        visit(sender, receiver, base_BTD + 3 * change_BTD, ids, step)
         found = error_stats(sender.error_meter.take())
     assert found.cosine is not None
     assert found.cosine == pytest.approx(32 / (32 + 36), abs=0.15)
@@ -115,9 +103,7 @@ def test_bases_are_dropped_when_nobody_needs_them(monkeypatch: pytest.MonkeyPatc
     source = Source(16)
     for step in range(34):
         half = list(range(8)) if step < 17 else list(range(8, 16))
-        send(sender, receiver, source.visit(half), half, step)
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
+        visit(sender, receiver, source.visit(half), half, step)
         held = set(sender.learned.bases)
         assert held == set(receiver.learned.bases)
         assert len(held) <= 4  # the channels, that of others' samples, one before, the newest

@@ -7,19 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.aqsgd.transform.ends import TOKENS, WIDTH, Source, assert_alike, ends, finish, send
+from tests.aqsgd.transform.ends import (
+    TOKENS,
+    WIDTH,
+    Source,
+    assert_alike,
+    ends,
+    finish,
+    send,
+    visit,
+)
 from thinpipe.aqsgd.transform import boundary
 from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.tokens import COARSEST, SHARES, Choice, best_shares, coarseness
 from thinpipe.aqsgd.transform.weights import TokenWeights
 
 IDS = list(range(8))
-
-
-def test_a_choice_is_a_symbol() -> None:
-    choice = Choice(torch.arange(32) % (COARSEST + 1), torch.arange(32) // (COARSEST + 1))
-    assert choice.symbols.unique().numel() == 32
-    assert all(torch.equal(*pair) for pair in zip(Choice.of(choice.symbols), choice, strict=True))
 
 
 def test_what_counts_of_a_cache_is_rounded_alike_for_both_signs_of_a_step() -> None:
@@ -73,9 +76,7 @@ def test_massive_tokens_and_channels_leave_others_as_they_are(memory: bool) -> N
         pair, source, errors = ends(memory=memory), Source(), []
         for step in range(14):
             plain_BTD = source.visit(IDS)
-            out_BTD, _ = send(*pair, make(plain_BTD), IDS, step)
-            finish(*pair)
-            assert_alike(*pair)
+            out_BTD, _ = visit(*pair, make(plain_BTD), IDS, step)
             wrong_BTD = (out_BTD - make(plain_BTD))[:, 1:, others]
             errors.append(float(wrong_BTD.norm() / plain_BTD[:, 1:, others].norm()))
         found.append(errors)
@@ -94,9 +95,7 @@ def test_gradients_that_are_half_alike_take_fewer_bits(monkeypatch: pytest.Monke
         x_BTD = torch.randn(8, TOKENS, WIDTH, generator=random)
         for step in range(12):
             x_BTD = 0.6 * x_BTD + 0.8 * torch.randn(x_BTD.shape, generator=random)
-            out_BTD, nbytes = send(*pair, x_BTD, IDS, step)
-            finish(*pair)
-            assert_alike(*pair)
+            out_BTD, nbytes = visit(*pair, x_BTD, IDS, step)
             error = float((out_BTD - x_BTD).norm() / x_BTD.norm())
             used += (8 * nbytes / x_BTD.numel() + math.log2(error)) * (step >= 6) / 6
         return used
@@ -156,8 +155,7 @@ def test_massive_tokens_do_not_decide_the_basis() -> None:
     for make in (lambda x_BTD: x_BTD, massive):
         pair, source = ends(), Source()
         for step in range(8):
-            send(*pair, make(source.visit(IDS)), IDS, step)
-            finish(*pair)
+            visit(*pair, make(source.visit(IDS)), IDS, step)
         found.append(pair[0])
     plain, other = (end.learned.basis.matrix for end in found)
     rest = [channel for channel in range(WIDTH) if channel != 3]

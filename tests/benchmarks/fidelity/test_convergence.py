@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fidelity.convergence import METHODS, compare, main
+from benchmarks.fidelity.convergence import BASELINE, LOSSES, METHODS, compare, main, table
 from benchmarks.fidelity.finetuning import (
     Corpus,
     Epoch,
@@ -19,7 +19,6 @@ from benchmarks.fidelity.finetuning import (
     read_corpus,
     sizes,
 )
-from benchmarks.fidelity.report import BASELINE, LOSSES, table
 from benchmarks.harness import Records, Row, read_results, with_gaps
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 

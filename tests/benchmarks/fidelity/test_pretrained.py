@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity.pretrained import METHODS, main
-from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.harness import write_tokenizer
 from tests.huggingface import saved_model
 
 KEYS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import run as kernels
-from benchmarks.kernels.run import Buffers
+from benchmarks.kernels.__main__ import Buffers
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from benchmarks.harness import Row
+from benchmarks.links.__main__ import _arguments, _plan
 from benchmarks.links.ranks import Plan, RankResult, run_rank
-from benchmarks.links.rows import (
-    Circumstances,
-    make_row,
-    measure_messages,
-    with_references,
-)
-from benchmarks.links.run import _arguments, _plan
+from benchmarks.links.rows import Circumstances, make_row, measure_messages, with_references
 from benchmarks.links.runners import METHODS, Method, ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
 from tests.ranks import Ranks

@@ -8,14 +8,7 @@ import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, Weights, pretrain
 from benchmarks.harness import Records, Row, read_results
-from benchmarks.replicas.parity import (
-    BASELINE,
-    LOSSES,
-    METHOD_LABELS,
-    METHODS,
-    Case,
-    compare,
-)
+from benchmarks.replicas.parity import BASELINE, LOSSES, METHOD_LABELS, METHODS, Case, compare
 from benchmarks.replicas.settings import GPT2, read_corpus, shortened
 from benchmarks.replicas.training import Method, train
 from tests.often import mostly_slow

@@ -29,14 +29,3 @@ def test_what_was_learnt_during_the_exchange_is_kept(overlap: int) -> None:
     mean, later = moves[:3].sum(0).mean(0), moves[3:].sum(0)
     for rank, found in enumerate(replicas.parameters()):
         torch.testing.assert_close(found, start + mean + later[rank], rtol=1e-5, atol=1e-5)
-
-
-def test_replicas_that_stand_still_become_equal() -> None:
-    replicas = Replicas(2, "async_average", {"interval": 2, "overlap": 1})
-    start = replicas.parameters()[0]
-    moves = [torch.ones_like(start), -3 * torch.ones_like(start)]
-    move(replicas, moves)
-    for _ in range(4):
-        move(replicas, [torch.zeros_like(start)] * 2)
-    for found in replicas.parameters():
-        torch.testing.assert_close(found, start - 1)

@@ -1,13 +1,11 @@
-"""DeMo: known answers, the law of its momentum, and the bytes of its messages."""
+"""DeMo: known answers, and the law of its momentum."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
-from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.methods.demo import SIDE, Config, Tiles, basis, build
-from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+from thinpipe.gradcomp.methods.demo import SIDE, Tiles, basis
 
 SHAPES = [torch.Size(s) for s in ((64, 64), (100, 130), (5,), (7, 3, 11), (64,), (1, 1), (4097,))]
 CPU = torch.device("cpu")
@@ -85,15 +83,3 @@ def test_a_delayed_answer_is_that_of_the_step_before() -> None:
     assert not delayed[0].any()
     for one, other in zip(at_once, delayed[1:], strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_tile_is_52_bytes() -> None:
-    """32 places of 12 bits and a sign each: 158 times less than bf16."""
-    peers = local_peers(2)
-    weights = [nn.Parameter(torch.zeros(128, 192)) for _ in peers]
-    syncs = [build(Config(), [weight], peer) for weight, peer in zip(weights, peers, strict=True)]
-    for weight in weights:
-        weight.grad = torch.randn(128, 192)
-    all_of(syncs, lambda sync: sync.before_step())
-    all_of(syncs, lambda sync: sync.finish())
-    assert [peer.bytes_sent for peer in peers] == 2 * [EXCHANGE_HEADER_NBYTES + 6 * 52]

@@ -64,17 +64,6 @@ def test_momentum_is_nesterovs() -> None:
                 parameter.data += 0.01 * parameter.data.sign()
 
 
-def test_without_overlap_replicas_are_equal_after_every_exchange() -> None:
-    replicas = start(2, interval=2)
-    for step in range(6):
-        replicas.begin()
-        first, second = replicas.parameters()
-        assert torch.equal(first, second) == (step % 2 == 0)
-        for number, net in enumerate(replicas.nets):
-            for parameter in net.parameters():
-                parameter.data += 0.01 * (1 + number)
-
-
 def test_what_a_replica_keeps_of_its_own_is_as_chosen() -> None:
     replicas = start(2, mix=0.25, **PLAIN)
     for _ in range(2):
@@ -121,23 +110,6 @@ def test_under_another_layout_exchanges_are_in_the_steps_that_wait(overlap: int)
     assert meets == [6, 9]
     due = {step for step in range(4, 12) if replicas.syncs[0].due(step)}
     assert due >= {*meets, *(step + overlap for step in meets)}
-
-
-def test_what_an_exchange_under_way_found_is_saved() -> None:
-    options = {"interval": 3, "overlap": 2}
-
-    def run(restart_at: int | None) -> list[Tensor]:
-        replicas = start(2, **options)
-        for step in range(8):
-            if step == restart_at:
-                assert bool(replicas.syncs[0].state_dict()["under_way"]) == (step == 4)
-                replicas.restart()
-            replicas.step()
-        return replicas.parameters()
-
-    expected = run(None)
-    for restart_at in (4, 6):
-        assert all(torch.equal(*pair) for pair in zip(run(restart_at), expected, strict=True))
 
 
 @pytest.mark.parametrize("bits", [4, 16])

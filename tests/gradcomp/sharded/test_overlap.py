@@ -22,11 +22,7 @@ class SlowPeers(LocalPeers):
     open: threading.Event
 
     def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Collection[int],
-        capacity: int,
-        lane: int = 0,
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int, lane: int = 0
     ) -> dict[int, Tensor]:
         assert self.open.wait(WAIT_S)
         return super().exchange(outgoing, sources, capacity, lane)

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.exchange import ExchangeKey, Frames
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.sharded.qsdp import value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
-from thinpipe.gradcomp.sharded.sites import Exchange, Sites
+from thinpipe.gradcomp.sharded.sites import Exchange, Sites, divided
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, TO_SERVER
+from thinpipe.pipeline.wire.header import DesyncError
 
 SHARDS, SIZES = 6, [50, 9, 31]
 EXACT = Segmented(SIZES, [Cast("fp32")] * 3)
@@ -90,3 +91,19 @@ def test_sums_are_those_of_all_ranks_and_are_rounded_between_sites_alone(ranks: 
 def test_every_value_goes_to_each_other_site_once(kind: str, ranks: int) -> None:
     message = EXCHANGE_HEADER_NBYTES + QUANTIZED.capacity(sum(SIZES))
     assert run(kind, QUANTIZED, ranks)[1] == SHARDS * [(SHARDS // ranks - 1) * message]
+
+
+FRAMES = Frames(ExchangeKey(1, 0), Cast("fp32"))
+MESSAGES = [FRAMES.pack(torch.full((n,), float(n)), None, TO_SERVER, n) for n in (3, 5)]
+BUNDLE = torch.cat(MESSAGES)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 47, len(MESSAGES[0]), len(MESSAGES[0]) + 20])
+def test_a_bundle_that_was_cut_is_rejected(cut: int) -> None:
+    with pytest.raises(DesyncError, match="rank 1 of this site forwarded"):
+        divided(BUNDLE[:cut], 2, 1)
+
+
+def test_more_than_was_agreed_is_rejected() -> None:
+    with pytest.raises(DesyncError, match="20 bytes more, not 2 messages"):
+        divided(torch.cat([BUNDLE, torch.zeros(20, dtype=torch.uint8)]), 2, 1)

@@ -4,6 +4,7 @@ One group of processes of each size trains in all ways; tests look at what it fo
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ def model() -> TransformerStage:
     return build_layers(MODEL, 0, MODEL.layers, seed=3, device="cpu")
 
 
-def make(config: ShardsConfig, timeout_s: float = 60) -> tuple[ShardedStage, StageShards]:
-    transport = GlooTransport(1, 1, timeout_s=timeout_s, shards=dist.get_world_size())
+def make(config: ShardsConfig) -> tuple[ShardedStage, StageShards]:
+    transport = GlooTransport(1, 1, timeout_s=60, shards=dist.get_world_size())
     whole = model()
     stage = ShardedStage(whole, whole.parts(), transport.shard_group)
     peers = transport.peers("shards", "stage 0 shard")
@@ -90,50 +91,43 @@ def loss_of(run: Any, rank: int, step: int) -> Tensor:
     return logits.flatten(0, 1).logsumexp(1).sub(logits.flatten(0, 1)[:, 0]).mean()
 
 
-def train(rank: int, config: ShardsConfig, backwards: int = 1) -> Any:
+def train(
+    rank: int,
+    config: ShardsConfig,
+    backwards: int = 1,
+    *,
+    lr: float = 1e-2,
+    evaluated: int | None = None,
+) -> dict[str, Any]:
+    """What there was in every step; `used` are a weight's values as they were computed with."""
     stage, shards = make(config)
-    gathered: list[Tensor] = []
-    first = stage.inner.parts()[0].attn.qkv
-    first.register_forward_pre_hook(lambda m, _: gathered.append(m.weight.detach().clone()))
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        shards.begin_step(step, backwards)
-        for number in range(backwards):
-            loss = loss_of(stage, rank, step + number)
-            loss.backward()
-        shards.before_step()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = shards.weight_bytes // STEPS, shards.gradient_bytes // STEPS
-    weights = {name: p.detach() for name, p in stage.named_parameters()}
-    return losses, gathered, weights, sent
-
-
-def remember(rank: int, config: ShardsConfig) -> Any:
-    stage, shards = make(config)
-    weight = "blocks.0.attn.qkv.weight"
     used: list[Tensor] = []
     first = stage.inner.parts()[0].attn.qkv
     first.register_forward_pre_hook(lambda m, _: used.append(m.weight.detach().clone()))
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
-    losses, remembered, owned, sent = [], [], [], [0]
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=lr)
+    losses, remembered, owned, sent = [], [], [], [(0, 0)]
     for step in range(STEPS):
-        owned.append(stage.get_parameter(weight).detach().clone())
-        shards.begin_step(step, 1)
-        loss = loss_of(stage, rank, step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        owned.append(stage.get_parameter("blocks.0.attn.qkv.weight").detach().clone())
+        shards.begin_step(step, backwards)
+        for number in range(backwards):
+            loss = loss_of(stage, rank, step + number)
+            loss.backward()  # type: ignore[no-untyped-call]
         shards.before_step()
         remembered.append([tensor.clone() for tensor in shards.remembered])
         losses.append(loss.item())
-        sent.append(shards.weight_bytes)
+        sent.append((shards.weight_bytes, shards.gradient_bytes))
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2:
+        if step == evaluated:
             with shards.evaluating(), torch.no_grad():
                 loss_of(stage, rank, 0)
-    return losses, remembered, used, owned, sent
+    weights = {name: p.detach() for name, p in stage.named_parameters()}
+    found = {"losses": losses, "used": used, "weights": weights, "sent": sent}
+    return {**found, "remembered": remembered, "owned": owned}
+
+
+def remember(rank: int, config: ShardsConfig) -> dict[str, Any]:
+    return train(rank, config, lr=1e-3, evaluated=2)
 
 
 def train_with_torch(rank: int) -> Any:
@@ -161,10 +155,10 @@ def local(parameter: nn.Parameter) -> Tensor:
 
 def test_32_bits_are_fsdp2_bit_for_bit(two: list[dict[str, Any]]) -> None:
     for one in two:
-        (losses, _, weights, _), (expected, reference) = one["exact"], one["torch"]
-        assert losses == expected
-        assert weights.keys() == reference.keys()
-        for name, weight in weights.items():
+        exact, (losses, reference) = one["exact"], one["torch"]
+        assert exact["losses"] == losses
+        assert exact["weights"].keys() == reference.keys()
+        for name, weight in exact["weights"].items():
             assert torch.equal(weight, reference[name]), name
 
 
@@ -172,14 +166,12 @@ def test_32_bits_are_fsdp2_bit_for_bit(two: list[dict[str, Any]]) -> None:
 def test_all_gather_the_same_weights_and_none_is_exact(
     three: list[dict[str, Any]], gather: str
 ) -> None:
-    results = [one[gather] for one in three]
-    _, gathered, *_ = results[0]
+    gathered, *others = (one[gather]["used"] for one in three)
     for step in range(STEPS):
         first, second = gathered[2 * step : 2 * step + 2]
         assert torch.equal(first, second)  # rounded alike in all of a step
-    for _, others, *_ in results[1:]:
-        for mine, theirs in zip(gathered, others, strict=True):
-            assert torch.equal(mine, theirs)
+    for other in others:
+        assert all(map(torch.equal, gathered, other))
     whole = model().blocks["0"].attn.qkv.weight.detach()  # type: ignore[union-attr]
     span = float(whole.max() - whole.min())
     for part, exact in zip(gathered[0].chunk(3), whole.chunk(3), strict=True):
@@ -188,7 +180,7 @@ def test_all_gather_the_same_weights_and_none_is_exact(
 
 
 def test_bytes_are_those_of_the_formula(two: list[dict[str, Any]]) -> None:
-    *_, sent = two[0]["W8G8"]
+    sent = two[0]["W8G8"]["sent"][1]
     exchanges = 3  # two blocks and the rest
     weight = gradient = exchanges * EXCHANGE_HEADER_NBYTES
     for parameter in model().parameters():
@@ -203,11 +195,10 @@ def test_bytes_are_those_of_the_formula(two: list[dict[str, Any]]) -> None:
 
 
 def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(four: list[dict[str, Any]]) -> None:
-    results = [one["sites"] for one in four]
-    _, gathered, _, sent = results[0]
-    assert all(all(map(torch.equal, gathered, others)) for _, others, *_ in results[1:])
+    sent, gathered = four[0]["sites"]["sent"][1], four[0]["sites"]["used"]
     for one in four:
-        (losses, *_), (exact, *_) = one["sites"], one["exact"]
+        assert all(map(torch.equal, gathered, one["sites"]["used"]))
+        losses, exact = one["sites"]["losses"], one["exact"]["losses"]
         assert losses != exact
         assert losses == pytest.approx(exact, abs=0.02)
     whole = model()
@@ -217,43 +208,45 @@ def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(four: list[dict[
 
 
 def test_learned_levels_and_few_bits_train(two: list[dict[str, Any]]) -> None:
-    (losses, *_), (exact, *_) = two[0]["learned"], two[0]["exact"]
+    losses, exact = two[0]["learned"]["losses"], two[0]["exact"]["losses"]
     assert losses != exact
     assert losses == pytest.approx(exact, abs=0.05)
 
 
 def test_ranks_remember_the_same_and_compute_with_it(three: list[dict[str, Any]]) -> None:
     first, *others = (one["differences"] for one in three)
-    _, remembered, used, *_ = first
     quantized = sum(parameter.dim() > 1 for parameter in model().parameters())
+    used = first["used"]
     evaluated = used.pop(3)
-    for step, tensors in enumerate(remembered):
+    for step, tensors in enumerate(first["remembered"]):
         assert len(tensors) == quantized
         assert any(torch.equal(used[step].flatten(), tensor.flatten()) for tensor in tensors)
-        for _, theirs, *_ in others:
-            assert all(map(torch.equal, tensors, theirs[step]))
-    owned = torch.cat([found[3][3] for found in (first, *others)])
+        for other in others:
+            assert all(map(torch.equal, tensors, other["remembered"][step]))
+    owned = torch.cat([one["differences"]["owned"][3] for one in three])
     assert torch.equal(evaluated, owned)  # exactly what is kept
 
 
 def test_the_error_is_that_of_one_difference(two: list[dict[str, Any]]) -> None:
-    results, values = ([one[kind] for one in two] for kind in ("differences", "values"))
-    errors: dict[str, list[float]] = {}
-    for kind, found in (("differences", results), ("values", values)):
-        _, _, used, *_ = found[0]
+    errors, sent = {}, {}
+    for kind in ("differences", "values"):
+        used = two[0][kind]["used"]
         del used[3]  # of the evaluation
-        whole = [torch.cat([result[3][step] for result in found]) for step in range(STEPS)]
+        whole = [
+            torch.cat(parts) for parts in zip(*(one[kind]["owned"] for one in two), strict=True)
+        ]
         errors[kind] = [float((a - b).abs().max()) for a, b in zip(used, whole, strict=True)]
+        sent[kind] = [weights for weights, _ in two[0][kind]["sent"]]
     assert errors["differences"][0] == 0.0  # sent exactly, as nothing is remembered
     moves = 2 * 1e-3  # of AdamW in a step, and what the last one left
     assert 0 < max(errors["differences"][1:]) <= moves
     assert max(errors["differences"]) < 0.1 * min(errors["values"])
-    sent, plain = results[0][4], values[0][4]
-    assert sent[2] - sent[1] == plain[2] - plain[1]
-    assert sent[1] > 2 * plain[1]
+    some, plain = sent["differences"], sent["values"]
+    assert some[2] - some[1] == plain[2] - plain[1]
+    assert some[1] > 2 * plain[1]
 
 
-def _until_killed(rank: int) -> str:
+def _until_killed(rank: int, said: Path) -> None:
     stage, shards = make(EXACT)
     shards.begin_step(0, 1)
     if rank == 1:
@@ -263,18 +256,12 @@ def _until_killed(rank: int) -> str:
         loss_of(stage, rank, 0).backward()  # type: ignore[no-untyped-call]
         shards.before_step()
     except TransportError as error:
-        return str(error)
-    return "nothing was noticed"
+        said.write_text(str(error), encoding="utf-8")
 
 
-def _survivor(rank: int, found: Any) -> None:
-    text = _until_killed(rank)
-    found.write_text(text)
-
-
-def test_a_killed_shard_is_named(ranks: Ranks, tmp_path: Any) -> None:
+def test_a_killed_shard_is_named(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1"):
-        ranks(2, _survivor, tmp_path / "said")
+        ranks(2, _until_killed, tmp_path / "said")
     assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
@@ -282,9 +269,9 @@ def _orders(rank: int) -> list[tuple[list[str], list[str]]]:
     stage, _ = make(EXACT)
     state: Any = fully_shard.state  # type: ignore[attr-defined]
     found = []
-    for module, own in stage.groups:
+    for module, own, _ in stage.groups:
         (group,) = state(module)._fsdp_param_groups
-        ours = [parameter.data_ptr() for parameter, _ in own]
+        ours = [parameter.data_ptr() for parameter in own]
         theirs = [p.sharded_param.to_local().data_ptr() for p in group.fsdp_params]
         found.append((ours, theirs))
     return found

@@ -13,11 +13,11 @@ from thinpipe.launch.checkpoint.manifest import Manifest, Part
 
 
 def finish(
-    root: Path, step: int, *, parts: Iterable[Part], meta: dict[str, Any], serial: int = 0
+    root: Path, step: int, *, parts: Iterable[Part], meta: Any = None, serial: int = 0
 ) -> Path:
     """What one host does when all ranks have written: both phases, and what follows them."""
     listed = tuple(sorted(parts, key=lambda part: part.name))
-    manifest = Manifest(step, 7, serial or step, meta, listed)
+    manifest = Manifest(step, 7, serial or step, meta or {}, listed)
     checkpoint.prepare(root, manifest)
     folder = checkpoint.publish(root, manifest)
     checkpoint.settle(root, step, keep=9)
@@ -28,12 +28,7 @@ STAGES = ("stage-0.replica-0", "stage-1.replica-0")
 
 
 def save(
-    root: Path,
-    step: int,
-    *,
-    seed: int = 0,
-    meta: dict[str, Any] | None = None,
-    serial: int = 0,
+    root: Path, step: int, *, seed: int = 0, meta: dict[str, Any] | None = None, serial: int = 0
 ) -> Path:
     folder = begin(root, step)
     generator = torch.Generator().manual_seed(1000 * seed + step)

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ranks import Ranks
-from tests.training import batch, checkpoints, config, share, start, weights
+from tests.training import batch, checkpoints, config, restore, share, start, weights
 from tests.waiting import PATIENCE_S, until
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
@@ -67,7 +67,7 @@ def _stop(rank: int, method: str, root: Path) -> Any:
             break
     done = number + 1
     saved = saves.save(done)
-    resumed = restored.restore(None)
+    resumed = restore(restored)
     losses = [[step(each, done + i) for i in range(3)] for each in (built, again)]
     one, other = weights(built), weights(again)
     same = losses[0] == losses[1] and all(torch.equal(one[n], other[n]) for n in one)

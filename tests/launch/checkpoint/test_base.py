@@ -13,7 +13,17 @@ from torch import Tensor
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
-from tests.training import TOKENS, TORCH_2_13, batch, checkpoints, config, share, start, weights
+from tests.training import (
+    TOKENS,
+    TORCH_2_13,
+    batch,
+    checkpoints,
+    config,
+    restore,
+    share,
+    start,
+    weights,
+)
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.components import Built
@@ -44,7 +54,7 @@ def lora_run(folder: Path, cuts: list[int], name: str = "llama", **model: Any) -
 @contextmanager
 def resumed(run: RunConfig) -> Iterator[Built]:
     with in_process(run, total_steps=9) as built:
-        assert checkpoints(run, built).restore(None) == 2
+        assert restore(checkpoints(run, built)) == 2
         yield built
 
 
@@ -118,10 +128,7 @@ def test_a_changed_base_is_rejected_by_its_digest(tmp_path: Path) -> None:
             pass
     with pytest.raises(CheckpointError, match=message):
         load(run.run.path)
-    with (
-        in_process(new, total_steps=9) as built,
-        pytest.raises(CheckpointError, match=message),
-    ):
+    with in_process(new, total_steps=9) as built, pytest.raises(CheckpointError, match=message):
         start_from_run(built, new)
 
 
@@ -154,7 +161,7 @@ def _sharded(rank: int, run: RunConfig, resume: bool) -> Mapping[str, Any]:
     mesh, saves = built.engine.transport.mesh, checkpoints(run, built, rank)
     own = [share(batch([4 * n + i for i in range(4)]), mesh.dp_rank, mesh.dp_size) for n in (0, 1)]
     if resume:
-        saves.restore(None)
+        restore(saves)
         held = sum(t.numel() for t in module_of(built.stages[0]).state_dict().values())
         return {"loss": built.engine.train_step(own[1], 1).loss, "held": held}
     built.engine.train_step(own[0], 0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import Ranks
-from tests.training import batch, checkpoints, config, start
+from tests.ranks import run_ranks
+from tests.training import batch, checkpoints, config, restore, start
 from thinpipe.launch.checkpoint.contents import collect
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import (
@@ -74,7 +74,7 @@ def known_samples(built: Built) -> dict[int, int]:
 
 
 def train(
-    rank: int, run: RunConfig, root: str, *, save_at: int | None = None, resume: bool = False
+    rank: int, run: RunConfig, root: str, save_at: int | None = None, resume: bool = False
 ) -> dict[str, Any]:
     built = start(run)
     messages: list[str] = []
@@ -82,7 +82,7 @@ def train(
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("thinpipe.launch.checkpoint.reshard").addHandler(handler)
     saved = checkpoints(run, built, rank, root=Path(root))
-    first = saved.restore(None) if resume else 0
+    first = restore(saved) if resume else 0
     state = outcome(built, [], "\n".join(messages)) if resume else None
     losses, replica = [], built.engine.transport.mesh.replica
     for step in range(first, save_at or len(BATCHES)):
@@ -94,17 +94,17 @@ def train(
     return {"restored": state, **outcome(built, losses, "\n".join(messages))}
 
 
-def _save(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
-    return train(rank, run, root, save_at=3)
+def save(run: RunConfig, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(run.world_size, train, run, str(folder), 3)
+
+
+def resume(run: RunConfig, folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(run.world_size, train, run, str(folder), None, True)
 
 
 def _save_and_go_on(rank: int, run: RunConfig, root: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is saved, and where a run gets that is not interrupted."""
     return train(rank, run, root, save_at=3), train(rank, run, f"{root}/other")
-
-
-def _resume(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
-    return train(rank, run, root, resume=True)
 
 
 def joined(results: Sequence[dict[str, Any]], what: str) -> dict[str, Any]:
@@ -121,14 +121,12 @@ def assert_equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.dist
-def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(tmp_path: Path) -> None:
     tied = {"layers": 4, "width": 16, "heads": 2, "context": 12, "tie_embeddings": "exact"}
     at_three = run_config([1, 3], model=tied)
-    saved, through = zip(*ranks(3, _save_and_go_on, at_three, str(tmp_path)), strict=True)
+    saved, through = zip(*run_ranks(3, _save_and_go_on, at_three, str(tmp_path)), strict=True)
     for cuts in ([2], []):
-        resumed = ranks(len(cuts) + 1, _resume, run_config(cuts, model=tied), str(tmp_path))
+        resumed = resume(run_config(cuts, model=tied), tmp_path)
         restored = [result["restored"] for result in resumed]
         assert_equal(joined(restored, "weights"), joined(saved, "weights"))
         assert_equal(joined(restored, "optimizer"), joined(saved, "optimizer"))
@@ -139,18 +137,16 @@ def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(tmp_path: Path) -> None:
     one, two = (
         run_config([2], boundary=AQSGD, pipeline={"microbatches": 8, "devices_per_rank": devices})
         for devices in (1, 2)
     )
-    through = ranks(2, train, one, str(tmp_path / "other"))
+    through = run_ranks(2, train, one, str(tmp_path / "other"))
     for before, now in ((one, two), (two, one)):
-        folder = str(tmp_path / str(now.pipeline.devices_per_rank))
-        saved = ranks(2, _save, before, folder)
-        resumed = ranks(2, _resume, now, folder)
+        folder = tmp_path / str(now.pipeline.devices_per_rank)
+        saved = save(before, folder)
+        resumed = resume(now, folder)
         restored = [result["restored"] for result in resumed]
         assert_equal(joined(restored, "optimizer"), joined(saved, "optimizer"))
         assert all(result["known"] == {2: 8} for result in restored)
@@ -160,22 +156,20 @@ def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_training_goes_on_bit_for_bit_in_a_learned_transform(ranks: Ranks, tmp_path: Path) -> None:
+def test_training_goes_on_bit_for_bit_in_a_learned_transform(tmp_path: Path) -> None:
     boundary = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
     run = run_config([1, 3], boundary=boundary)
-    _, through = zip(*ranks(3, _save_and_go_on, run, str(tmp_path)), strict=True)
-    resumed = ranks(3, _resume, run, str(tmp_path))
+    _, through = zip(*run_ranks(3, _save_and_go_on, run, str(tmp_path)), strict=True)
+    resumed = resume(run, tmp_path)
     assert resumed[0]["losses"] == through[0]["losses"][3:]
     assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 
 
 @pytest.mark.dist
-def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_schedule_with_several_stages_per_rank_is_resumed_from(tmp_path: Path) -> None:
     interleaved = {"schedule": "Interleaved1F1B", "ranks": 2}
-    saved = ranks(2, _save, run_config([1, 2, 3], pipeline=interleaved), str(tmp_path))
-    resumed = ranks(1, _resume, run_config([]), str(tmp_path))
+    saved = save(run_config([1, 2, 3], pipeline=interleaved), tmp_path)
+    resumed = resume(run_config([]), tmp_path)
     assert_equal(joined([resumed[0]["restored"]], "weights"), joined(saved, "weights"))
 
 
@@ -186,14 +180,14 @@ def cut_short(part: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("harm", [None, Path.unlink, cut_short], ids=["", "lost", "cut short"])
 def test_weights_and_optimizer_survive_another_number_of_replicas(
-    ranks: Ranks, tmp_path: Path, harm: Callable[[Path], None] | None
+    tmp_path: Path, harm: Callable[[Path], None] | None
 ) -> None:
     """Those of the first replica, or with a part that is lost, of the first that is whole."""
-    saved = ranks(4, _save, run_config([2], pipeline={"replicas": 2}), str(tmp_path))
+    saved = save(run_config([2], pipeline={"replicas": 2}), tmp_path)
     if harm is not None:
         (part,) = tmp_path.rglob("replica-0.rank-1.safetensors")
         harm(part)
-    resumed = ranks(2, _resume, run_config([2], pipeline={"replicas": 1}), str(tmp_path))
+    resumed = resume(run_config([2], pipeline={"replicas": 1}), tmp_path)
     restored = [result["restored"] for result in resumed]
     assert_equal(joined(restored, "weights"), joined(saved[:2], "weights"))
     assert_equal(joined(restored, "optimizer"), joined(saved[:2], "optimizer"))
@@ -202,14 +196,14 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_second_replica_starts_from_the_state_of_the_first(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_second_replica_starts_from_the_state_of_the_first(tmp_path: Path) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
     one, two = (
         run_config([2], boundary=AQSGD, gradcomp=cocktail, pipeline={"replicas": replicas})
         for replicas in (1, 2)
     )
-    saved = ranks(2, _save, one, str(tmp_path))
-    resumed = ranks(4, _resume, two, str(tmp_path))
+    saved = save(one, tmp_path)
+    resumed = resume(two, tmp_path)
     for replica in (resumed[:2], resumed[2:]):
         restored = [result["restored"] for result in replica]
         for what in ("weights", "optimizer"):
@@ -223,15 +217,13 @@ def test_a_second_replica_starts_from_the_state_of_the_first(ranks: Ranks, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_differing_replicas_start_from_the_common_model_when_cuts_move(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_differing_replicas_start_from_the_common_model_when_cuts_move(tmp_path: Path) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
     at_two, at_one = (
         run_config([cut], pipeline={"replicas": 2}, gradcomp=cocktail) for cut in (2, 1)
     )
-    saved = ranks(4, _save, at_two, str(tmp_path))
-    resumed = ranks(4, _resume, at_one, str(tmp_path))
+    saved = save(at_two, tmp_path)
+    resumed = resume(at_one, tmp_path)
     for replica in (resumed[:2], resumed[2:]):
         restored = [result["restored"] for result in replica]
         assert_equal(joined(restored, "weights"), joined(saved[:2], "common"))
@@ -240,11 +232,9 @@ def test_differing_replicas_start_from_the_common_model_when_cuts_move(
 
 
 @pytest.mark.dist
-def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks(3, _save, run_config([1, 3], boundary=AQSGD), str(tmp_path))
-    resumed = ranks(3, _resume, run_config([2, 3], boundary=AQSGD), str(tmp_path))
+def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(tmp_path: Path) -> None:
+    save(run_config([1, 3], boundary=AQSGD), tmp_path)
+    resumed = resume(run_config([2, 3], boundary=AQSGD), tmp_path)
     restored = [result["restored"]["known"] for result in resumed]
     assert restored == [{2: 0}, {2: 0, 3: 8}, {3: 8}]
     assert "the activation cache of cuts [2] starts empty" in resumed[0]["log"]
@@ -253,18 +243,18 @@ def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
 
 def _expect_error(rank: int, run: RunConfig, root: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        checkpoints(run, start(run), rank, root=Path(root)).restore(None)
+        restore(checkpoints(run, start(run), rank, root=Path(root)))
     return str(caught.value)
 
 
 @pytest.mark.dist
-def test_what_cannot_be_resumed_is_rejected_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
+def test_what_cannot_be_resumed_is_rejected_by_name(tmp_path: Path) -> None:
+    save(run_config([2], boundary=AQSGD), tmp_path)
     other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
-    (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
+    (message, _) = run_ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
     assert "with boundary at cut 2: forward.bits = 4, this run has 3" in message
     (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
-    (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
+    (message,) = run_ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
     assert "replica-0.rank-1.safetensors: missing" in message
 
 

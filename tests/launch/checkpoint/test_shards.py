@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.commands import Command
 from tests.ranks import Ranks
-from tests.training import TORCH_2_13, batch, checkpoints, config, share, start
+from tests.training import TORCH_2_13, batch, checkpoints, config, restore, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
 from thinpipe.launch.config.run import RunConfig
@@ -76,7 +76,7 @@ def test_a_run_resumes_bit_for_bit_and_reports_its_bytes(tmp_path: Path) -> None
     assert min(first[0].weight_bytes, first[0].gradient_bytes) > 0
 
 
-def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
+def _state(rank: int, run: RunConfig, root: str, resume: bool) -> Any:
     """Weights and first moments of this rank at step 2, which is saved or restored; and a step."""
     built = start(run)
     mesh = built.engine.transport.mesh
@@ -84,7 +84,7 @@ def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
     batches = [batch([6 * step + sample for sample in range(6)]) for step in range(3)]
     own = [share(whole, mesh.dp_rank, mesh.dp_size) for whole in batches]
     if resume:
-        assert saved.restore(None) == 2
+        assert restore(saved) == 2
     else:
         for step in (0, 1):
             built.engine.train_step(own[step], step)
@@ -100,14 +100,6 @@ def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
     ]
     built.engine.train_step(own[2], 2)
     return found
-
-
-def _save(rank: int, run: RunConfig, root: str) -> Any:
-    return _state(rank, run, root, resume=False)
-
-
-def _resume(rank: int, run: RunConfig, root: str) -> Any:
-    return _state(rank, run, root, resume=True)
 
 
 def joined(results: list[Any], shards: int) -> list[dict[str, Tensor]]:
@@ -135,10 +127,11 @@ def test_weights_and_optimizer_survive_another_number_of_shards(
             shards={"method": "qsdp", "weights": "differences", "keep_below": 64},
         )
 
-    saved = joined(ranks(4, _save, run(2, [2]), str(tmp_path)), 2)
+    saved = joined(ranks(4, _state, run(2, [2]), str(tmp_path), False), 2)
     for shards, cuts in ((3, [2]), (1, [1])):
         world = shards * (len(cuts) + 1)
-        restored = joined(ranks(world, _resume, run(shards, cuts), str(tmp_path)), shards)
+        again = ranks(world, _state, run(shards, cuts), str(tmp_path), True)
+        restored = joined(again, shards)
         for expected, found in zip(saved, restored, strict=True):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -2,7 +2,6 @@ import hashlib
 import math
 import random
 import struct
-from collections import OrderedDict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.disk import full_disk
 from thinpipe.launch.checkpoint import state_file as statefile
 from thinpipe.launch.checkpoint.state_file import DTYPES, write_tensors
 
@@ -55,13 +53,12 @@ def test_training_state_comes_back_bit_exact(tmp_path: Path) -> None:
     model(torch.randn(4, 5, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     state = {
-        "model": dict(model.state_dict()),
+        "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "rng": {"torch": torch.get_rng_state(), "python": random.Random(3).getstate()},
     }
 
     got = through_file(tmp_path, state)
-
     assert_same(got, state)
     resumed = torch.optim.AdamW(model.parameters())
     resumed.load_state_dict(got["optimizer"])
@@ -84,7 +81,7 @@ def test_every_kind_of_tensor_comes_back_bit_exact(tmp_path: Path) -> None:
         0: torch.zeros(1),
         "0": torch.ones(1),
         "a": {"b.c": torch.zeros(1)},
-        "a.b": {"c": torch.ones(1)},
+        "a.b": {"c": (torch.ones(1),)},
         **{
             str(dtype): torch.arange(300).remainder(2).to(dtype)
             for dtype in (torch.bool, torch.uint8, torch.int8, torch.float16, torch.float64)
@@ -96,9 +93,7 @@ def test_every_kind_of_tensor_comes_back_bit_exact(tmp_path: Path) -> None:
 def test_tied_tensors_are_written_each_and_come_back_apart(tmp_path: Path) -> None:
     weight = torch.randn(3, 3)
     state = {"embed": weight, "head": weight, "row": weight[1], "same": weight.view(9)}
-
     got = through_file(tmp_path, state)
-
     assert_same(got, state)
     got["embed"].zero_()
     assert torch.equal(got["head"], weight)
@@ -109,11 +104,6 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
     with (tmp_path / "state.safetensors").open("r+b") as file:
         file.write(bytes((tmp_path / "state.safetensors").stat().st_size))
     assert got.sum() == 5000
-
-
-@pytest.mark.parametrize("state", [torch.ones(2), 1.5, [], {}, None, (torch.ones(1),)], ids=str)
-def test_a_state_need_not_be_a_mapping(tmp_path: Path, state: object) -> None:
-    assert_same(through_file(tmp_path, state), state)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -166,19 +156,6 @@ def test_a_file_of_something_else_is_rejected(tmp_path: Path) -> None:
         statefile.load_state(tmp_path / "other.safetensors")
 
 
-def test_any_mapping_is_read_back_as_a_dict(tmp_path: Path) -> None:
-    got = through_file(tmp_path, OrderedDict(b=1, a=torch.ones(1)))
-    assert type(got) is dict
-    assert list(got) == ["b", "a"]
-
-
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    state = {"b": torch.ones(3), "a": [torch.zeros(2, dtype=torch.int8), 1.5]}
-    for name in ("one", "two"):
-        statefile.save_state(tmp_path / name, state)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-
-
 def test_a_mapped_tensor_stays_in_its_file(tmp_path: Path) -> None:
     path, state = tmp_path / "state.safetensors", {"a": torch.ones(3), "b": {"rows": torch.ones(9)}}
     statefile.save_state(path, state)
@@ -213,8 +190,3 @@ def test_the_library_reads_what_was_written_and_the_digest_is_the_files(tmp_path
     again = tmp_path / "again.safetensors"
     backwards = dict(reversed(tensors.items()))
     assert write_tensors(again, backwards, {"what": "é \n" + "x" * 9}) == digest
-
-
-def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="too large"), full_disk():
-        write_tensors(tmp_path / "w.safetensors", {"w": torch.ones(5000)}, {})

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 META = {"config": {"pipeline": {"cuts": [1]}}, "steps_per_epoch": 2}
 
 
-def _cut_short(rank: int, folder: str, *, part_is_there: bool) -> Any:
+def _cut_short(rank: int, folder: str, part_is_there: bool) -> Any:
     """All have written their parts; machine 1 was killed before its manifest."""
     transport = GlooTransport(2, 1, timeout_s=120)
     session = Session(HashStore(), transport, 1, 0)
@@ -48,20 +48,12 @@ def _cut_short(rank: int, folder: str, *, part_is_there: bool) -> Any:
     return found.wanted, found.step, required, files.steps(root)
 
 
-def _with_part(rank: int, folder: str) -> Any:
-    return _cut_short(rank, folder, part_is_there=True)
-
-
-def _without_part(rank: int, folder: str) -> Any:
-    return _cut_short(rank, folder, part_is_there=False)
-
-
 def test_a_part_without_a_manifest_completes_the_step(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, _with_part, str(tmp_path)) == [(True, 2, True, [2])] * 2
+    assert ranks(2, _cut_short, str(tmp_path), True) == [(True, 2, True, [2])] * 2
 
 
 def test_a_restart_begins_anew_if_nothing_was_published(ranks: Ranks, tmp_path: Path) -> None:
-    for wanted, step, required, steps in ranks(2, _without_part, str(tmp_path)):
+    for wanted, step, required, steps in ranks(2, _cut_short, str(tmp_path), False):
         assert (wanted, step, steps) == (False, None, [])
         assert "no step is whole" in required  # who asks for it is told
         assert "rank 1" in required

@@ -33,10 +33,7 @@ def rejected(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["train"], "Missing argument 'RUN.TOML'; --help lists arguments and options"),
         (["trian"], "No such command 'trian'. Did you mean 'train'"),
         (["version"], "No such command 'version'; did you mean --version?"),
-        (
-            ["train", "x.toml", "y z"],
-            "y z: unexpected argument; put text with spaces in quotes",
-        ),
+        (["train", "x.toml", "y z"], "y z: unexpected argument; put text with spaces in quotes"),
         (["train", "x.toml", "--nnodes", "2"], "--nnodes = 2: give one of the machines: --rdzv"),
         (["doctor", "x.toml", "--ranks", "2"], "--ranks = 2: without --nnodes and --rdzv all"),
         (["train", "x.toml", "--nnodes", "0"], "--nnodes = 0: use 1 or more"),

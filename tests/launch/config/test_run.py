@@ -44,10 +44,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[memory]\nbudget = 'lots'", ["memory.budget = 'lots': write a size, as in \"8GB\""]),
         ("model = 3", ["model = 3: write it as a section [model]"]),
         ("[boundary]\ncut = 3", ["boundary = {'cut': 3}: write it as tables [[boundary]]"]),
-        (
-            "[model]\npretrained = '/nowhere'",
-            ['model.pretrained = "/nowhere": no such folder'],
-        ),
+        ("[model]\npretrained = '/nowhere'", ['model.pretrained = "/nowhere": no such folder']),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", first_visit = "x"}',
             [

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.invoking import invoke
 from tests.launch.test_train import RUN, run_file, thinpipe
 from tests.ranks import Ranks
 from tests.training import config
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.cuts.auto_cuts import decide_cuts, find_cuts, smooth_noise
@@ -40,9 +39,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(tmp_path: Path, **pipeline: Any) -> Any:
     path = tmp_path / "run.toml"
-    path.write_text(
-        "[pipeline]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in pipeline.items())
-    )
+    lines = (f"{key} = {json.dumps(value)}\n" for key, value in pipeline.items())
+    path.write_text("[pipeline]\n" + "".join(lines))
     return load_config(path)
 
 
@@ -91,11 +89,19 @@ def test_differences_within_noise_count_as_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spare", "middle"), [([True] * 3, 4), ([True, False, True], 1), ([False] * 3, 1)]
+    ("cores", "spare", "middle"),
+    [
+        (1, [True] * 3, 4),
+        (2, [True, False, True], 1),
+        (2, [False] * 3, 1),
+        (2, None, 4),  # all machines are like this one
+        (1, None, 1),
+    ],
 )
 def test_codecs_take_from_compute_only_where_cores_are_scarce(
-    spare: list[bool], middle: int
+    monkeypatch: pytest.MonkeyPatch, cores: int, spare: list[bool] | None, middle: int
 ) -> None:
+    monkeypatch.setattr("thinpipe.launch.cuts.auto_cuts.usable_cores", lambda: cores)
     run = config(model={"layers": 12}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
     quick = [block(1e-6)] * 12  # compared with which encoding a message takes long
     first, second = find_cuts(run, [quick] * 3, spare_cores=spare)
@@ -117,16 +123,6 @@ def test_stages_fit_what_their_machines_have() -> None:
     limits[0] -= 10**6
     with pytest.raises(ValueError, match="do not fit 3 stages"):
         find_cuts(run, blocks, 64, memory_limit=limits)
-
-
-@pytest.mark.parametrize(("cores", "cuts"), [(2, 2), (1, 1)])
-def test_plan_assumes_that_all_machines_are_like_this_one(
-    monkeypatch: pytest.MonkeyPatch, cores: int, cuts: int
-) -> None:
-    monkeypatch.setattr("thinpipe.launch.cuts.auto_cuts.usable_cores", lambda: cores)
-    run = config(model={"layers": 6}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
-    first, second = find_cuts(run, [[block(1e-6)] * 6] * 3)
-    assert second - first == cuts
 
 
 def _decide(rank: int) -> tuple[int, ...]:
@@ -159,9 +155,8 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     assert 1 <= cut <= 3
     # had the checkpoint other cuts, a resumed run would take those
     for step in (8, 10):
-        manifest = json.loads(
-            (folder / f"checkpoints/step-{step}/manifest.json").read_text(encoding="utf-8")
-        )
+        path = folder / f"checkpoints/step-{step}/manifest.json"
+        manifest = json.loads(path.read_text(encoding="utf-8"))
         assert manifest["meta"]["config"]["pipeline"]["cuts"] == [cut]
     shutil.rmtree(folder / "checkpoints" / "step-10")
     (folder / "checkpoints" / "latest").write_text("step-8\n")
@@ -175,19 +170,19 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("thinpipe.launch.cuts.profile.interference_warning", lambda *_, **__: None)
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
-    links = ["--rate", "20kbit", "--delay", "20ms"]
-    done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--speeds", "1,9", "--apply"])
-    assert done.exit_code == 0, done.output
+    delay = ("--delay", "20ms", "--apply")
+    code, output = invoke("plan", run_file, "--rate", "20kbit", "--speeds", "1,9", *delay)
+    assert code == 0, output
     for word in ("stage", "backward", "memory", "direct", "predicted step", "recommended"):
-        assert word in done.output
+        assert word in output
     config = load_config(run_file)
     assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
     assert config.boundary_at(1).forward.kind == "aqsgd"  # 20 kbit/s carry no more
     assert "[train]" in run_file.read_text(encoding="utf-8")
-    assert f"written to {run_file}: cuts [1] and bits" in done.output
-    again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
-    assert "cuts [1]; bits unchanged: give --rate or --network" in again.output
-    assert "the highest latency between two ranks is 20 ms" in " ".join(again.output.split())
+    assert f"written to {run_file}: cuts [1] and bits" in output
+    _, again = invoke("plan", run_file, *delay)
+    assert "cuts [1]; bits unchanged: give --rate or --network" in again
+    assert "the highest latency between two ranks is 20 ms" in again
 
 
 @pytest.mark.slow
@@ -201,20 +196,19 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
 def test_plan_does_not_apply_what_it_distrusts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, *, closed: bool, message: str
 ) -> None:
-    warning = None if closed else "busy"
-    name = "thinpipe.launch.cuts.profile.interference_warning"
+    name, warning = "thinpipe.launch.cuts.profile.interference_warning", None if closed else "busy"
     monkeypatch.setattr(name, lambda *_, **__: warning)
     network = run_file.parent / "net.json"
     rates = [[None, 8e3, 1e8], [1e8, None, 1e8], [1e8, 1e8, None]]
     network.write_text(json.dumps({"rate_bps": rates}))
-    links = ["--network", str(network)] if closed else ["--rate", "1mbit"]
+    links = ("--network", network) if closed else ("--rate", "1mbit")
     before = run_file.read_text(encoding="utf-8")
-    done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--apply"])
-    assert done.exit_code == 2, done.output
-    assert f"error: --apply: nothing was written to {run_file}" in done.output
-    assert message in done.output
-    assert ("(0 -> 1)" in done.output) == closed
-    assert "predicted step" in done.output
+    code, output = invoke("plan", run_file, *links, "--apply")
+    assert code == 2, output
+    assert f"error: --apply: nothing was written to {run_file}" in output
+    assert message in output
+    assert ("(0 -> 1)" in output) == closed
+    assert "predicted step" in output
     assert run_file.read_text(encoding="utf-8") == before
 
 
@@ -226,10 +220,10 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     if setting is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
     monkeypatch.setattr("thinpipe.launch.host.resources.usable_cores", lambda: 8)
-    done = CliRunner().invoke(app, ["plan", str(run_file)])
-    assert done.exit_code == 0, done.output
+    code, output = invoke("plan", run_file)
+    assert code == 0, output
     assert torch.get_num_threads() == threads
-    assert f"each stage on its own machine with {threads} threads" in done.output
+    assert f"each stage on its own machine with {threads} threads" in output
 
 
 @pytest.mark.parametrize(
@@ -244,6 +238,6 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     ],
 )
 def test_wrong_options_are_rejected(run_file: Path, options: list[str], message: str) -> None:
-    done = CliRunner().invoke(app, ["plan", str(run_file), *options])
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
+    code, output = invoke("plan", run_file, *options)
+    assert code == 2
+    assert message in output

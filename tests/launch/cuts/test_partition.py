@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 import pytest
@@ -14,14 +15,15 @@ from thinpipe.launch.cuts.partition import Problem, best_cuts
 COST = st.integers(0, 9)
 
 
-def problem(costs: Sequence[float], stages: int) -> Problem:
-    return Problem(
+def problem(costs: Sequence[float], stages: int, **fields: Sequence[Sequence[float]]) -> Problem:
+    plain = Problem(
         compute_s=[costs] * stages,
         cut_s=[[0.0] * len(costs)] * (stages - 1),
         fixed_s=[0.0] * stages,
         memory=[[0.0] * len(costs)] * stages,
         memory_limit=[math.inf] * stages,
     )
+    return replace(plain, **fields)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -59,7 +61,15 @@ def total_s(of: Problem, cuts: Sequence[int]) -> float:
     return sum(compute) + sum(of.cut_s[s][cut] for s, cut in enumerate(cuts))
 
 
-def check_against_brute_force(of: Problem) -> None:
+@pytest.mark.parametrize(
+    ("equal_devices", "links", "memory"),
+    [(True, False, False), (True, True, False), (False, True, True)],
+)
+@given(data=st.data())
+def test_cuts_are_those_of_brute_force(
+    data: st.DataObject, equal_devices: bool, links: bool, memory: bool
+) -> None:
+    of = data.draw(problems(equal_devices=equal_devices, links=links, memory=memory))
     least_s = min(bottleneck_s(of, cuts) for cuts in all_cuts(of))
     if least_s == math.inf:
         with pytest.raises(ValueError, match="do not fit"):
@@ -69,26 +79,6 @@ def check_against_brute_force(of: Problem) -> None:
     assert bottleneck_s(of, found) == least_s
     as_fast = [cuts for cuts in all_cuts(of) if bottleneck_s(of, cuts) == least_s]
     assert total_s(of, found) == min(total_s(of, cuts) for cuts in as_fast)
-
-
-@given(problems(equal_devices=True, links=False, memory=False))
-def test_equal_devices_are_cut_exactly(of: Problem) -> None:
-    check_against_brute_force(of)
-
-
-@given(problems(equal_devices=True, links=True, memory=False))
-def test_links_are_counted_exactly(of: Problem) -> None:
-    check_against_brute_force(of)
-
-
-@given(problems(equal_devices=False, links=True, memory=True))
-def test_unequal_devices_with_little_memory_are_cut_exactly(of: Problem) -> None:
-    check_against_brute_force(of)
-
-
-def load_of(costs: Sequence[int], sizes: Sequence[int]) -> int:
-    stops = list(accumulate(sizes))
-    return max(sum(costs[stop - size : stop]) for size, stop in zip(sizes, stops, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -101,24 +91,14 @@ def load_of(costs: Sequence[int], sizes: Sequence[int]) -> int:
 def test_transformers_are_balanced_better_than_by_torchgpipe(
     costs: list[int], stages: int, ours: int, torchgpipes: int
 ) -> None:
-    assert load_of(costs, balance_cost(costs, stages)) == torchgpipes
-    whole = problem(costs, stages)
+    whole, theirs = problem(costs, stages), accumulate(balance_cost(costs, stages)[:-1])
+    assert bottleneck_s(whole, [*theirs]) == torchgpipes
     assert bottleneck_s(whole, best_cuts(whole)) == ours
 
 
 def test_a_slow_link_and_a_slow_device_move_the_cut() -> None:
-    equal = problem([1.0] * 6, 2)
-    assert best_cuts(equal) == (3,)
-    half_as_fast = Problem(
-        [[1.0] * 6, [2.0] * 6], equal.cut_s, equal.fixed_s, equal.memory, equal.memory_limit
-    )
-    assert best_cuts(half_as_fast) == (4,)
+    blocks = [1.0] * 6
+    assert best_cuts(problem(blocks, 2)) == (3,)
+    assert best_cuts(problem(blocks, 2, compute_s=[blocks, [2.0] * 6])) == (4,)
     wide_middle = [[0.0, 1.0, 9.0, 9.0, 9.0, 1.0]]
-    assert best_cuts(
-        Problem(equal.compute_s, wide_middle, equal.fixed_s, equal.memory, equal.memory_limit)
-    ) in [(1,), (5,)]
-
-
-def test_more_stages_than_blocks_are_rejected() -> None:
-    with pytest.raises(ValueError, match="use at most 2"):
-        problem([1.0, 1.0], 3)
+    assert best_cuts(problem(blocks, 2, cut_s=wide_middle)) in [(1,), (5,)]

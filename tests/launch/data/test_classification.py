@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from thinpipe.launch.data.classification import Labelling
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
@@ -80,23 +81,9 @@ def test_the_digest_covers_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "changes", "message"),
     [
-        (
-            "a\tmaybe\t\tx\n",
-            {},
-            r"field 1 is not a whole number; name the labels .*a.tsv, row 1 has 'maybe'",
-        ),
-        ("a\t2\t\tx\n", {}, r"field 1 is not one of labels 0 to 1, which .* 2 .*, row 1 has '2'"),
-        (
-            "a\t-1\t\tx\n",
-            {},
-            r"field 1 is not one of labels 0 to 1, which model.classes = 2 allows",
-        ),
+        ("a\t-1\t\tx\n", {}, r"field 1 is not one of labels 0 to 1, which .*, row 1 has '-1'"),
         ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"is not one of data.labels = \['n', 'y'\]"),
-        (
-            "a\t1\t\t\n",
-            {},
-            r"no row can be used: 1 row is left out: field 3 is blank .*, row 1",
-        ),
+        ("a\t1\t\t\n", {}, r"no row can be used: 1 row is left out: field 3 is blank .*, row 1"),
         ("", {}, r"data.path = '.*a.tsv': no rows; name a file"),
         ("a\t1\t\tx\n", {"eval_path": None}, r"fewer than 10 rows, .* set data.eval_path"),
         (COLA, {"eval_sequences": 41}, r"data.eval_sequences = 41: .* gives 40 .* at most 40"),
@@ -115,6 +102,10 @@ def test_rows_and_settings_that_do_not_fit_are_named(
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
+        (
+            {"path": "a", "sources": [{"path": "b", "weight": 1}]},
+            r"path = 'a', sources = .*: two sources of text; remove one",
+        ),
         ({"prompt_field": "q"}, r"prompt_field = 'q', response_field = None: .* needs both"),
         ({"label_field": "l"}, r"label_field = 'l': labels belong to a text; set text_field"),
         ({"pair_field": "s"}, r"pair_field = 's': this belongs to classification; set text_field"),
@@ -200,31 +191,14 @@ def test_rows_without_text_are_left_out_of_running_text_and_named(tmp_path: Path
 def test_labels_are_text_whole_numbers_or_what_json_spells(tmp_path: Path) -> None:
     rows = [{"t": "x", "l": label} for label in (True, False, "true")]
     path = _write(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"text_field": "t", "label_field": "l", "sequence_length": 4}
-    settings |= {"path": path, "eval_path": path, "train_sequences": "all", "eval_sequences": 1}
-    training, _ = load(DataConfig(**settings, labels=("false", "true")))
-    assert training.batch([0, 1, 2]).targets.tolist() == [1, 0, 1]
+    config = _config(path, eval_path=path, text_field="t", label_field="l")
+    named = config.model_copy(update={"labels": ("false", "true")})
+    assert load(named)[0].batch([0, 1, 2]).targets.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match=r"is not a whole number; .*a.jsonl:1 has True, .*'true'"):
-        load(DataConfig(**settings))
-    for value in ([1], 1.0):
-        wrong = _write(tmp_path, "b.jsonl", json.dumps({"t": "x", "l": value}) + "\n")
-        with pytest.raises(ValueError, match=rf"is {type(value).__name__}, not a label of text"):
-            load(DataConfig(**{**settings, "path": wrong}, labels=("false", "[1]")))
-
-
-def test_rows_of_text_are_running_text(tmp_path: Path) -> None:
-    rows = "".join(json.dumps({"abstract": f"Abstract {i:05d}."}) + "\n" for i in range(100))
-    path = _write(tmp_path, "a.jsonl", rows)
-    training, _ = load(
-        DataConfig(path=path, text_field="abstract", sequence_length=16, eval_sequences=1,
-                   train_sequences="all")
-    )  # fmt: skip
-    assert bytes(training.batch([0]).inputs_BT[0].tolist()) == b"Abstract 00000.\n"
-    with pytest.raises(ValueError, match=r"jsonl has fields; name them in data.text_field"):
-        load(DataConfig(path=path))
-    plain, _ = load(DataConfig(path=path, format="text", sequence_length=16, train_sequences=2,
-                               eval_sequences=1))  # fmt: skip
-    assert bytes(plain.batch([0]).inputs_BT[0].tolist()).startswith(b'{"abstract": "')
+        load(config)
+    wrong = _write(tmp_path, "b.jsonl", json.dumps({"t": "x", "l": 1.0}) + "\n")
+    with pytest.raises(ValueError, match=r"is float, not a label of text"):
+        load(config.model_copy(update={"path": wrong}))
 
 
 def test_bad_rows_are_counted_by_reason_and_left_out(tmp_path: Path) -> None:
@@ -234,11 +208,12 @@ def test_bad_rows_are_counted_by_reason_and_left_out(tmp_path: Path) -> None:
     wrong = {3: {"l": 2}, 4: {"l": "yes"}, 15: {"l": "no"}, 16: {"t": None}, 29: {"t": " "}}
     for number, change in wrong.items():
         lines[number] = json.dumps(good[number] | change)
-    lines[30], lines[31] = '{"t": "cut', "[1, 2]"
+    lines[30:33] = '{"t": "cut', "[1, 2]", '{"l": 0}'
+    lines[33] = json.dumps({"t": "half a \ud800", "l": 0})
     path = _write(tmp_path, "a.jsonl", "\n".join(lines))
     config = _config(path, text_field="t", label_field="l")
     training, held_out = load(config)
-    kept = [n for n in range(40) if n not in {*wrong, 30, 31}]
+    kept = [n for n in range(40) if n not in {*wrong, 30, 31, 32, 33}]
     assert _texts(training) == [(f"text {n:02d}", n % 2) for n in kept if n % 10 != 9]
     assert _texts(held_out) == [(f"text {n:02d}", n % 2) for n in kept if n % 10 == 9]
     expected = (
@@ -250,22 +225,29 @@ def test_bad_rows_are_counted_by_reason_and_left_out(tmp_path: Path) -> None:
         f"1 row is left out: field 't' is blank ({path}:30)",
         f"1 row is left out: not JSON (Unterminated string starting at) ({path}:31)",
         f"1 row is left out: not a JSON object with fields ({path}:32)",
+        f"1 row is left out: no field 't' ({path}:33)",
+        f"1 row is left out: field 't' holds an unpaired surrogate ({path}:34)",
     )
     assert training.notes == tuple(f"note: data.path = {path!r}: {note}" for note in expected)
 
 
-@pytest.mark.parametrize("packing", [None, True])
-def test_mixtures_of_text_follow_the_weights(tmp_path: Path, packing: bool | None) -> None:
-    paths = [_write(tmp_path, f"{name}.jsonl", "".join(
-        json.dumps({"t": name * 16}) + "\n" for _ in range(200)
-    )) for name in "ab"]  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"text_field": "t"},
+        {"text_field": "t", "packing": True},
+        {"prompt_field": "q", "response_field": "t"},
+    ],
+)
+def test_mixtures_follow_the_weights(tmp_path: Path, kind: dict[str, Any]) -> None:
+    rows = {name: json.dumps({"t": name * 16, "q": "?"}) + "\n" for name in "ab"}
+    paths = [_write(tmp_path, f"{name}.jsonl", row * 200) for name, row in rows.items()]
     choices: dict[str, Any] = {
         "sources": [{"path": path, "weight": w} for path, w in zip(paths, (3, 1), strict=True)],
-        "text_field": "t",
-        "packing": packing,
         "sequence_length": 32,
         "train_sequences": "all",
         "eval_sequences": "all",
+        **kind,
     }
     training, held_out = load(DataConfig(**choices), seed=3)
     counts = [
@@ -280,54 +262,10 @@ def test_mixtures_of_text_follow_the_weights(tmp_path: Path, packing: bool | Non
     assert training.digest == again != other
 
 
-def test_mixtures_and_packing_reach_the_sets(tmp_path: Path) -> None:
-    paths = [
-        _write(tmp_path, f"{name}.jsonl", "".join(
-            json.dumps({"q": f"{name}{i:02d}", "a": "!"}) + "\n" for i in range(20)
-        ))
-        for name in "ab"
-    ]  # fmt: skip
-    choices: dict[str, Any] = {
-        "sources": [{"path": path, "weight": w} for path, w in zip(paths, (2, 1), strict=True)],
-        "prompt_field": "q",
-        "response_field": "a",
-        "sequence_length": 20,
-        "train_sequences": "all",
-        "eval_sequences": "all",
-    }
-    training, held_out = load(DataConfig(**choices), seed=3)
-    tokens = bytes(training.batch(range(len(training))).inputs_BT.flatten().tolist())
-    assert (tokens.count(b"a"), tokens.count(b"b"), len(training)) == (18, 9, 6)
-    assert bytes(held_out.batch(range(len(held_out))).inputs_BT.flatten().tolist()).count(b"9") == 4
-    again, other = (load(DataConfig(**choices), seed=seed)[0].digest for seed in (3, 4))
-    assert training.digest == again != other
-
-
 def test_a_tokenizer_larger_than_the_model_is_rejected(tmp_path: Path) -> None:
     path = _write(tmp_path, "a.txt", "text " * 100)
     with pytest.raises(ValueError, match=r"model.vocab = 99: .* has 256 tokens; set .* = 256"):
         load(DataConfig(path=path, sequence_length=8), vocab=99)
-
-
-def test_a_tokenizer_makes_running_text_shorter(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    text = "the boat sails on the water. " * 200
-    trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator([text], vocab_size=300, show_progress=False)
-    trained.save_model(str(tmp_path))
-    choices: dict[str, Any] = {
-        "path": _write(tmp_path, "a.txt", text),
-        "sequence_length": 8,
-        "train_sequences": "all",
-        "eval_sequences": 1,
-    }
-    as_bytes, _ = load(DataConfig(**choices))
-    as_tokens, _ = load(DataConfig(tokenizer=str(tmp_path), **choices))
-    assert len(as_tokens) < len(as_bytes) / 3
-    decoded = trained.decode(as_tokens.batch([0]).inputs_BT[0].tolist())
-    assert text.startswith(decoded)
-    with pytest.raises(ValueError, match=r"eval_sequences = 999: .* at most \d+"):
-        load(DataConfig(tokenizer=str(tmp_path), **(choices | {"eval_sequences": 999})))
 
 
 def test_pairs_of_a_data_set_are_read(tmp_path: Path) -> None:
@@ -336,16 +274,63 @@ def test_pairs_of_a_data_set_are_read(tmp_path: Path) -> None:
     for split, numbers in labels.items():
         rows = [{"question": "Q?", "sentence": "S.", "label": number} for number in numbers]
         _write(tmp_path, f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    names: dict[str, Any] = {
-        "text_field": "question",
-        "pair_field": "sentence",
-        "label_field": "label",
-    }
-    choices: dict[str, Any] = {"train_sequences": "all", "eval_sequences": "all"}
-    config = DataConfig(path=f"hf:{tmp_path}", **names, **choices)
+    names = {"text_field": "question", "pair_field": "sentence", "label_field": "label"}
+    config = _config(f"hf:{tmp_path}", **names, sequence_length=128)
     training, held_out = load(config)
     assert _texts(training) == [("Q?\0S.", 0), ("Q?\0S.", 1)]
     assert _texts(held_out) == [("Q?\0S.", 1)]
-    wrong = config.model_copy(update={"label_field": "answer"})
     with pytest.raises(ValueError, match=r"no field 'answer' among \['ques"):
-        load(wrong)
+        load(config.model_copy(update={"label_field": "answer"}))
+
+
+SEVERAL = Labelling(3, "multi_label_classification")
+NUMBER, NUMBERS = Labelling(1, "regression"), Labelling(2, "regression")
+
+
+def targets(folder: Path, given: list[Any], labelling: Labelling, **more: Any) -> list[Any]:
+    rows = [json.dumps({"t": "x", "l": label}) + "\n" for label in given]
+    path = _write(folder, "rows.jsonl", "".join(rows))
+    config = _config(path, eval_path=path, text_field="t", label_field="l", **more)
+    samples = load(config, labelling=labelling)[0]
+    found: list[Any] = samples.batch(range(len(given))).targets.tolist()
+    return found
+
+
+def test_several_labels_are_lists_of_them_or_flags(tmp_path: Path) -> None:
+    expected = [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert targets(tmp_path, [[0, 2], [], [1]], SEVERAL) == expected
+    assert targets(tmp_path, [["c", "a"], [], ["b"]], SEVERAL, labels=("a", "b", "c")) == expected
+    flags = [[True, False, True], [], [False, True, False]]
+    assert targets(tmp_path, flags, SEVERAL) == expected
+    assert targets(tmp_path, [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], SEVERAL) == expected[:2]
+
+
+def test_numbers_are_predicted_as_they_are(tmp_path: Path) -> None:
+    assert targets(tmp_path, [1, 2.5, "-3.25"], NUMBER) == [[1], [2.5], [-3.25]]
+    assert targets(tmp_path, [[1, 2], [0.5, -1]], NUMBERS) == [[1, 2], [0.5, -1]]
+
+
+@pytest.mark.parametrize(
+    ("label", "labelling", "message"),
+    [
+        (2, SEVERAL, r"field 'l' is not a list of labels, such as .*rows.jsonl:1 has 2"),
+        ("0 2", SEVERAL, r"not a list of labels.*:1 has '0 2'"),
+        ([0, 3], SEVERAL, r"labels 0 to 2, which model.classes = 3 allows .*:1 has \[0, 3\]"),
+        ([1, 1], SEVERAL, r"has a label twice; list each once, or write flags"),
+        ([1.0, 0.5, 0.0], SEVERAL, r"not 3 flags of 0 and 1"),
+        ([True, False], SEVERAL, r"not 3 flags of 0 and 1"),
+        ([["a"]], SEVERAL, r"list, not a label"),
+        ("good", NUMBER, r"is not a number, which regression needs .*:1 has 'good'"),
+        (True, NUMBER, r"is not a number.* has True"),
+        ("nan", NUMBER, r"is not a number.* has 'nan'"),
+        (-100, NUMBER, r"is -100, which stands for a target that is not counted"),
+        ([1, 2], NUMBER, r"2 numbers where model.classes = 1"),
+        (1, NUMBERS, r"1 numbers where model.classes = 2"),
+        ([1], Labelling(), r"is list, not a label of text or a whole number"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(
+    label: Any, labelling: Labelling, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        targets(tmp_path, [label], labelling)

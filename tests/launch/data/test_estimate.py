@@ -47,12 +47,16 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HEAD_NBYTES", 25_000)
 
 
+def _estimate(**settings: Any) -> Any:
+    """The estimate, and the settings that it is of."""
+    sizes = {"sequence_length": 64, "train_sequences": "all", "eval_sequences": 4}
+    config = DataConfig.model_validate({**sizes, **settings})
+    return estimate(config, seed=0, labelling=Labelling()), config
+
+
 @pytest.mark.parametrize("make", [_text, _jsonl, _csv, _parquet])
 def test_an_estimate_is_near_the_count(tmp_path: Path, make: Any) -> None:
-    sizes = {"sequence_length": 64, "train_sequences": "all", "eval_sequences": 4}
-    config = DataConfig.model_validate({**make(tmp_path), **sizes})
-    found = estimate(config, seed=0, labelling=Labelling())
-    assert found is not None
+    found, config = _estimate(**make(tmp_path))
     assert any("estimated from the beginning" in note for note in found[0].notes)
     training, held_out = load(config)
     assert len(found[0]) == pytest.approx(len(training), rel=0.15)
@@ -63,28 +67,18 @@ def test_a_mixture_ends_with_the_source_that_is_shortest_for_its_weight(tmp_path
     long, short = tmp_path / "long.txt", tmp_path / "short.txt"
     long.write_text("\n".join(TEXTS * 3))
     short.write_text("\n".join(TEXTS))
-    sizes = {"sequence_length": 64, "train_sequences": "all", "eval_sequences": 4}
-    sources = [{"path": str(long), "weight": 1}, {"path": str(short), "weight": 2}]
-    config = DataConfig.model_validate({"sources": sources, **sizes})
-    found = estimate(config, seed=0, labelling=Labelling())
-    assert found is not None
+    found, config = _estimate(
+        sources=[{"path": str(long), "weight": 1}, {"path": str(short), "weight": 2}]
+    )
     assert len(found[0]) == pytest.approx(len(load(config)[0]), rel=0.15)
-
-
-def test_each_source_of_a_mixture_is_quoted_as_it_is_set(tmp_path: Path) -> None:
-    path = _text(tmp_path)["path"]
-    config = DataConfig.model_validate({"sources": [{"path": path, "weight": 1}] * 2})
-    found = estimate(config, seed=0, labelling=Labelling())
-    assert found is not None
     quoted = [note.partition(" = ")[0] for note in found[0].notes]
     assert quoted == ["note: data.sources.0.path", "note: data.sources.1.path"]
 
 
 @pytest.mark.parametrize("make", [_csv, _parquet])
 def test_a_field_that_is_not_there_is_named(tmp_path: Path, make: Any) -> None:
-    config = DataConfig.model_validate({**make(tmp_path), "text_field": "txet"})
     with pytest.raises(ValueError, match="no field 'txet' among"):
-        estimate(config, seed=0, labelling=Labelling())
+        _estimate(**make(tmp_path) | {"text_field": "txet"})
 
 
 def test_columns_that_are_not_used_are_not_read(
@@ -99,8 +93,7 @@ def test_columns_that_are_not_used_are_not_read(
         return typed(form, wanted)
 
     monkeypatch.setattr(records, "_typed", noted)
-    config = DataConfig.model_validate({**_parquet(tmp_path), "train_sequences": "all"})
-    assert estimate(config, seed=0, labelling=Labelling()) is not None
+    assert _estimate(**_parquet(tmp_path))[0] is not None
     assert {*asked} == {"text"}
 
 
@@ -108,7 +101,6 @@ def test_small_data_and_streams_are_not_estimated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = _jsonl(tmp_path)
-    stream = DataConfig.model_validate({**rows, "stream_block": 8, "train_sequences": "all"})
-    assert estimate(stream, seed=0, labelling=Labelling()) is None
+    assert _estimate(**rows, stream_block=8)[0] is None
     monkeypatch.setattr(module, "_LARGE_NBYTES", 100_000_000)
-    assert estimate(DataConfig.model_validate(rows), seed=0, labelling=Labelling()) is None
+    assert _estimate(**rows)[0] is None

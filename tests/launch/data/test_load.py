@@ -162,10 +162,8 @@ def test_text_that_is_not_utf8_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xc3\x28", b"caf\xe9 noir"])
 def test_invalid_utf8_is_detected_anywhere(wrong: bytes, tmp_path: Path) -> None:
-    text, path = (
-        "日本語".encode() * 130_000,
-        tmp_path / "text",
-    )  # longer than what is read in one go
+    text = "日本語".encode() * 130_000  # longer than what is read in one go
+    path = tmp_path / "text"
     for content, notes in ((text[1:-1], 0), (text + wrong + text, 1)):
         path.write_bytes(content)
         assert len(load(_config(path))[0].notes) == notes
@@ -232,34 +230,14 @@ def test_too_little_text_is_rejected(
         ("link", r"data.path = '.*link': a link to nowhere, which does not exist; correct it"),
         ("*.nothing", r"data.path = '.*nothing': no files found"),
         (".", r"data.path = '.*': no files found"),
+        ("https://example.org/text.txt", r"URLs are not supported; download the file first"),
     ],
 )
 def test_paths_without_files_are_rejected(tmp_path: Path, name: str, message: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(ValueError, match=message):
-        load(_config(tmp_path / name))
-
-
-def test_addresses_are_no_paths() -> None:
-    with pytest.raises(ValueError, match=r"URLs are not supported; download the file first"):
-        files(DataConfig(path="https://example.org/text.txt"))
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        (
-            {"path": "a", "sources": [{"path": "b", "weight": 1}]},
-            r"path = 'a', sources = .*: two sources of text; remove one",
-        ),
-        ({"sequence_length": 0}, r"sequence_length\n.*greater than or equal to 1"),
-        ({"pth": "a"}, r"pth\n.*not permitted"),
-    ],
-)
-def test_wrong_settings_are_named(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**choices)
+        load(_config(name if "://" in name else tmp_path / name))
 
 
 def test_files_are_those_of_texts_and_tokenizer(tmp_path: Path) -> None:
@@ -268,14 +246,8 @@ def test_files_are_those_of_texts_and_tokenizer(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     fields = {"prompt_field": "p", "response_field": "r"}
     sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"]
-    mixed = DataConfig.model_validate(
-        {
-            **fields,
-            "sources": sources,
-            "eval_path": str(tmp_path / "held.jsonl"),
-            "tokenizer": str(tmp_path / "tokenizer"),
-        }
-    )
+    other = {"eval_path": str(tmp_path / "held.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
+    mixed = DataConfig.model_validate({**fields, "sources": sources, **other})
     names = [path.name for path in files(mixed)]
     assert names == ["a.jsonl", "b.jsonl", "held.jsonl", "tokenizer.json"]
     one = DataConfig(path=str(tmp_path / "a.jsonl"))

@@ -1,4 +1,4 @@
-"""Packing: every token once, nearly no padding, the same for one seed, other documents unseen."""
+"""Packing: every token once, nearly no padding, the same for one seed; mixtures by weight."""
 
 import itertools
 from collections import Counter
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinpipe.launch.data.documents import Chosen, Document, Joined
-from thinpipe.launch.data.packing import Layout, PackedSet, best_fit, pack
+from thinpipe.launch.data.packing import Layout, best_fit, mix, pack
 from thinpipe.launch.data.token_file import TokenFile, TokenWriter
 
 
@@ -45,10 +45,9 @@ def _greedy(sizes: list[int], capacity: int) -> list[int]:
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=60), st.integers(0, 99))
 def test_it_is_best_fit_and_keeps_every_piece_once(sizes: list[int], seed: int) -> None:
-    found = best_fit(np.array(sizes), 12, seed)
-    assert sorted(found.order.tolist()) == list(range(len(sizes)))
-    ends = found.starts.tolist()
-    held = [found.order[start:stop].tolist() for start, stop in itertools.pairwise(ends)]
+    order, starts = best_fit(np.array(sizes), 12, seed)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    held = [order[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
     filled = [sum(sizes[piece] for piece in own) for own in held]
     assert all(0 < size <= 12 for size in filled)
     assert Counter(filled) == Counter(_greedy(sizes, 12))
@@ -56,8 +55,8 @@ def test_it_is_best_fit_and_keeps_every_piece_once(sizes: list[int], seed: int) 
 
 def test_packing_many_documents_is_quick_and_tight() -> None:
     sizes = np.minimum(2048, np.random.default_rng(0).geometric(1 / 300, 200_000))
-    found = best_fit(sizes, 2048, 0)
-    assert sizes.sum() / (len(found) * 2048) > 0.999
+    _, starts = best_fit(sizes, 2048, 0)
+    assert sizes.sum() / ((len(starts) - 1) * 2048) > 0.999
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -81,16 +80,10 @@ def test_ids_mean_the_same_for_one_seed(tmp_path: Path) -> None:
     assert one.notes == ("note: packing: 44 examples in 12 sequences of 16, 93.8 % filled",)
 
 
-def _rows(found: PackedSet) -> list[list[int]]:
-    return found.batch(range(len(found))).inputs_BT.tolist()
-
-
 def test_some_samples_are_those_of_all(tmp_path: Path) -> None:
-    import torch
-
     found = pack(_file(tmp_path / "t", [3, 5, 7, 2, 6, 4]), _layout(6))
-    some = found.select(torch.tensor([2, 0]))
-    assert _rows(some) == [_rows(found)[2], _rows(found)[0]]
+    some = found.select(np.array([2, 0]))
+    assert some.batch([0, 1]).inputs_BT.tolist() == found.batch([2, 0]).inputs_BT.tolist()
     assert some.digest != found.digest
 
 
@@ -113,3 +106,16 @@ def test_documents_are_chosen_and_joined(tmp_path: Path) -> None:
     assert tokens == [[7, 8, 9, 10, 11], [0, 1, 2], [0, 1, 2, 3, 4, 5], [6, 7]]
     assert joined.read(2, 1, 3).tokens.tolist() == [1, 2]
     assert joined.digest != Joined([one, two]).digest
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.floats(0.1, 10), st.integers(0, 99))
+def test_mixtures_follow_the_weights_and_repeat_nothing(
+    ones: int, twos: int, weight: float, seed: int
+) -> None:
+    first, second = (part.tolist() for part in mix([ones, twos], [1.0, weight], seed))
+    assert len(set(first)) == len(first) <= ones
+    assert len(set(second)) == len(second) <= twos
+    assert len(first) == ones or len(second) == twos
+    assert abs(len(second) - weight * len(first)) <= max(1, weight)
+    again = mix([ones, twos], [1.0, weight], seed)
+    assert [part.tolist() for part in again] == [first, second]

@@ -1,5 +1,6 @@
 """Streams: each sample once, the same on every rank, and from where it was after a resume."""
 
+import itertools
 import json
 import random
 import re
@@ -48,21 +49,12 @@ def _stream(config: DataConfig, drawn: int, seed: int = 0) -> tuple[StreamSet, S
     return training, held_out
 
 
+PAIRS = {"text_field": None, "prompt_field": "prompt", "response_field": "answer"}
 KINDS: dict[str, dict[str, Any]] = {
     "running text": {},
     "packed text": {"packing": True, "sequence_length": 64},
-    "prompts": {
-        "text_field": None,
-        "prompt_field": "prompt",
-        "response_field": "answer",
-        "packing": False,
-    },
-    "packed prompts": {
-        "text_field": None,
-        "prompt_field": "prompt",
-        "response_field": "answer",
-        "sequence_length": 64,
-    },
+    "prompts": {**PAIRS, "packing": False},
+    "packed prompts": {**PAIRS, "sequence_length": 64},
 }
 
 
@@ -160,27 +152,17 @@ def test_rows_that_cannot_be_used_are_said(
     assert "10 rows are left out: field 'text' is null" in caplog.text
 
 
-class _Endless:
+class Endless:
     """An iterable of one's own, without an end."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        number = 0
-        while True:
+        for number in itertools.count():
             yield torch.tensor([number, number + 1]), torch.tensor([number + 1, number + 2])
-            number += 1
-
-
-def endless() -> _Endless:
-    return _Endless()
 
 
 def test_an_iterable_of_ones_own_is_streamed() -> None:
-    config = DataConfig(
-        factory=f"{__name__}:endless",
-        train_sequences="all",
-        eval_sequences=3,
-        stream_block=10,
-    )
+    sizes: dict[str, Any] = {"train_sequences": "all", "eval_sequences": 3, "stream_block": 10}
+    config = DataConfig(factory=f"{__name__}:Endless", **sizes)
     samples, held_out = _stream(config, 100)
     first = samples.batch(range(50)).inputs_BT[:, 0].tolist()
     assert not set(first) & set(held_out.batch(range(3)).inputs_BT[:, 0].tolist())
@@ -216,8 +198,7 @@ def test_settings_that_do_not_fit_a_stream_are_named(changes: dict[str, Any], me
         "train": {"epochs": 1, "max_steps": 4},
     }
     RunConfig.model_validate(sections)
-    for name, table in changes.items():
-        new = table if name in ("boundary", "train") else {**sections[name], **table}
-        sections[name] = new
+    if "data" in changes:
+        changes = {"data": {**sections["data"], **changes["data"]}}
     with pytest.raises((ValueError, ConfigError), match=message):
-        RunConfig.model_validate(sections)
+        RunConfig.model_validate({**sections, **changes})

@@ -66,9 +66,8 @@ def test_documents_have_bos_and_end_marks_as_the_tokenizer_has_them(
 
 
 def test_marks_that_a_text_brings_are_there_once(tmp_path: Path) -> None:
-    tokenizer, found = _load(
-        tmp_path, _rows(tmp_path, [f"<s>{text}</s>" for text in TEXTS]), text_field="t"
-    )
+    path = _rows(tmp_path, [f"<s>{text}</s>" for text in TEXTS])
+    tokenizer, found = _load(tmp_path, path, text_field="t")
     text = _text(tokenizer, found)
     assert "</s></s>" not in text
     assert text.count("<s>") <= len(TEXTS)

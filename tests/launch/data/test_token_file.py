@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from thinpipe.launch.data.documents import Document, Rejected
-from thinpipe.launch.data.token_file import DamagedError, TokenFile, TokenWriter, token_type
+from thinpipe.launch.data.token_file import DamagedError, TokenFile, TokenWriter
 
 DOCUMENTS = [Document(np.arange(n, dtype=np.int32) * 7 % 251) for n in (5, 0, 3, 70_000, 1)]
 
@@ -21,9 +21,10 @@ def _write(folder: Path, ids: int = 256) -> TokenFile:
     return TokenFile.open(folder)
 
 
-@pytest.mark.parametrize("ids", [256, 257, 65_536, 65_537])
-def test_documents_come_back(tmp_path: Path, ids: int) -> None:
+@pytest.mark.parametrize(("ids", "nbytes"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
+def test_documents_come_back(tmp_path: Path, ids: int, nbytes: int) -> None:
     found = _write(tmp_path, ids)
+    assert (tmp_path / "tokens").stat().st_size == nbytes * found.size
     assert found.lengths.tolist() == [len(document) for document in DOCUMENTS]
     assert found.rows.tolist() == [0, 2, 4, 6, 8]
     for number, document in enumerate(DOCUMENTS):
@@ -31,29 +32,10 @@ def test_documents_come_back(tmp_path: Path, ids: int) -> None:
         assert read.tokens.dtype == np.int32
         assert np.array_equal(read.tokens, document.tokens)
         assert read.counts is None
-    assert found.rejected == {"field 'text' is null": (1, ("a.jsonl, row 1",))}
+    assert found.rejected == {"field 'text' is null": [1, ["a.jsonl, row 1"]]}
     assert found.facts == {"source": "a.jsonl"}
     with pytest.raises(IndexError, match="document 5 of 5"):
         found.read(5)
-
-
-def test_token_types_hold_their_ids() -> None:
-    assert [token_type(ids).name for ids in (256, 257, 65_536, 65_537)] == [
-        "uint8",
-        "uint16",
-        "uint16",
-        "int32",
-    ]
-
-
-def test_what_counts_comes_back(tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path, ids=300, columns=["counts"])
-    counts = np.array([False, True, True])
-    writer.add(Document(np.array([1, 299, 3], dtype=np.int32), counts), 0)
-    writer.finish({})
-    read = TokenFile.open(tmp_path).read(0).counts
-    assert read is not None
-    assert read.tolist() == [False, True, True]
 
 
 def test_a_writer_goes_on_where_it_was_flushed(tmp_path: Path) -> None:

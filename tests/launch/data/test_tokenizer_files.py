@@ -1,4 +1,4 @@
-"""Tokenizers as their folders have them: nothing cut, no space of their own, every end mark."""
+"""Tokenizers as their folders have them: nothing cut unasked, no space of their own, all ends."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from thinpipe.launch.data.tokenizer import FolderTokenizer, load_tokenizer
+from tests.wordpieces import save_wordpieces
+from thinpipe.launch.data.tokenizer import Bytes, FolderTokenizer, load_tokenizer
 from thinpipe.launch.data.tokenizer_files import has_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -47,6 +48,11 @@ def _metaspace(scheme: str) -> dict[str, Any]:
     }
 
 
+def _of_bytes(*, add_prefix_space: bool) -> dict[str, Any]:
+    before = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    return {"pre_tokenizer": before, "decoder": decoders.ByteLevel()}
+
+
 SPACED: dict[str, dict[str, Any]] = {
     "metaspace first": _metaspace("first"),
     "metaspace always": _metaspace("always"),
@@ -64,14 +70,8 @@ SPACED: dict[str, dict[str, Any]] = {
             [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         ),
     },
-    "bytes with a space": {
-        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True),
-        "decoder": decoders.ByteLevel(),
-    },
-    "bytes": {
-        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False),
-        "decoder": decoders.ByteLevel(),
-    },
+    "bytes with a space": _of_bytes(add_prefix_space=True),
+    "bytes": _of_bytes(add_prefix_space=False),
 }
 
 
@@ -89,11 +89,8 @@ def test_a_unigram_model_that_strips_keeps_the_space_of_an_answer(tmp_path: Path
     whole.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
     whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer = _saved(tmp_path / "t", whole)
-    assert (
-        tokenizer.encode("a") + tokenizer.encode(" b", after=True)
-        == tokenizer.encode("a b")
-        == [5, 4]
-    )
+    answered = tokenizer.encode("a") + tokenizer.encode(" b", after=True)
+    assert answered == tokenizer.encode("a b") == [5, 4]
     assert tokenizer.encode("b", after=True) == [3]
 
 
@@ -164,11 +161,7 @@ print(found.end, found.encode("\\u00e9"))
 
 
 def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
-    tokenizer = _saved(
-        tmp_path / "t",
-        _bpe(specials=("<a>", "<b>", END), **SPACED["bytes"]),
-        tokenizer_config={"eos_token": END},
-    )
+    tokenizer = _saved(tmp_path / "t", _bpe(specials=("<a>", "<b>", END), **SPACED["bytes"]))
     file = tmp_path / "t/tokenizer_config.json"
     file.write_text(json.dumps({"eos_token": END}, ensure_ascii=False), encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -199,27 +192,107 @@ def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     processor = spm.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert tokenizer.encode(TEXT) == processor.encode(TEXT)
     assert tokenizer.end == processor.eos_id()
-    assert (
-        tokenizer.decode([*tokenizer.encode("a0:"), *tokenizer.encode("b", after=True)]) == "a0:b"
-    )
+    ids = [*tokenizer.encode("a0:"), *tokenizer.encode("b", after=True)]
+    assert tokenizer.decode(ids) == "a0:b"
 
 
-def test_a_model_that_cannot_be_converted_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
-    with pytest.raises(ValueError, match=r"qwen.tiktoken: .*; save it with .* save_pretrained"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_a_conversion_that_fails_without_a_word_is_named(
+def test_a_model_that_cannot_be_converted_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
+    with pytest.raises(ValueError, match=r"qwen.tiktoken: .*; save it with .* save_pretrained"):
+        load_tokenizer(str(tmp_path))
 
     def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError
+        raise AssertionError  # without a word
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(ValueError, match=r"cannot convert it: AssertionError; save it with"):
         load_tokenizer(str(tmp_path))
+
+
+def _trained(folder: Path, *, specials: list[str]) -> Path:
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        [TEXT] * 4, vocab_size=300, min_frequency=1, special_tokens=specials, show_progress=False
+    )
+    folder.mkdir()
+    tokenizer.save_model(str(folder))
+    return folder
+
+
+def test_vocabulary_with_merges_round_trips(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(_trained(tmp_path / "t", specials=["<|endoftext|>"])))
+    whole = tokenizers.ByteLevelBPETokenizer(
+        str(tmp_path / "t/vocab.json"), str(tmp_path / "t/merges.txt")
+    )
+    ids = tokenizer.encode(TEXT)
+    assert ids == tokenizer.encode(TEXT) == whole.encode(TEXT).ids
+    assert whole.decode(ids) == TEXT
+    assert len(ids) < len(TEXT)
+    assert max(ids) < tokenizer.vocab == whole.get_vocab_size()
+    assert tokenizer.end == whole.token_to_id("<|endoftext|>")
+
+
+def test_no_end_is_an_error(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(_trained(tmp_path / "t", specials=[])))
+    with pytest.raises(ValueError, match=r"no end-of-sequence token; name one as eos_token"):
+        _ = tokenizer.end
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (None, r"data.tokenizer = '.*words': no such folder"),
+        ("notes.txt", r"holds neither tokenizer.json nor vocab.json with merges.txt"),
+        ("tokenizer.json", r"data.tokenizer = '.*words': cannot be read"),
+    ],
+)
+def test_folders_without_a_tokenizer_are_rejected(
+    tmp_path: Path, make: str | None, message: str
+) -> None:
+    folder = tmp_path / "words"
+    if make is not None:
+        folder.mkdir()
+        (folder / make).write_text("{}")
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length", "kept"),
+    [
+        (9, 2, 8, (5, 2)),
+        (2, 9, 8, (2, 5)),
+        (9, 9, 8, (3, 4)),
+        (9, 9, 9, (4, 4)),
+        (3, 3, 7, (3, 3)),
+        (9, None, 4, (4, 0)),
+    ],
+)
+def test_bytes_of_the_longer_text_go_first(
+    first: int, second: int | None, length: int, kept: tuple[int, int]
+) -> None:
+    text, other = "a" * first, None if second is None else "b" * second
+    fitted = Bytes().fitted(text, other, length)
+    assert (fitted.ids.count(ord("a")), fitted.ids.count(ord("b"))) == kept
+    assert fitted.ids.count(0) == (other is not None)
+    assert fitted.truncated == (len(fitted.ids) < first + (0 if second is None else second + 1))
+
+
+def test_every_length_is_cut_as_transformers_does(tmp_path: Path) -> None:
+    whole = save_wordpieces(tmp_path, list("abcdefgh"))
+    ours = load_tokenizer(str(tmp_path))
+    for text, other in (("a b c d e f g", "h a"), ("a", "b c d e f g"), ("a b c d", "e f g h")):
+        for length in range(4, 14):
+            theirs = whole(text, other, truncation="longest_first", max_length=length,
+                           return_token_type_ids=True)  # fmt: skip
+            fitted = ours.fitted(text, other, length)
+            assert fitted.ids == theirs["input_ids"]
+            assert fitted.types == theirs["token_type_ids"]
+    assert ours.fitted("a b c d", None, 9).truncated is False
+    with pytest.raises(ValueError, match=r"sequence_length = 3: no room for text with 3 special"):
+        ours.fitted("a b c", "d", 3)
+    with pytest.raises(ValueError, match=r"no room for text with 2 special tokens; use at least"):
+        ours.fitted("a b c", None, 2)

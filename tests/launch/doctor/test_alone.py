@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 import tomlkit
-from typer.testing import CliRunner
 
 from tests.huggingface import saved_model, section
+from tests.invoking import invoke
 from tests.ports import free_port
-from thinpipe.launch.cli import app
 from thinpipe.pipeline.models.build import stage_counts
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-
-
-def doctor(path: Path, *options: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["doctor", str(path), *options], env={"COLUMNS": "200"})
-    return done.exit_code, " ".join(done.output.split())
 
 
 @pytest.fixture
@@ -28,18 +22,18 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_wrong_numbers_of_hosts_are_rejected_without_waiting(run_file: Path) -> None:
-    wait = ("--wait", "86400", "--rdzv", "127.0.0.1:1")  # would hang
-    code, output = doctor(run_file, "--nnodes", "2", *wait)
+    wait = ("--wait", 86400, "--rdzv", "127.0.0.1:1")  # would hang
+    code, output = invoke("doctor", run_file, "--nnodes", 2, *wait)
     assert code == 2
     assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in output
-    code, output = doctor(run_file, "--nnodes", "3")
+    code, output = invoke("doctor", run_file, "--nnodes", 3)
     assert code == 2
     assert "--nnodes = 3: give one of the machines: --rdzv host0:29500" in output
 
 
 def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path) -> None:
     saved = tmp_path / "net.json"
-    _, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
+    _, output = invoke("doctor", run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", saved)
     assert re.search(r"RAM \S+ MB of \S+ GB free \(.* of weights, .* of activations, ", output)
     assert "B of the activation cache" in output
     assert f"written: {saved}" in output
@@ -54,7 +48,7 @@ def test_frozen_weights_have_neither_gradients_nor_adam(tmp_path: Path) -> None:
     tree |= {"pipeline": {"cuts": [2], "device": "cpu"}, "data": {"sequence_length": 9}}
     path = tmp_path / "run.toml"
     path.write_text(tomlkit.dumps(tree))
-    _, output = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
+    _, output = invoke("doctor", path, "--rdzv", f"127.0.0.1:{free_port()}")
     found = re.search(
         r"\((\S+) (\S+) of weights, (\S+) (\S+) of gradients, (\S+) (\S+) of optimizer", output
     )
@@ -69,7 +63,7 @@ def test_frozen_weights_have_neither_gradients_nor_adam(tmp_path: Path) -> None:
 def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
     """Exit code, what AQ-SGD's memories need, and the output."""
     words = [word for setting in settings for word in ("--set", setting)]
-    code, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
+    code, output = invoke("doctor", run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
     found = re.search(r"(\S+ \wB) of the activation cache", output)
     return code, found[1] if found else "", output
 

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from thinpipe.launch.doctor.checks import check_all
-from thinpipe.launch.doctor.host import HostInfo
+from thinpipe.launch.doctor.host import CheckResult, HostInfo
 from thinpipe.launch.doctor.links import LinkInfo
-from thinpipe.launch.doctor.result import CheckResult
 
 ONE = HostInfo(
     name="a",

@@ -5,13 +5,13 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from pyroute2 import IPRoute
-from typer.testing import CliRunner
 
+from tests.invoking import invoke
 from tests.shaped import shaped
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.lab.names import host_address
@@ -39,8 +39,7 @@ HEALTHY = Host(sysctls={"tcp_slow_start_after_idle": "0"})
 TRUSTED = ("--set", "network.trusted=true")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     code: int
     text: str
 
@@ -71,8 +70,7 @@ def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) 
         _prepare(hosts[host])
         arguments = [*common, "--seconds", "0.3", *more, *hosts[host].options]
         arguments += ["--save", str(tmp_path / f"net{host}.json")]
-        done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-        return Outcome(done.exit_code, " ".join(done.output.split()))
+        return Outcome(*invoke(*arguments))
 
     return net.run(doctor, timeout_s=60 + 20 * len(hosts))
 
@@ -110,20 +108,10 @@ def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path
 def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Path) -> None:
     disk = tmp_path / "small"
     disk.mkdir()
-    found = diagnose(
-        net,
-        tmp_path,
-        [
-            Host(),
-            Host(
-                sysctls={"tcp_wmem": "4096 16384 32768"},
-                small_disk=disk,
-                options=("--set", f"run.folder={disk}/run"),
-            ),
-            Host(options=("--set", "train.lr=0.5")),
-        ],
-        *TRUSTED,
-    )
+    folder = ("--set", f"run.folder={disk}/run")
+    limited = Host(folder, sysctls={"tcp_wmem": "4096 16384 32768"}, small_disk=disk)
+    other = Host(("--set", "train.lr=0.5"))
+    found = diagnose(net, tmp_path, [Host(), limited, other], *TRUSTED)
     assert [outcome.code for outcome in found] == [1, 1, 1], found
     for outcome in found:
         for text in (
@@ -144,11 +132,9 @@ def test_without_bbr_the_kernels_setting_is_named(net: ShapedNetwork, tmp_path: 
 
 
 def test_hosts_that_cannot_connect_report_the_reason(net: ShapedNetwork, tmp_path: Path) -> None:
-    nowhere = Host(options=("--rdzv", "nowhere:29500"))
-    closed = Host(options=("--rdzv", "host0:29501"))
-    waiting, unresolved, unreachable = diagnose(
-        net, tmp_path, [Host(), nowhere, closed], "--wait", "3"
-    )
+    nowhere, closed = Host(("--rdzv", "nowhere:29500")), Host(("--rdzv", "host0:29501"))
+    found = diagnose(net, tmp_path, [Host(), nowhere, closed], "--wait", "3")
+    waiting, unresolved, unreachable = found
     assert (waiting.code, unresolved.code, unreachable.code) == (1, 1, 1)
     assert "3 machines did not join within 3 s: only host0" in waiting.text
     assert "nowhere: this host cannot resolve the name" in unresolved.text

@@ -31,7 +31,5 @@ def test_a_user_without_a_home_has_a_cache_too() -> None:
     code = "import os; from thinpipe.launch.host import cache; "
     code += "os.setuid(12345); print(cache.cache_folder())"
     environment = {"PATH": os.environ["PATH"], "TMPDIR": "/tmp"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() in ("/tmp/thinpipe-12345", "/dev/shm/thinpipe-12345")
+    found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert found.strip() in ("/tmp/thinpipe-12345", "/dev/shm/thinpipe-12345")

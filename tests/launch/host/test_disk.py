@@ -45,13 +45,8 @@ def use(
     library: Path, folder: Path, faults: str, program: str = USE
 ) -> subprocess.CompletedProcess[str]:
     changed = {"LD_PRELOAD": str(library), "FAULT": faults, "FAULT_PATH": str(folder)}
-    return subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        env={**os.environ, **changed},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words, environment = [sys.executable, "-c", program, str(folder)], {**os.environ, **changed}
+    return subprocess.run(words, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

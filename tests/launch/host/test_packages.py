@@ -48,8 +48,6 @@ def command(name: str, run_file: Path, *overrides: str) -> list[str]:
     folder = run_file.parent / "run"
     if name == "shaped":
         return ["shaped", "--hosts", "2", "--", "true"]
-    if name == "trace":
-        return ["trace", str(folder)]
     if name == "export":
         folder.mkdir()
         (folder / "config.toml").write_text(run_file.read_text(encoding="utf-8"))
@@ -100,9 +98,12 @@ def test_a_module_of_the_user_in_place_of_a_package_is_named(
 
 
 @pytest.mark.slow
-def test_what_all_commands_need(run_file: Path) -> None:
-    done = without("zstandard", run_file.parent, *command("plan", run_file))
-    message = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"
+@pytest.mark.parametrize(("package", "name"), [("zstandard", "plan"), ("pyroute2", "shaped")])
+def test_what_all_commands_or_emulated_networks_need(
+    run_file: Path, package: str, name: str
+) -> None:
+    done = without(package, run_file.parent, *command(name, run_file))
+    message = f"error: the package {package!r} is not installed; run {install(package)}\n"
     assert (done.returncode, done.stderr) == (2, message)
 
 
@@ -156,13 +157,6 @@ def test_own_modules_next_to_the_run_file_are_left_alone(run_file: Path) -> None
     assert (folder / "run" / "report.html").exists()
     for name in ("not ours", "launch.py", "pipeline.py", "thinpipe.py"):
         assert name not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_emulated_networks(run_file: Path) -> None:
-    done = without("pyroute2", run_file.parent, *command("shaped", run_file))
-    message = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
-    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_extras_are_those_of_the_package() -> None:

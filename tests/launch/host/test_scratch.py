@@ -54,15 +54,16 @@ def launcher(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         yield process, folder
 
 
-def test_nothing_stays_of_a_launcher_that_ends(short: Path) -> None:
+def test_nothing_stays_of_a_launcher_that_ends_but_folders_without_a_lock(short: Path) -> None:
+    (short / "thinpipe-run-other").mkdir()
     with launcher(short) as (process, folder):
         assert folder.parent == short
         assert len([*folder.iterdir()]) == 3  # its lock, multiprocessing's folder, and another
         assert process.communicate() == ("", "")
-    assert [*short.iterdir()] == []
+    assert [path.name for path in short.iterdir()] == ["thinpipe-run-other"]
 
 
-def test_a_folder_for_temporary_files_that_cannot_be_used_is_told(
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_told_and_passed_over(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = short / ("d" * 60)
@@ -74,6 +75,10 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_told(
         assert not notice or notice.startswith(f"note: TMPDIR = {place}: no folder that can be")
     monkeypatch.delenv("TMPDIR")
     assert tmpdir_notice() is None
+    with launcher(deep) as (process, folder):
+        assert folder.parent == Path("/tmp")
+        process.communicate()
+    assert not folder.exists()
 
 
 def test_what_a_killed_launcher_left_goes_with_the_next_one(short: Path) -> None:
@@ -91,24 +96,5 @@ def test_what_a_killed_launcher_left_goes_with_the_next_one(short: Path) -> None
 
 
 def test_one_that_has_no_lock_yet_is_not_taken_for_a_dead_one(short: Path) -> None:
-    words = [sys.executable, "-P", "-c", SWEPT]
-    found = subprocess.run(
-        words, env={**os.environ, "TMPDIR": str(short)}, capture_output=True, text=True, check=True
-    )
-    assert found.stdout == "True\n"
-
-
-def test_folders_without_a_lock_stay(short: Path) -> None:
-    (short / "thinpipe-run-other").mkdir()
-    with launcher(short) as (process, _):
-        process.communicate()
-    assert [path.name for path in short.iterdir()] == ["thinpipe-run-other"]
-
-
-def test_a_path_too_long_for_sockets_is_passed_over(short: Path) -> None:
-    deep = short / ("d" * 60)
-    deep.mkdir()
-    with launcher(deep) as (process, folder):
-        assert folder.parent == Path("/tmp")
-        process.communicate()
-    assert not folder.exists()
+    words, changed = [sys.executable, "-P", "-c", SWEPT], {**os.environ, "TMPDIR": str(short)}
+    assert subprocess.check_output(words, env=changed, text=True) == "True\n"

@@ -8,17 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
+from tests.invoking import invoke
 from tests.waiting import PATIENCE_S, until
-from thinpipe.launch.cli import app
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -27,11 +26,6 @@ SHAPED = (  # as launch/cli.py adds it, without the seconds that importing torch
     "import typer; from thinpipe.launch.lab.cli import shaped; app = typer.Typer();"
     "app.command(context_settings={'allow_interspersed_args': False})(shaped); app()"
 )
-
-
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", SHAPED, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
@@ -87,31 +81,21 @@ def test_nothing_is_left_when_it_is_stopped(signum: signal.Signals) -> None:
     script = ("sh", "-c", "sleep 600; true", mark)
     with started("--hosts", "2", "--delay", "1ms", "--", *script) as process:
         until(lambda: len(processes(mark)) == 5)  # this, two scripts and their proxies
-        until(lambda: len(networks_of(mark)) == 2)  # none of them is about to fork
-        networks = networks_of(mark)
+        until(lambda: len(networks_of(processes(mark))) == 2)  # none of them is about to fork
+        networks = networks_of(processes(mark))
         process.send_signal(signum)
         assert process.wait(PATIENCE_S) == (-9 if signum == signal.SIGKILL else 128 + signum)
         until(lambda: not processes(mark) and not processes(str(process.pid)))
-    assert not networks & _networks()
+    assert not networks & networks_of(psutil.pids())
 
 
-def networks_of(word: str) -> set[str]:
-    """Those of the hosts on which something with an argument `word` runs."""
+def networks_of(pids: Iterable[int]) -> set[str]:
+    """Those of the emulated hosts on which these processes run."""
     found = set()
-    for pid in processes(word):
-        with suppress(FileNotFoundError):
+    for pid in pids:
+        with suppress(FileNotFoundError, PermissionError):
             found.add(os.readlink(f"/proc/{pid}/ns/net"))
     return found - {os.readlink("/proc/self/ns/net")}
-
-
-def _networks() -> set[str]:
-    found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/net"):
-        try:
-            found.add(os.readlink(link))
-        except (FileNotFoundError, PermissionError):
-            continue
-    return found
 
 
 @pytest.mark.slow
@@ -139,12 +123,10 @@ def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
         until(lambda: output.read_text(encoding="utf-8").endswith("\n"))
         name = output.read_text(encoding="utf-8").split()[-1]
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
-        done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
-        wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])
-    assert (
-        done.output == f"run {name}: up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s\n"
-    )
-    assert (wrong.exit_code, "--rate = 'fast'" in wrong.output) == (2, True)
+        _, done = invoke("shaped", "set", "--run", name, *change)
+        code, wrong = invoke("shaped", "set", "--run", name, "--rate", "fast")
+    assert done == f"run {name}: up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s"
+    assert (code, "--rate = 'fast'" in wrong) == (2, True)
 
 
 @pytest.fixture
@@ -211,9 +193,9 @@ def _open_to_all(path: str) -> bool:
     ],
 )
 def test_wrong_arguments_are_rejected(arguments: Sequence[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["shaped", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output
+    code, output = invoke("shaped", *arguments)
+    assert code == 2
+    assert message in output
 
 
 @pytest.mark.slow
@@ -226,10 +208,10 @@ def test_torchrun_finds_its_peers_by_name(tmp_path: Path) -> None:
         "print('sum', x[0].item(), flush=True)\n"
         "dist.barrier(); dist.destroy_process_group()\n"
     )
-    done = run(
-        *("--hosts", "2", "--rate", "100mbit", "--delay", "2ms", "--"),
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "{rank}"),
-        *("--master-addr", "host0", str(script)),
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    torchrun += ["--node-rank", "{rank}", "--master-addr", "host0", str(script)]
+    network = ["--hosts", "2", "--rate", "100mbit", "--delay", "2ms"]
+    command = [sys.executable, "-c", SHAPED, *network, "--", *torchrun]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["host0| sum 2.0", "host1| sum 2.0"]

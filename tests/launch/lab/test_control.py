@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from thinpipe.launch.lab import control
-from thinpipe.launch.lab.spec import NetworkSpec
+from thinpipe.launch.lab.spec import Change, NetworkSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
 RUN = 1_000_000_000 + os.getpid()  # no process has this number
-CHANGE = control.Change(rate="1mbit")
+CHANGE = Change(rate="1mbit")
 
 
 @pytest.fixture

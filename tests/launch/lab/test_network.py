@@ -78,22 +78,15 @@ def _accept(buffer_nbytes: int | None = None) -> socket.socket:
 def _receive(nbytes: int) -> float:
     """Receive that many bytes; return when the last one arrived."""
     with _accept() as link:
-        _read(link, nbytes)
-    return time.monotonic()
+        return _read(link, nbytes)
 
 
-def _read(link: socket.socket, nbytes: int) -> None:
+def _read(link: socket.socket, nbytes: int) -> float:
     while nbytes > 0:
         received = len(link.recv(min(nbytes, 1 << 16)))
         assert received > 0
         nbytes -= received
-
-
-def test_a_link_has_its_rate(net: ShapedNetwork) -> None:
-    net.set_rates("20mbit")
-    assert net.run(uplink_bps) == [20e6] * 3
-    (seconds,) = transfer_s(net, 0, 1)
-    assert seconds > least_s(1e6, 20e6)
+    return time.monotonic()
 
 
 def test_up_and_downlinks_have_their_own_limits(net: ShapedNetwork) -> None:
@@ -126,8 +119,7 @@ def test_rates_change_while_traffic_flows(net: ShapedNetwork) -> None:
             _read(link, nbytes // 2)
             net.set_rates("20mbit")  # from inside a host
             begin_s = time.monotonic()
-            _read(link, nbytes // 2)
-            return time.monotonic() - begin_s
+            return _read(link, nbytes // 2) - begin_s
 
     net.set_rates("100mbit")
     _, seconds = net.run(job, hosts=(0, 1), timeout_s=TIMEOUT_S)
@@ -164,9 +156,7 @@ def _one_way_s(net: ShapedNetwork, source: int, target: int) -> float:
             with _connect(target) as link:
                 link.sendall(str(sent_s := time.monotonic()).encode())
                 return sent_s
-        with _accept() as link:
-            link.recv(1)
-            return time.monotonic()
+        return _receive(1)
 
     sent_s, received_s = net.run(job, hosts=(source, target), timeout_s=TIMEOUT_S)
     return received_s - sent_s
@@ -187,8 +177,8 @@ def test_host_names_resolve_without_a_name_server(net: ShapedNetwork) -> None:
 
 
 def test_hosts_have_only_their_own_link(net: ShapedNetwork) -> None:
-    interfaces = net.run(lambda _: sorted(name for _, name in socket.if_nameindex()))
-    assert all(names == ["eth0", "lo"] for names in interfaces)
+    found = net.run(lambda _: sorted(name for _, name in socket.if_nameindex()))
+    assert found == [["eth0", "lo"]] * 3
 
 
 def test_results_are_returned_and_nothing_is_imported_again(net: ShapedNetwork) -> None:

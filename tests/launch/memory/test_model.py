@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 
+from tests.invoking import invoke
 from tests.training import SCHEDULES, TORCH_2_13, config
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.cuts.profile import _Bench
@@ -52,8 +51,7 @@ def kept_nbytes(bench: _Bench) -> int:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [{}, {"width": 48, "heads": 4}, {"dropout": 0.1}, {"activation_checkpointing": True}],
+    "model", [{}, {"width": 48, "heads": 4}, {"dropout": 0.1}, {"activation_checkpointing": True}]
 )
 def test_counted_bytes_are_those_that_real_blocks_keep(model: dict[str, Any]) -> None:
     run = run_config(**model)
@@ -83,12 +81,10 @@ def test_blocks_of_a_deep_model_are_counted_by_kind() -> None:
 
 @pytest.mark.parametrize("layers", [8, 80])
 def test_every_nth_block_computed_again_keeps_what_the_others_do(layers: int) -> None:
-    kept = [
-        sum(block.activations * count for block, count in block_memory(run))
-        for run in (
-            run_config(layers=layers, activation_checkpointing=every) for every in (False, 4, 1)
-        )
-    ]
+    kept = []
+    for every in (False, 4, 1):
+        blocks = block_memory(run_config(layers=layers, activation_checkpointing=every))
+        kept.append(sum(block.activations * count for block, count in blocks))
     inner = (kept[0] - kept[2]) / layers  # the last block is not recomputed, and its head neither
     assert kept[1] == pytest.approx(kept[0] - inner * layers / 4, rel=0.01)
 
@@ -99,22 +95,19 @@ def test_what_does_not_fit_is_rejected_before_anything_is_built(tmp_path: Path) 
         with pytest.raises(ConfigError, match=r"the 3 ranks on this host do not fit: RAM .* free"):
             check_host(run, 8, range(3))
         write_config(run, tmp_path / "run.toml")
-        shown = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--dry-run"])
-        assert shown.exit_code == 2, shown.output
-        assert "TB of" in shown.output
+        code, output = invoke("train", tmp_path / "run.toml", "--dry-run")
+        assert (code, "TB of" in output) == (2, True), output
     assert host_needs(run_config(), 8, range(3)).total < 10**9
 
 
 def test_a_dry_run_prints_the_notes_of_a_start(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 100)
-    run = run_config().model_copy(
-        update={"data": DataConfig(path=str(tmp_path / "binary"), sequence_length=16)}
-    )
-    write_config(run, tmp_path / "run.toml")
-    options = ["--dry-run", "--set", "data.train_sequences=8", "--set", "data.eval_sequences=4"]
-    shown = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), *options])
-    assert shown.exit_code == 0, shown.output
-    assert "is not UTF-8 text; it is read as plain bytes" in shown.output
+    data = DataConfig(path=str(tmp_path / "binary"), sequence_length=16)
+    write_config(run_config().model_copy(update={"data": data}), tmp_path / "run.toml")
+    options = ("--dry-run", "--set", "data.train_sequences=8", "--set", "data.eval_sequences=4")
+    code, output = invoke("train", tmp_path / "run.toml", *options)
+    assert code == 0, output
+    assert "is not UTF-8 text; it is read as plain bytes" in output
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -253,11 +246,13 @@ def test_what_lies_in_ram_is_not_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 def test_what_does_not_fit_on_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config()
     run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"device": "cuda"})})
-    monkeypatch.setattr("thinpipe.launch.memory.rows.gpu_count", lambda: 2)
+    monkeypatch.setattr("thinpipe.launch.memory.host.gpu_count", lambda: 2)
     monkeypatch.setattr("thinpipe.launch.memory.host.free_gpu_memory", lambda per_rank: 10**5)
     each = device_nbytes(run, 8)
     assert gpu_nbytes(run, 8, range(3)) == max(each[0] + each[2], each[1])
-    monkeypatch.setattr("thinpipe.launch.memory.host.gpu_count", lambda: 2)
+    wide = run.pipeline.model_copy(update={"devices_per_rank": 2})
+    halves = run.model_copy(update={"pipeline": wide})
+    assert gpu_nbytes(halves, 8, range(3)) == sum(nbytes // 2 for nbytes in each)
     with pytest.raises(ConfigError, match=r"rank 1 on this host need .* and 100 kB are free"):
         check_gpu(run, 8, range(3), local_rank=1)
     both = each[0] + each[2]

@@ -5,22 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.single_process import in_process
+from tests.invoking import invoke
 from tests.training import config
-from thinpipe.launch.cli import app
-from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.caches import row_nbytes, sample_capacity
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.memory import rows as planned
-from thinpipe.launch.memory.rows import (
-    check_memory,
-    memory_notices,
-    needs,
-    plan_memory,
-)
+from thinpipe.launch.memory.rows import check_memory, memory_notices, needs, plan_memory
 
 PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
 
@@ -62,9 +55,8 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
     assert sample_capacity(run, 0) == 2_000_000_000 // row - batch
     assert sample_capacity(run, 1) == 2_000_000_000 // (2 * row) - batch
     held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
-    assert set(held.values()) == {
-        sample_capacity(run, 1)
-    }  # every cut touches the rank in the middle
+    # every cut touches the rank in the middle
+    assert set(held.values()) == {sample_capacity(run, 1)}
     assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
         f"note: cut {cut} forward caches {sample_capacity(run, 1):,} of 10,000" for cut in (16, 32)
     ]
@@ -78,14 +70,8 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
 def test_memories_of_gradients_count_too() -> None:
     run = xl(4, budget="2GB")
     gradients = {"kind": "aqsgd", "bits": 4, "memory": 4}
-    both = run.model_copy(
-        update={
-            "boundary": tuple(
-                BoundaryConfig.model_validate({**table.model_dump(), "backward": gradients})
-                for table in run.boundary
-            )
-        }
-    )
+    tables = ({**table.model_dump(), "backward": gradients} for table in run.boundary)
+    both = run.updated(boundary=[*tables])
     ends = plan_memory(both, 100)
     assert [(end.direction, end.side, end.position) for end in ends if end.cut == 16] == [
         ("forward", "sender", 0),
@@ -95,9 +81,8 @@ def test_memories_of_gradients_count_too() -> None:
     ]
     rows = 2_000_000_000 // (2 * row_of(run))
     assert sample_capacity(both, 0) == rows - 8  # what a step writes
-    assert (
-        needs(both, ends, [0, 1, 2]).rows == 2 * needs(run, plan_memory(run, 100), [0, 1, 2]).rows
-    )
+    forward = needs(run, plan_memory(run, 100), [0, 1, 2])
+    assert needs(both, ends, [0, 1, 2]).rows == 2 * forward.rows
 
 
 def test_a_budget_below_one_sample_names_the_least_budget() -> None:
@@ -128,33 +113,18 @@ def test_memories_that_do_not_fit_are_rejected(
         check_memory(xl(4, tier=tier), 2344, range(3))
 
 
-def test_a_gpu_holds_the_memories_of_the_ranks_that_use_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(planned, "gpu_count", lambda: 4)
-    assert [planned.busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
-
-
 def test_offload_is_rejected_on_a_host_without_gpus() -> None:
-    rejection = (
-        r'pipeline.offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
-    )
+    rejection = r'offload = true is for stages on a GPU, but pipeline.device = "cpu"; remove'
     with pytest.raises(ConfigError, match=rejection):
         check_memory(config(pipeline={"device": "cpu", "offload": True}), 8, range(2))
 
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    run = config(
-        boundary=[],  # type: ignore[arg-type]
-        memory={"tier": "disk", "folder": str(tmp_path / "file" / "below")},
-    )
-    with (
-        pytest.raises(
-            ConfigError, match=r"memory.folder = .*below: no file can be made there: Not"
-        ),
-        in_process(run, total_steps=1),
-    ):
+    memory = {"tier": "disk", "folder": str(tmp_path / "file" / "below")}
+    run = config(boundary=[], memory=memory)  # type: ignore[arg-type]
+    message = r"memory.folder = .*below: no file can be made there: Not"
+    with pytest.raises(ConfigError, match=message), in_process(run, total_steps=1):
         pass
 
 
@@ -186,25 +156,18 @@ def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
 
 def dry_run(path: Path, *settings: str) -> tuple[int, str]:
     words = [word for setting in settings for word in ("--set", setting)]
-    command = ["train", str(path), "--dry-run", *words]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
-    return done.exit_code, " ".join(done.output.split())
+    return invoke("train", path, "--dry-run", *words)
 
 
-def test_a_dry_run_shows_what_counts_twice(run_file: Path) -> None:
-    _, output = dry_run(run_file)
-    assert "(36.9 kB of rows, 36.9 kB for a copy while a checkpoint is saved, 12.3 kB" in output
-
-
-def test_a_dry_run_shows_automatic_cuts_as_auto(run_file: Path) -> None:
+def test_a_dry_run_shows_automatic_cuts_as_auto_and_what_counts_twice(run_file: Path) -> None:
     _, output = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
     assert "the 2 cuts are chosen when the run starts" in output
     assert output.count("│ auto │") == 4  # every end
+    assert "(36.9 kB of rows, 36.9 kB for a copy while a checkpoint is saved, 12.3 kB" in output
 
 
 def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
-    without = 'boundary=[{forward={kind="direct"}}]'
-    code, output = dry_run(run_file, without)
+    code, output = dry_run(run_file, 'boundary=[{forward={kind="direct"}}]')
     assert (code, output[:45]) == (0, "no activation cache: no boundary uses AQ-SGD ")
 
 
@@ -216,29 +179,26 @@ def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_rejects_it(
     assert code == 0, output
     assert "model, activations and what is cached on a GPU: up to" in output
     assert "note: torch finds no GPU on this host" in output
-    done = CliRunner().invoke(app, ["train", str(run_file), "--set", "pipeline.device=cuda"])
-    assert done.exit_code == 2
-    assert 'pipeline.device = "cuda": torch finds no GPU' in done.output
-    assert "starting" not in done.output
+    code, output = invoke("train", run_file, "--set", "pipeline.device=cuda")
+    assert code == 2
+    assert 'pipeline.device = "cuda": torch finds no GPU' in output
+    assert "starting" not in output
 
 
 def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path) -> None:
     _, alone = dry_run(run_file)
-    three, pairs = (
-        CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--nnodes", machines, *more])
-        for machines, more in (("3", []), ("2", ["--rdzv", "h:1", "--ranks", "2"]))
-    )
+    train = ("train", run_file, "--dry-run", "--nnodes")
+    _, three = invoke(*train, 3)
+    _, pairs = invoke(*train, 2, "--rdzv", "h:1", "--ranks", 2)
     assert alone.count("on this host: RAM") == 1
     for rank in range(3):
-        assert f"with rank {rank} on this host: RAM" in three.output
-        assert (
-            f"model, activations and activation cache of rank {rank} together: RAM" in three.output
-        )
-    assert "with ranks 0, 1 on this host: RAM" in pairs.output
-    assert "with ranks 1, 2 on this host: RAM" in pairs.output
-    uneven = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--nnodes", "2"])
-    assert uneven.exit_code == 2
-    assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in uneven.output
+        assert f"with rank {rank} on this host: RAM" in three
+        assert f"model, activations and activation cache of rank {rank} together: RAM" in three
+    assert "with ranks 0, 1 on this host: RAM" in pairs
+    assert "with ranks 1, 2 on this host: RAM" in pairs
+    code, uneven = invoke(*train, 2)
+    assert code == 2
+    assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in uneven
 
 
 def test_a_batch_larger_than_all_samples_is_rejected(run_file: Path) -> None:

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.huggingface import CLASSES, ENCODERS, MODELS, TRIED, settings
+from tests.invoking import invoke
 from tests.training import TORCH_2_13
-from thinpipe.launch.cli import app
 
 QUICK = ("bert", "llama", "mixtral")
 FAMILIES = [
@@ -41,9 +40,9 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
         f"[model]\n{model}\n[data]\n{data}\n"
         "[pipeline]\ncuts = [3]\nmicrobatches = 2\ndevice = 'cpu'\n[train]\nbatch_size = 4\n"
     )
-    result = CliRunner().invoke(app, ["plan", str(run)], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert "predicted step" in result.output
+    code, output = invoke("plan", run)
+    assert code == 0, output
+    assert "predicted step" in output
 
 
 SMALL = """
@@ -74,14 +73,12 @@ def test_replicas_are_planned_on_the_links_of_all_their_hosts(
     run.write_text(f"{SMALL}cuts = {cuts}\nreplicas = 2\n")
     rates = [[1e8 if hosts - 1 not in (i, j) else 1e6 for j in range(hosts)] for i in range(hosts)]
     net.write_text(json.dumps({"rate_bps": rates}))
-    result = CliRunner().invoke(
-        app, ["plan", str(run), "--network", str(net)], env={"COLUMNS": "200"}
-    )
-    assert result.exit_code == 0, result.output
+    code, output = invoke("plan", run, "--network", net)
+    assert code == 0, output
     ranks = 2 * (len(cuts) + 1)
-    assert f"{ranks} replicas of the whole model" in result.output
-    assert ("speed-up" in result.output) == bool(cuts)
-    assert ("1 Mbit/s" in result.output) == (hosts == 4)
+    assert f"{ranks} replicas of the whole model" in output
+    assert ("speed-up" in output) == bool(cuts)
+    assert ("1 Mbit/s" in output) == (hosts == 4)
 
 
 @pytest.mark.usefixtures("quick")
@@ -90,43 +87,27 @@ def test_the_placement_says_on_which_links_ranks_are(tmp_path: Path) -> None:
     run, net = tmp_path / "run.toml", tmp_path / "net.json"
     rates = [[1e6 if i + j == 1 else 1e8 for j in range(4)] for i in range(4)]
     net.write_text(json.dumps({"rate_bps": rates, "hosts": ["a", "b", "c", "d"]}))
-    for last, code, said in (("d", 0, "100 Mbit/s"), ("e", 2, "no host e, which")):
+    for last, expected, said in (("d", 0, "100 Mbit/s"), ("e", 2, "no host e, which")):
         run.write_text(
             f'{SMALL}cuts = [2]\nreplicas = 2\nplacement = [["a", "c"], ["b", "{last}"]]\n'
         )
-        result = CliRunner().invoke(
-            app, ["plan", str(run), "--network", str(net)], env={"COLUMNS": "200"}
-        )
-        assert result.exit_code == code, result.output
-        assert said in result.output
-        assert " 1 Mbit/s" not in result.output
+        code, output = invoke("plan", run, "--network", net)
+        assert code == expected, output
+        assert said in output
+        assert " 1 Mbit/s" not in output
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "LoopedBFS",
-        pytest.param("ZBVZeroBubble", marks=TORCH_2_13),
-    ],
-)
+@pytest.mark.parametrize("schedule", ["LoopedBFS", pytest.param("ZBVZeroBubble", marks=TORCH_2_13)])
 def test_schedules_with_several_stages_per_rank_are_planned(schedule: str, tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(f'{SMALL}cuts = [1, 2, 3]\nschedule = "{schedule}"\nmicrobatches = 4\n')
-    links = ["--rate", "1mbit", "--delay", "20ms"]
-    result = CliRunner().invoke(app, ["plan", str(run), *links], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert "predicted step" in result.output
-    assert "the same machines as 2 replicas" in result.output
-    assert ("within a rank" in result.output) == (schedule == "ZBVZeroBubble")
-    auto = [
-        "--set",
-        "pipeline.cuts=auto",
-        "--set",
-        "pipeline.stages=4",
-        "--set",
-        "pipeline.ranks=2",
-    ]
-    result = CliRunner().invoke(app, ["plan", str(run), *auto], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
+    code, output = invoke("plan", run, "--rate", "1mbit", "--delay", "20ms")
+    assert code == 0, output
+    assert "predicted step" in output
+    assert "the same machines as 2 replicas" in output
+    assert ("within a rank" in output) == (schedule == "ZBVZeroBubble")
+    auto = ("pipeline.cuts=auto", "pipeline.stages=4", "pipeline.ranks=2")
+    code, output = invoke("plan", run, *(word for setting in auto for word in ("--set", setting)))
+    assert code == 0, output

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +25,21 @@ from thinpipe.launch.plan.bits import (
 )
 from thinpipe.launch.plan.predict import predict, show_suggestions
 from thinpipe.pipeline.config import DirectConfig, RawConfig
+from thinpipe.pipeline.orders import ONE_STAGE_PER_RANK
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 from thinpipe.pipeline.wire.told import DIRECTIONS, ScheduleName
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
-RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})
+PIPELINE = {"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}
+RUN = config(pipeline=PIPELINE)
 BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5)
+BLOCKS = [[BLOCK] * 4] * 3
 KEYS: list[WireKey] = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
+SILENT = dict.fromkeys(KEYS, Message(0))
 
 
 def test_a_step_is_the_pipeline_then_the_loss_exchange_then_the_optimizer() -> None:
-    messages = dict.fromkeys(KEYS, Message(0))
-    found = predict(RUN, [[BLOCK] * 4] * 3, messages, Network.uniform(3, None, 0.1))
+    found = predict(RUN, BLOCKS, SILENT, Network.uniform(3, None, 0.1))
     # stages of 1, 2, 1 blocks: 3 more turns of the slowest after the first passes through all
     simulated_s = 3 * 2.0 + 4.0 + 4 * 0.1 + 8.0 + 3 * 4.0
     assert found.step_s == pytest.approx(simulated_s + 0.1 + 2 * 0.5)
@@ -50,12 +54,11 @@ def test_a_step_is_the_pipeline_then_the_loss_exchange_then_the_optimizer() -> N
 def test_a_step_has_the_microbatches_that_training_fits_to_its_batch(
     batch_size: int, accumulate: int, replicas: int, count: int, largest: int
 ) -> None:
-    run = config(
-        pipeline={"cuts": [1, 3], "microbatches": 8, "replicas": replicas, "schedule": "GPipe"},
-        train={"batch_size": batch_size, "accumulate": accumulate},
-    )
+    pipeline = {**PIPELINE, "microbatches": 8, "replicas": replicas}
+    train = {"batch_size": batch_size, "accumulate": accumulate}
+    run = config(pipeline=pipeline, train=train)
     assert microbatch_shape(run)[0] == largest
-    found = predict(run, [[BLOCK] * 4] * 3, dict.fromkeys(KEYS, Message(0)), Network.uniform(3))
+    found = predict(run, BLOCKS, SILENT, Network.uniform(3))
     assert found.work.microbatches == count
     assert found.bubble == pytest.approx(1 - accumulate * count * 12.0 / (3 * found.step_s))
 
@@ -69,9 +72,8 @@ def test_blocks_that_are_alike_are_measured_once() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_predicted(schedule: ScheduleName) -> None:
-    single = schedule in ("GPipe", "1F1B", "Deep1F1B")
     run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 2, 3]})
-    ranks, blocks = (4 if single else 2), [[BLOCK] * 4] * 4
+    ranks, blocks = (4 if schedule in ONE_STAGE_PER_RANK else 2), [[BLOCK] * 4] * 4
     assert run.pipeline.pipeline_ranks == ranks
     keys: list[WireKey] = [(cut, direction) for cut in (1, 2, 3) for direction in DIRECTIONS]
     messages = dict.fromkeys(keys, Message(0))
@@ -111,15 +113,12 @@ def test_in_one_epoch_every_visit_is_the_first(epochs: int, bits: int) -> None:
     assert found.nbytes == HEADER_NBYTES + 2 * 12 * (2 + bits * 16 // 8)
 
 
-def test_in_one_epoch_no_change_is_recommended() -> None:
-    once = measure_candidates(config(train={"epochs": 1}))[2, "forward"]
-    assert [candidate.spec.kind for candidate in once] == ["stateless"] * 4 + ["raw"] * 2
+def test_in_one_epoch_no_change_is_recommended_and_activations_get_bits_first() -> None:
     again = measure_candidates(config(train={"epochs": 2}))[2, "forward"]
     assert {candidate.spec.kind for candidate in again} == {"aqsgd", "raw"}
-
-
-def test_in_one_epoch_activations_get_bits_before_gradients() -> None:
     found = measure_candidates(config(train={"epochs": 1}))
+    kinds = [candidate.spec.kind for candidate in found[2, "forward"]]
+    assert kinds == ["stateless"] * 4 + ["raw"] * 2
     path = allocate_bits((2,), found, Network.uniform(2), slot_s=1.0)
     names = [[advice.specs[2, d].words() for d in DIRECTIONS] for advice in path]
     assert names[:5] == [
@@ -133,22 +132,21 @@ def test_in_one_epoch_activations_get_bits_before_gradients() -> None:
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
-    run = config(
-        model={"width": 128}, train={"epochs": epochs}, data={"sequence_length": 12}, pipeline={}
-    )
+    run = config(model={"width": 128}, train={"epochs": epochs})
     for of_direction in measure_candidates(run).values():
         nbytes = [candidate.message.nbytes for candidate in of_direction]
         assert nbytes == sorted(set(nbytes))
 
 
+WIDE: dict[str, dict[str, Any]] = {
+    "model": {"width": 128, "context": 64},
+    "data": {"sequence_length": 64},
+}
+
+
 @pytest.mark.parametrize(("epochs", "levels"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 5)])
 def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, levels: int) -> None:
-    run = config(
-        model={"width": 128, "context": 64},
-        train={"epochs": epochs},
-        data={"sequence_length": 64},
-        pipeline={},
-    )
+    run = config(**WIDE, train={"epochs": epochs})
     plain = measure_candidates(run)
     for key, ladder in measure_candidates(run, learned=True).items():
         fidelities = [candidate.spec.fidelity(key[1]) for candidate in ladder]
@@ -167,16 +165,10 @@ def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, leve
 def test_learned_transforms_are_recommended_to_models_that_were_trained(
     from_run: str | None, expected: bool
 ) -> None:
-    plain = {"forward": {"kind": "raw"}, "backward": {"kind": "raw"}}
-    run = config(
-        model={"width": 128, "context": 64, "from_run": from_run},
-        data={"sequence_length": 64},
-        pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]},
-        boundary=[plain],  # type: ignore[arg-type]
-    )
-    network, blocks = Network.uniform(3, 3e4), [[BLOCK] * 4] * 3
-    given = predict(run, blocks, measure_messages(run), network)
-    found = recommend(run, blocks, given, network)
+    model = {**WIDE["model"], "from_run": from_run}
+    run, network = config(**{**WIDE, "model": model}, pipeline=PIPELINE), Network.uniform(3, 3e4)
+    given = predict(run, BLOCKS, measure_messages(run), network)
+    found = recommend(run, BLOCKS, given, network)
     assert found is not None
     kinds = {spec.kind for spec in found[0].specs.values()}
     assert ("transform" in kinds) == expected
@@ -222,46 +214,38 @@ def test_the_highest_fidelity_that_overlaps_is_recommended() -> None:
 
 def test_nothing_is_recommended_that_is_predicted_to_be_slower() -> None:
     small = [{"forward": {"kind": "direct", "bits": 2}, "backward": {"kind": "direct", "bits": 4}}]
-    run = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=small)  # type: ignore[arg-type]
-    network, blocks = Network.uniform(3, 3e3), [[BLOCK] * 4] * 3
-    given = predict(run, blocks, measure_messages(run), network)
+    run, network = config(pipeline=PIPELINE, boundary=small), Network.uniform(3, 3e3)  # type: ignore[arg-type]
+    given = predict(run, BLOCKS, measure_messages(run), network)
     (*_, most) = allocate_bits((1, 3), measure_candidates(run), network, slot_s=6.0)
-    assert (
-        predict(run, blocks, most.messages, network).step_s > 1.1 * given.step_s
-    )  # yet it overlaps
-    found = recommend(run, blocks, given, network)
+    slower = predict(run, BLOCKS, most.messages, network)
+    assert slower.step_s > 1.1 * given.step_s  # yet it overlaps
+    found = recommend(run, BLOCKS, given, network)
     assert found is None or found[1].step_s <= given.step_s
 
 
 def test_fewer_bits_are_not_recommended_for_less_than_measurements_differ() -> None:
     """Own settings that are hardly slower, or as fast, are kept; clearly slower ones are not."""
-    plain = {"forward": {"kind": "raw"}, "backward": {"kind": "raw"}}
-    run = config(
-        pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=[plain]
-    )  # type: ignore[arg-type]
-    messages, blocks = measure_messages(run), [[BLOCK] * 4] * 3
+    messages = measure_messages(RUN)
     largest = max(message.nbytes for message in messages.values())
     outcomes = []
     for transfer_s in (0.01, 30.0):  # of a message, against seconds of compute
         network = Network.uniform(3, 8 * largest / transfer_s)
-        given = predict(run, blocks, messages, network)
-        found = recommend(run, blocks, given, network)
+        given = predict(RUN, BLOCKS, messages, network)
+        found = recommend(RUN, BLOCKS, given, network)
         outcomes.append(found is not None)
         assert found is None or 1.05 * found[1].step_s <= given.step_s
     assert outcomes == [False, True]
 
 
 def test_suggestions_for_a_large_bubble_are_simulated() -> None:
-    console, blocks = Console(file=StringIO(), width=80), [[BLOCK] * 4] * 3
-    messages = dict.fromkeys(KEYS, Message(0))
-    network = Network.uniform(3, None, 0.1)
-    given = predict(RUN, blocks, messages, network)
-    show_suggestions(console, RUN, blocks, given, network)
+    console, network = Console(file=StringIO(), width=80), Network.uniform(3, None, 0.1)
+    given = predict(RUN, BLOCKS, SILENT, network)
+    show_suggestions(console, RUN, BLOCKS, given, network)
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"bubble {given.bubble:.0%}; reduce it with" in output
-    more = config(pipeline={"schedule": "Deep1F1B", "microbatches": 8, "cuts": [1, 3]})
+    more = config(pipeline={**PIPELINE, "schedule": "Deep1F1B", "microbatches": 8})
     half = [[replace(BLOCK, forward_s=0.5, backward_s=1.0)] * 4] * 3
-    best = predict(more, half, messages, network)
+    best = predict(more, half, SILENT, network)
     result = f"step {format_duration(best.step_s)}, bubble {best.bubble:.0%}"
     assert f"pipeline.microbatches = 8, pipeline.schedule = 'Deep1F1B': {result}" in output
 

@@ -3,43 +3,30 @@ from pathlib import Path
 
 import pytest
 
-from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.plan.placement.events import simulate
-from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.plan.trace import processes, trace_run
 from thinpipe.launch.view.report.timeline import Timeline, read_timeline
 from thinpipe.pipeline.wire.told import ComputeEvent
 
-MODEL = Workload(
-    replicas=1,
+EVENTS = tuple(
+    ComputeEvent(rank, "F", m, rank + m, rank + m + 1, rank) for rank in range(3) for m in range(2)
+)
+MEASURED = Timeline(
+    step=7,
     schedule="GPipe",
+    depth=1,
     microbatches=2,
-    forward_s=(1.0, 2.0, 1.0),
-    backward_s=(2.0, 4.0, 2.0),
-    activations=(Message(1000, 0.1, 0.2), Message(2000, 0.3, 0.4)),
-    gradients=(Message(500, 0.05, 0.06), Message(600, 0.07, 0.08)),
+    accumulate=1,
+    pipeline_ranks=3,
+    replicas=1,
+    cuts=(4, 8),
+    wire=(),
+    events=EVENTS,
 )
 
 
-def measured() -> Timeline:
-    """What the ranks of MODEL would have recorded on a network that costs nothing."""
-    return Timeline(
-        step=7,
-        schedule="GPipe",
-        depth=1,
-        microbatches=2,
-        accumulate=1,
-        pipeline_ranks=3,
-        replicas=1,
-        cuts=(4, 8),
-        wire=(),
-        events=simulate(MODEL).events,
-    )
-
-
 def test_a_trace_shows_a_step_rank_by_rank(tmp_path: Path) -> None:
-    measured().write(tmp_path)
-    assert read_timeline(tmp_path) == measured()
+    MEASURED.write(tmp_path)
+    assert read_timeline(tmp_path) == MEASURED
     summary = trace_run(tmp_path, tmp_path / "trace.json")
     assert "step 7, measured" in summary
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -69,7 +56,6 @@ def test_a_run_without_a_timeline_is_rejected(tmp_path: Path) -> None:
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    measured().write(tmp_path)
-    out = tmp_path / "gone" / "trace.json"
+    MEASURED.write(tmp_path)
     with pytest.raises(ValueError, match=r"--out = .*gone/trace\.json: cannot be written: No such"):
-        trace_run(tmp_path, out)
+        trace_run(tmp_path, tmp_path / "gone" / "trace.json")

@@ -136,6 +136,11 @@ def write_program(folder: Path, replicas: int = 1, exchange: str = "allreduce") 
     (folder / "mine.py").write_text(PROGRAM.format(replicas=replicas, exchange=exchange))
 
 
+def write_changed(name: str, old: str, new: str) -> None:
+    """The program, with one change."""
+    Path(name).write_text(Path("mine.py").read_text(encoding="utf-8").replace(old, new))
+
+
 def run(
     *arguments: object, code: int = 0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -164,11 +169,7 @@ def test_the_documented_program_runs_and_is_loaded(
     run("run", "documented.py")
     assert len(losses(folder / "runs/mine")) == 3
     assert Path("mine.safetensors").stat().st_mode & 0o044, "others may read it"
-    _load_what_the_program_trained(folder, monkeypatch)
-
-
-def _load_what_the_program_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions are the program's own, which is found wherever this is called."""
+    # its functions are the program's own, which is found wherever this is called
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     expected = load_file("../mine.safetensors")
@@ -233,10 +234,8 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(
     trained: tuple[Path, str], folder: Path
 ) -> None:
     whole = losses(trained[0] / "runs/mine")
-    program = (folder / "mine.py").read_text(encoding="utf-8")
-    (folder / "leaves.py").write_text(
-        program.replace("    found = run.eval", "    if epoch == 1: break\n    found = run.eval")
-    )
+    evaluates = "    found = run.eval"
+    write_changed("leaves.py", evaluates, f"    if epoch == 1: break\n{evaluates}")
     run("run", "leaves.py")
     assert losses(folder / "runs/mine") == whole[:4]
     assert (folder / "runs/mine/report.html").exists()
@@ -284,9 +283,8 @@ def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
 
 @pytest.mark.slow
 def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(folder: Path) -> None:
-    program = (folder / "mine.py").read_text(encoding="utf-8")
     call = 'run.save_model("mine.safetensors")'
-    (folder / "mine.py").write_text(program.replace(call, f'if os.environ["RANK"] == "0": {call}'))
+    write_changed("mine.py", call, f'if os.environ["RANK"] == "0": {call}')
     done = Command("run", "mine.py").done()
     assert done.returncode
     # whichever rank notices first
@@ -335,21 +333,18 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
 
 @pytest.mark.slow
 def test_batches_that_are_left_out_or_changed_are_rejected(folder: Path) -> None:
-    program = (folder / "mine.py").read_text(encoding="utf-8")
-    (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))
+    write_changed("skips.py", "step = run.step(batch)", "continue")
     said = run("run", "skips.py", code=1).stderr
     assert re.search(r"rank 0: skips.py, line \d+: step 1: its batch was not given to run.st", said)
     assert "Traceback" not in said
-    other = program.replace('Texts("train.pt")', 'Texts(["train.pt", "eval.pt"][epoch])')
-    (folder / "changes.py").write_text(other)
+    write_changed("changes.py", 'Texts("train.pt")', 'Texts(["train.pt", "eval.pt"][epoch])')
     assert "activations belong to the samples" in run("run", "changes.py", code=1).stderr
 
 
 def test_a_rejected_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> None:
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/metrics.jsonl").write_text("precious")
-    program = (folder / "mine.py").read_text(encoding="utf-8")
-    (folder / "sized.py").write_text(program.replace("size=8", "size=800"))
+    write_changed("sized.py", "size=8", "size=800")
     said = run("run", "sized.py", code=2).stderr
     assert "train.batch_size = 800, but there are 16" in said
     assert (folder / "runs/mine/metrics.jsonl").read_text(encoding="utf-8") == "precious"

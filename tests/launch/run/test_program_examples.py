@@ -41,7 +41,7 @@ TOUR = """
 import json, runpy, sys
 from pathlib import Path
 from thinpipe.launch.run import program
-from thinpipe.pipeline.models.own.program import LOOKING
+from thinpipe.pipeline.models.own.functions import LOOKING
 
 for name, arguments in json.loads(Path("tour.json").read_text()):
     sys.argv = [name, *arguments]

@@ -33,9 +33,7 @@ def _with_a_slow_report(*started: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_finished_run_exits_with_0_however_long_its_report_takes(
-    run_file: Path,
-) -> None:
+def test_a_finished_run_exits_with_0_however_long_its_report_takes(run_file: Path) -> None:
     settings = ("train.epochs=1", "pipeline.cuts=[2]")
     words = [word for setting in settings for word in ("--set", setting)]
     paths = [str(run_file.parent / name) for name in ("out", "err")]

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -111,16 +112,12 @@ def test_what_is_no_run_or_has_no_step_is_named(folder: str, problem: str, tmp_p
     assert problem in done.output
 
 
-def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
-    tmp_path: Path,
-) -> None:
+def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(tmp_path: Path) -> None:
     run = config(run={"folder": str(tmp_path)})
     info = describe_run(run, 10)
     page = tmp_path / "report.html"
-    display = Display(None, None, interactive=False)
-    records = Records(
-        run, info, display, writes=True, links=lambda: [HOST], hosts=["left", "right"]
-    )
+    how: dict[str, Any] = {"links": lambda: [HOST], "hosts": ["left", "right"]}
+    records = Records(run, info, Display(None), writes=True, **how)
 
     def connections() -> list[list[str]]:
         table = table_of(parts_of(page), "Connections between machines")

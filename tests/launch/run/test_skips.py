@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_train import run_file, thinpipe
+from tests.training import config
 from thinpipe.launch.run.skips import SkippedError, Skips
 
 __all__ = ["run_file"]
 
 
 def skips(limit: int = 3) -> Skips:
-    return Skips(limit, lr=0.5, precision="bf16", speaks=True)
+    train = {"max_skipped": limit, "lr": 0.5}
+    return Skips(config(train=train, pipeline={"precision": "bf16"}), speaks=True)
 
 
 def test_the_first_skipped_step_warns_and_some_in_a_row_end_the_run(

@@ -41,12 +41,6 @@ def seen(samples: StreamSet, steps: range, replica: int = 0, replicas: int = 1) 
     return found
 
 
-def test_replicas_share_every_step_without_doubles() -> None:
-    first, second = (seen(stream(), range(3), replica, 2) for replica in (0, 1))
-    assert first == [[0, 2], [4, 6], [8, 10]]
-    assert second == [[1, 3], [5, 7], [9, 11]]
-
-
 def test_a_resume_goes_on_with_the_next_sample_and_reads_none_twice() -> None:
     before, resumed = stream(), stream()
     seen(before, range(2))

@@ -72,8 +72,7 @@ def test_what_it_writes_starts_as_it_stands(folder: Path, words: tuple[str, ...]
 
 def test_it_finds_out_how_long_and_how_many_samples_there_are(folder: Path) -> None:
     config = written("--data", "book.txt", "--stages", "3")
-    assert config.data.path == "book.txt"
-    assert config.data.train_sequences == "all"
+    assert (config.data.path, config.data.train_sequences) == ("book.txt", "all")
     assert (config.data.sequence_length, config.data.eval_sequences) == (128, 8)
     assert config.pipeline.cuts == (3, 5)
     assert config.boundary_at(3).forward.kind == "aqsgd"

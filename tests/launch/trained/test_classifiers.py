@@ -14,10 +14,9 @@ from tests.launch.trained.test_export_hf import run_config, saved_run
 from tests.wordpieces import save_wordpieces
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.run.evaluation import Wanted
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
-from thinpipe.pipeline.metrics import Measures
+from thinpipe.pipeline.metrics import Measures, named_metrics
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.self_check import check_step
 
@@ -45,16 +44,9 @@ def run_of(folder: Path, name: str, label: Any, **model: Any) -> RunConfig:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(label)))
     fields = {"text_field": "a", "pair_field": "b", "label_field": "label"}
     run = run_config(section(name, source, **model), folder / "run", (3,))
-    data: dict[str, Any] = {
-        **fields,
-        "path": str(file),
-        "eval_path": str(file),
-        "tokenizer": str(source),
-        "sequence_length": LENGTH,
-        "train_sequences": "all",
-        "eval_sequences": "all",
-    }
-    return run.updated(data=data)
+    places = {"path": str(file), "eval_path": str(file), "tokenizer": str(source)}
+    sizes = {"sequence_length": LENGTH, "train_sequences": "all", "eval_sequences": "all"}
+    return run.updated(data={**fields, **places, **sizes})
 
 
 def whole_batch(run: RunConfig) -> Batch:
@@ -80,15 +72,9 @@ def transformers_output(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokens = tokenizer(
-        [row["a"] for row in rows],
-        [row["b"] for row in rows],
-        truncation="longest_first",
-        max_length=LENGTH,
-        padding="max_length",
-        return_tensors="pt",
-        **inputs,
-    )
+    sizes = {"truncation": "longest_first", "max_length": LENGTH, "padding": "max_length"}
+    texts = ([row[name] for row in rows] for name in ("a", "b"))
+    tokens = tokenizer(*texts, **sizes, return_tensors="pt", **inputs)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         return tokens, model.eval()(**tokens, labels=labels)
@@ -148,14 +134,20 @@ def test_losses_are_those_of_transformers(
     run = run_of(tmp_path, "bert", label, **model)
     batch = whole_batch(run)
     assert batch.targets.shape == (24, model["classes"])
-    saved_run_of_pairs(run, batch)
+    objective = run.model.objective()
+    losses = []
+    with in_process(run.updated(train={**dict(run.train), "lr": 3e-3}), total_steps=9) as built:
+        for number in range(6):
+            losses.append(built.engine.train_step(batch, number).loss)
+        assert built.engine.train_step(batch, 9).tokens == objective.count(batch.targets)
+    assert losses[-1] < losses[0]
+    saved_run(run, steps=0)
     export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
     facts = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert facts["problem_type"] == model.get("problem_type", "regression")
     _, found = transformers_output(
         tmp_path / "out", rows_of(label), batch.targets, return_token_type_ids=True
     )
-    objective = run.model.objective()
     logits = pipeline_logits(run, tmp_path / "out", batch)
     mean = objective.loss_sum(logits, batch.targets) / objective.count(batch.targets)
     assert float(mean) == pytest.approx(float(found.loss), rel=1e-5)
@@ -164,24 +156,9 @@ def test_losses_are_those_of_transformers(
     assert objective.count(half.targets) == 10 * model["classes"]
     expected = objective.loss_sum(logits[:10], batch.targets[:10])
     torch.testing.assert_close(objective.loss_sum(logits, half.targets), expected)
-    wanted = Wanted(None, objective)
-    measures = Measures(wanted._metrics)
+    measures = Measures(named_metrics(objective.metrics))
     measures.add(logits, half.targets)
-    numbers = wanted._numbers(1.0, 1.0, measures.values([measures.packed()]))
-    assert numbers.keys() == {"loss", *metrics}
-
-
-def saved_run_of_pairs(run: RunConfig, batch: Batch) -> None:
-    """Save a run after a step on these targets, which must lower their loss."""
-    objective = run.model.objective()
-    losses = []
-    with in_process(run.updated(train={**dict(run.train), "lr": 3e-3}), total_steps=9) as built:
-        count = objective.count(batch.targets)
-        for number in range(6):
-            losses.append(built.engine.train_step(batch, number).loss)
-        assert built.engine.train_step(batch, 9).tokens == count
-    assert losses[-1] < losses[0]
-    saved_run(run, steps=0)
+    assert measures.values([measures.packed()]).keys() == metrics
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.huggingface import saved_model, section
-from tests.launch.trained.test_export_hf import batch, reloaded, run_config, saved_run
+from tests.launch.trained.test_export_hf import logits_of, reloaded, run_config, saved_run
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.export_hf import export
@@ -20,13 +19,6 @@ from thinpipe.launch.trained.export_peft import export_adapter
 
 # peft 0.21 asks transformers 5.23 by the old name, whoever made the adapter
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
-
-def logits_of(model: Any) -> Tensor:
-    whole = batch(99, classes=None)
-    with torch.no_grad():
-        found: Tensor = model(input_ids=whole.inputs_BT, attention_mask=whole.mask_BT).logits
-    return found
 
 
 @pytest.mark.parametrize(
@@ -38,10 +30,7 @@ def logits_of(model: Any) -> Tensor:
     ],
 )
 def test_peft_loads_several_adapters_onto_one_base(
-    name: str,
-    lora: dict[str, Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    name: str, lora: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
 
@@ -138,8 +127,6 @@ def test_tokenizer_template_and_generation_settings_go_along(tmp_path: Path) -> 
 @pytest.mark.parametrize("named", ["plain", "file"])
 def test_the_template_of_the_run_file_is_that_of_the_folder(tmp_path: Path, named: str) -> None:
     """Whatever templates the tokenizer has, and wherever it has them."""
-    import json
-
     from tests.launch.data.chat.styles import STYLES, saved
     from thinpipe.launch.data.chat.template import load_template
     from thinpipe.launch.data.tokenizer import load_tokenizer

@@ -27,9 +27,7 @@ def train_and_save(rank: int, run: RunConfig, machines: bool) -> None:
         run = run.updated(run={"folder": f"{run.run.path}/host{rank}"})
     built = start(run)
     dp_rank = built.engine.transport.mesh.dp_rank
-    built.engine.train_step(
-        share(batch([0, 1, 2, 3, 4, 5, 6, 7]), dp_rank, run.pipeline.dp_size), 0
-    )
+    built.engine.train_step(share(batch(list(range(8))), dp_rank, run.pipeline.dp_size), 0)
     checkpoints(run, built, 0 if machines else rank).save(1)
     write_config(run, run.run.path / "config.toml")
 

@@ -3,15 +3,12 @@
 One group of processes does all that they survive; tests look at what it found.
 """
 
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Ranks, run_ranks
+from tests.ranks import run_ranks
 from thinpipe.pipeline.comm import gloo
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -92,25 +89,3 @@ def test_one_flipped_bit_in_a_control_vector_is_an_error(
     for rank, said in enumerate(others, start=1):
         assert f"rank 0 -> rank {rank}" in said
         assert "message 1 is damaged or not the next" in said
-
-
-def share_with_dead_peer(rank: int, account: Path) -> None:
-    transport = GlooTransport(2, 1, timeout_s=60)
-    if rank == 1:
-        os._exit(9)
-    begin_s = time.monotonic()
-    try:
-        transport.share(torch.zeros(1), "world")
-        transport.share(torch.zeros(1), "world")
-    except TransportError as error:
-        account.write_text(f"{time.monotonic() - begin_s:.1f} {error}")
-
-
-def test_a_dead_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    account = tmp_path / "account"
-    with pytest.raises(AssertionError, match="rank 1: ended without a result"):
-        ranks(2, share_with_dead_peer, account)
-    seconds, text = account.read_text(encoding="utf-8").split(" ", 1)
-    assert float(seconds) < 30, "half of the time after which a silent peer is given up"
-    assert "lost in an exchange of control messages" in text
-    assert "rank 1" in text

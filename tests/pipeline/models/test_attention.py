@@ -34,9 +34,7 @@ def test_examples_do_not_see_each_other() -> None:
 
 def test_a_prompt_sees_itself_in_both_directions_and_not_its_neighbour() -> None:
     packed = Samples(
-        IDS,
-        segments_BT=torch.tensor([[1, 1, 1, 2, 2]]),
-        prefix_BT=torch.tensor([[1, 1, 0, 1, 1]]),
+        IDS, segments_BT=torch.tensor([[1, 1, 1, 2, 2]]), prefix_BT=torch.tensor([[1, 1, 0, 1, 1]])
     )
     assert _rows(packed, 5, causal=True) == ["11000", "11000", "11100", "00011", "00011"]
 

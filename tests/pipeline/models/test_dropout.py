@@ -112,13 +112,10 @@ def test_masks_look_random(rate: float) -> None:
 def test_kept_values_are_scaled_up_and_evaluation_drops_nothing() -> None:
     layer = _dropout(rate=0.2)
     assert set(_dropped(layer, [1]).unique().tolist()) == {0.0, 1.25}
+    x = torch.full((1, *SHAPE), float("nan"))
+    assert layer(x, torch.tensor([3])).isnan().all(), "a value that is not finite stays visible"
     layer.eval()
     assert torch.equal(_dropped(layer, [1]), torch.ones(1, *SHAPE))
-
-
-def test_a_value_that_is_not_finite_stays_visible() -> None:
-    x = torch.full((1, *SHAPE), float("nan"))
-    assert _dropout()(x, torch.tensor([3])).isnan().all()
 
 
 def test_masks_are_the_same_in_every_release() -> None:

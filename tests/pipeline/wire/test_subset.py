@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.subset import RUN, Subset, exact_fraction, random_subset
 
 FRACTIONS = (0.15, 0.4, 1.0, 1 / 3, 0.075)
@@ -85,36 +86,36 @@ def test_equal_arguments_give_equal_subsets_and_leave_global_state_alone() -> No
     assert all(not torch.equal(first.start_R, other.start_R) for other in others)
 
 
-def test_the_runs_of_a_key_never_change() -> None:
+@pytest.mark.parametrize(
+    ("runs", "fraction", "digest"),
+    [
+        *((1, 0.5, 3971697493), (3, 0.5, 140372158)),
+        *((64, 0.3, 3808294879), (12_345, 0.15, 2845975211)),
+    ],
+)
+def test_the_runs_of_a_key_never_change(runs: int, fraction: float, digest: int) -> None:
     """Part of the format: ranks of different versions must not draw different subsets."""
     assert (drawn(40 * RUN, 0.1, 3).start_R // RUN).tolist() == [8, 14, 27, 31]
+    assert crc32(torch.cat([drawn(runs * RUN, fraction, s).start_R for s in range(4)])) == digest
 
 
 @given(
-    numel=st.integers(0, 700), part=st.sampled_from([0.1, 0.4, 0.5, 1.0]), step=st.integers(0, 9)
+    numel=st.integers(0, 700),
+    part=st.sampled_from([0.1, 0.4, 0.5, 1.0]),
+    step=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=30)
+@settings(max_examples=40)
 def test_gather_and_scatter_touch_the_chosen_places_only(
-    numel: int, part: float, step: int
+    numel: int, part: float, step: int, dtype: torch.dtype
 ) -> None:
-    subset = drawn(numel, part, step)
-    x = torch.arange(1.0, numel + 1)
-    taken = torch.full((subset.size,), torch.nan)
+    subset, x = drawn(numel, part, step), torch.randn(numel).to(dtype)
+    chosen = taking_part(subset).bool()
+    taken, out = torch.full((subset.size,), torch.nan), torch.zeros(numel, dtype=dtype)
     subset.gather(x, taken)
-    assert (taken.diff() > 0).all()
-    out = torch.zeros(numel)
+    assert torch.equal(taken, x[chosen].float())
     subset.scatter(taken, out)
-    assert torch.equal(out, x * taking_part(subset))
-    assert int((out > 0).sum()) == subset.size
-
-
-def test_16_bit_vectors_are_gathered_as_fp32() -> None:
-    subset, x = drawn(500, 0.4, 0), torch.randn(500).bfloat16()
-    taken = torch.full((subset.size,), torch.nan)
-    subset.gather(x, taken)
-    out = torch.zeros(500, dtype=torch.bfloat16)
-    subset.scatter(taken, out)
-    assert torch.equal(out, torch.where(taking_part(subset).bool(), x, torch.zeros_like(x)))
+    assert torch.equal(out, torch.where(chosen, x, torch.zeros_like(x)))
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5, 0.123456])
@@ -127,11 +128,9 @@ def test_what_is_no_ratio_is_rejected(fraction: float) -> None:
 def test_tensors_of_another_size_are_rejected_before_memory_is_touched(numel: int) -> None:
     subset = drawn(500, 0.4, 0)
     chosen, wrong = torch.zeros(subset.size), torch.zeros(numel)
-    with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
+    with pytest.raises(ValueError, match=f"a tensor of {numel} values: needs 500"):
         subset.gather(wrong, chosen)
-    with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
+    with pytest.raises(ValueError, match=f"a tensor of {numel} values: needs 500"):
         subset.apply_exchanged(chosen, chosen, torch.zeros(500), wrong)
-    with pytest.raises(ValueError, match=f"needs {subset.size} in one of"):
+    with pytest.raises(ValueError, match=f"needs {subset.size}"):
         subset.scatter(torch.zeros(subset.size + 1), torch.zeros(500))
-    with pytest.raises(ValueError, match="strides"):
-        subset.gather(torch.zeros(1000)[::2], chosen)

@@ -5,6 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
+from tests.pipeline.wire.codecs import through
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.tile_topk import TILE, TileTopK
 
@@ -36,27 +37,20 @@ def test_seen_is_what_the_peer_decodes(numel: int, kept: int, bits: Literal[1, 2
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_largest_of_each_tile_are_kept(bits: Literal[1, 2]) -> None:
     x = values(2 * TILE)[:1]
-    codec = TileTopK(64, bits)
-    wire = torch.zeros(1, codec.capacity(2 * TILE), dtype=torch.uint8)
-    seen = torch.empty_like(x)
-    codec.encode(x, wire, seen, noise=None)
+    seen, _ = through(TileTopK(64, bits), x)
     for tile, found in zip(x.view(2, TILE), seen.view(2, TILE), strict=True):
-        chosen = tile.abs().topk(64).indices
         places = found.nonzero().flatten()
-        assert torch.equal(places, chosen.sort().values)
+        assert torch.equal(places, tile.abs().topk(64).indices.sort().values)
         if bits == 1:
             assert torch.equal(found[places], tile[places].sign())
 
 
 def test_two_bits_keep_the_mean_of_what_was_chosen() -> None:
     x = values(TILE)[:1] + 0.3
-    codec = TileTopK(256, 2)
-    wire = torch.zeros(1, codec.capacity(TILE), dtype=torch.uint8)
-    seen = torch.empty_like(x)
-    codec.encode(x, wire, seen, noise=None)
-    chosen = seen[0].nonzero().flatten()
-    assert seen[0, chosen].mean() == pytest.approx(float(x[0, chosen].mean()), rel=1e-5)
-    assert len(seen[0, chosen].unique()) == 4
+    seen, _ = through(TileTopK(256, 2), x)
+    chosen = seen != 0
+    assert seen[chosen].mean() == pytest.approx(float(x[chosen].mean()), rel=1e-5)
+    assert len(seen[chosen].unique()) == 4
 
 
 def test_bytes_are_twelve_bits_an_index_and_the_codes() -> None:
@@ -65,17 +59,13 @@ def test_bytes_are_twelve_bits_an_index_and_the_codes() -> None:
     assert TileTopK(64, 2).capacity(10 * TILE) == 10 * 112 + 20
 
 
-def test_what_is_not_finite_is_not_hidden() -> None:
-    for wrong in (torch.nan, torch.inf):
-        x = values(TILE)[:1]
-        x[0, 5] = wrong
-        seen = torch.empty_like(x)
-        two = TileTopK(4, 2)
-        two.encode(x, torch.zeros(1, two.capacity(TILE), dtype=torch.uint8), seen, noise=None)
-        assert seen.isnan().any()
-        one = TileTopK(4, 1)
-        with pytest.raises(ValueError, match="not finite"):
-            one.encode(x, torch.zeros(1, one.capacity(TILE), dtype=torch.uint8), noise=None)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_hidden(wrong: float) -> None:
+    x = values(TILE)[:1]
+    x[0, 5] = wrong
+    assert through(TileTopK(4, 2), x)[0].isnan().any()
+    with pytest.raises(ValueError, match="not finite"):
+        through(TileTopK(4, 1), x)
 
 
 @pytest.mark.parametrize("bits", [1, 2])
@@ -85,9 +75,3 @@ def test_a_row_that_is_too_short_is_an_error(bits: Literal[1, 2]) -> None:
     for use in (codec.add_to, lambda row, out, _: codec.decode(row[None], out[None])):
         with pytest.raises(CodingError, match="are needed"):
             use(wire, torch.zeros(TILE), torch.zeros(TILE))
-
-
-@pytest.mark.parametrize("kept", [0, 3, TILE + 2])
-def test_what_cannot_be_kept_is_rejected(kept: int) -> None:
-    with pytest.raises(ValueError, match=f"kept = {kept}: use an even number"):
-        TileTopK(kept, 1)

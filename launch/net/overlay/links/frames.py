@@ -48,11 +48,7 @@ class FrameError(Exception):
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """A header, checked.
-
-    Raises:
-        FrameError: no frame begins so.
-    """
+    """A header, checked; FrameError if no frame begins so."""
     kind, traffic, stream, number, acknowledged, length = HEADER.unpack(data)
     try:
         header = Header(Kind(kind), Traffic(traffic), stream, number, acknowledged, length)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from thinpipe.launch.net.overlay.links.frames import (
     HEADER,
@@ -85,8 +86,7 @@ class Link:
         self._connection: ssl.SSLSocket | None = None
         self._heard_s = self._wrote_s = self._data_s = time.monotonic()
         self._retransmitted, self._rate_Bps = 0, 0
-        self._looks_again = False
-        self._silent = False
+        self._looks_again = self._silent = False
         self._scratch = bytearray(LARGEST)
         self._frame_nbytes = LARGEST
         self._missing = memoryview(b"")
@@ -120,18 +120,15 @@ class Link:
             return
         if self.is_lost:
             self.is_lost, self._heard_s = False, time.monotonic()
-        stream = self._stream(sock, self._next_stream, traffic)
+        number = self._next_stream
         self._next_stream += 2  # the peer's are the others, even or odd
+        stream = self.streams[number] = Stream(self, self._loop, sock, number, traffic)
         self.post(Kind.OPEN, stream, _PORT.pack(port))
         stream.start()
 
-    def say_goodbye(self) -> None:
-        """Tell the peer that this host leaves, so that it does not look for it."""
-        self._posted.append((Kind.BYE, Traffic.CONTROL, 0, b""))
-        self._watch()
-
-    def send_peer_list(self, data: bytes) -> None:
-        self._posted.append((Kind.PEER_LIST, Traffic.CONTROL, 0, data))
+    def say(self, kind: Literal[Kind.BYE, Kind.PEER_LIST], data: bytes = b"") -> None:
+        """Tell the peer what concerns no stream."""
+        self._posted.append((kind, Traffic.CONTROL, 0, data))
         self._watch()
 
     def ready(self, stream: Stream) -> None:
@@ -143,13 +140,6 @@ class Link:
     def post(self, kind: Kind, stream: Stream, payload: bytes = b"") -> None:
         self._posted.append((kind, stream.traffic, stream.number, payload))
         self._watch()
-
-    def gone(self, stream: Stream) -> None:
-        self.streams.pop(stream.number, None)
-
-    def _stream(self, sock: socket.socket, number: int, traffic: Traffic) -> Stream:
-        stream = self.streams[number] = Stream(self, self._loop, sock, number, traffic)
-        return stream
 
     def prepare(self, identity: str, *, fresh: bool) -> bool:
         """The peer makes a new connection for a session; return whether it can go on here."""
@@ -308,8 +298,7 @@ class Link:
             return
         self._wrote_s = time.monotonic()
         self.stats.sent_nbytes += sent
-        rest = memoryview(self._partial)[sent:]
-        self._partial = rest if rest else None
+        self._partial = memoryview(self._partial)[sent:] or None
 
     def _next(self) -> Buffer | None:
         again = next(self._again, None)
@@ -403,7 +392,8 @@ class Link:
         except OSError:  # no descriptor is left; the frame counts
             self._posted.append((Kind.RESET, header.traffic, header.stream, b""))
             return
-        stream = self._stream(sock, header.stream, header.traffic)
+        number, traffic = header.stream, header.traffic
+        stream = self.streams[number] = Stream(self, self._loop, sock, number, traffic)
         if address is None:
             stream.reset()
         else:

@@ -9,10 +9,11 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from thinpipe.launch.host.interfaces import plain, serve
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, accept
-from thinpipe.launch.net.overlay.links.loop import READ, Loop, Task, rest_if_full
+from thinpipe.launch.net.overlay.links.loop import Loop, Task
 
 _MOST, _MOST_OF_ONE = 64, 32
 """Connections that may be unproven at a time: in all, members' aside, and from one address."""
@@ -38,31 +39,15 @@ class Listener:
         is_member: Callable[[str], bool] = lambda _: False,
         on_stranger: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the address is not this host's, or the port is in use.
-        """
+        """Listen; OSError if the address is not this host's, or the port is in use."""
         self.rejected: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
         self._is_member, self._on_stranger = is_member, on_stranger
         self._unproven: dict[int, tuple[str, Task]] = {}  # by their number; the oldest first
         self._count = 0
-        self._server = serve(address, backlog=256)
-        self._server.setblocking(False)
-        self.port: int = self._server.getsockname()[1]
-        loop.watch(self._server, READ, self._on_event)
-
-    def _on_event(self, _events: int) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                sock, peer = self._server.accept()
-            except OSError as error:
-                rest_if_full(error)
-                return
-            source = plain(peer[0])
-            self._make_room(source)
-            self._prove(sock, source)
+        server = serve(address, backlog=256)
+        self.port: int = server.getsockname()[1]
+        loop.listen(server, self._prove, _AT_ONCE)
 
     def _make_room(self, source: str) -> None:
         own = [task for other, task in self._unproven.values() if other == source]
@@ -73,7 +58,9 @@ class Listener:
             if len(others) >= _MOST:
                 others[0].expire()
 
-    def _prove(self, sock: socket.socket, source: str) -> None:
+    def _prove(self, sock: socket.socket, peer: Any) -> None:
+        source = plain(peer[0])
+        self._make_room(source)
         self._count += 1
         number = self._count
 
@@ -89,5 +76,5 @@ class Listener:
         steps = accept(sock, self._context)
         patient = not self._is_member(source)
         task = self._loop.spawn(steps, LIMIT_S, done=done, failed=failed, patient=patient)
-        if task.is_under_way:  # it may be done, or have failed, in its first step
+        if task in self._loop.tasks:  # it may be done, or have failed, in its first step
             self._unproven[number] = source, task

@@ -8,7 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _TICK_S = 0.1  # padding comes as often (link.py)
@@ -29,7 +29,8 @@ class Loop:
         self.urgent_s = -math.inf
         """When a link last sent what somebody waits for, by the monotonic clock."""
         self._selector = selectors.DefaultSelector()
-        self._tasks: set[Task] = set()
+        self.tasks: set[Task] = set()
+        """Under way."""
         self._calls: list[tuple[float, Callable[[], None]]] = []
         self._running = True
 
@@ -47,6 +48,22 @@ class Loop:
                 self._selector.modify(sock, events, call)
         else:
             self._selector.register(sock, events, call)
+
+    def listen(
+        self, server: socket.socket, take: Callable[[socket.socket, Any], None], at_once: int = 1
+    ) -> None:
+        """Hand on connections with their sources; after so many, other sockets have a turn."""
+        server.setblocking(False)
+
+        def accept(_: int) -> None:
+            try:
+                for _ in range(at_once):
+                    take(*server.accept())
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptor is left for it
+                    time.sleep(_FULL_S)
+
+        self.watch(server, READ, accept)
 
     def close(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:
@@ -67,17 +84,13 @@ class Loop:
 
         Of all patient ones a single step is done at a time, after whatever else there is to do.
         """
-        task = Task(self, steps, time.monotonic() + limit_s, done, failed)
-        task.patient = patient
-        self._tasks.add(task)
+        task = Task(self, steps, time.monotonic() + limit_s, done, failed, patient)
+        self.tasks.add(task)
         task.advance(0)
         return task
 
     def after(self, pause_s: float, call: Callable[[], None]) -> None:
         self._calls.append((time.monotonic() + pause_s, call))
-
-    def forget(self, task: "Task") -> None:
-        self._tasks.discard(task)
 
     def stop(self) -> None:
         self._running = False
@@ -87,7 +100,7 @@ class Loop:
         try:
             self._serve()
         finally:
-            for task in list(self._tasks):
+            for task in list(self.tasks):
                 task.expire()
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
@@ -111,7 +124,7 @@ class Loop:
                 self.late_s, due_s = now_s - due_s, now_s + _TICK_S
                 for tick in self.ticks:
                     tick(now_s)
-                for task in [task for task in self._tasks if now_s > task.limit_s]:
+                for task in [task for task in self.tasks if now_s > task.limit_s]:
                     task.expire()
             for entry in [entry for entry in self._calls if now_s >= entry[0]]:
                 self._calls.remove(entry)
@@ -128,32 +141,28 @@ class Task:
         limit_s: float,
         done: Callable[[_T], None],
         failed: Callable[[Exception], None],
+        patient: bool,
     ) -> None:
-        self.limit_s = limit_s
+        self.limit_s, self.patient = limit_s, patient
         self._loop, self._steps, self._done, self._failed = loop, steps, done, failed
         self._waits: socket.socket | None = None
-        self.patient = False
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._waits is not None
 
     def advance(self, _events: int) -> None:
         self._rest()
         try:
             self._waits, events = next(self._steps)
         except StopIteration as stop:
-            self._loop.forget(self)
+            self._loop.tasks.discard(self)
             self._done(stop.value)
         except Exception as error:  # whatever a stranger sends, the others go on
-            self._loop.forget(self)
+            self._loop.tasks.discard(self)
             self._failed(error)
         else:
             self._loop.watch(self._waits, events, self.advance)
 
     def expire(self) -> None:
         self._rest()
-        self._loop.forget(self)
+        self._loop.tasks.discard(self)
         self._steps.close()
         self._failed(TimeoutError("no answer in time"))
 
@@ -166,9 +175,3 @@ class Task:
 def _is_patient(call: Callable[[int], None]) -> bool:
     task = getattr(call, "__self__", None)
     return isinstance(task, Task) and task.patient
-
-
-def rest_if_full(error: OSError) -> None:
-    """No descriptor is left for a connection, which stays: do not try again at once."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        time.sleep(_FULL_S)

@@ -50,22 +50,14 @@ class Session:
         return HEADER.pack(*header) + bytes(padding)
 
     def acknowledge(self, number: int) -> None:
-        """The peer has all frames up to `number`.
-
-        Raises:
-            FrameError: it never got that many frames.
-        """
+        """The peer has all frames up to `number`; FrameError if it never got that many."""
         if number > self._sent:
             raise FrameError(f"an acknowledgement of frame {number}, after {self._sent} were sent")
         while self._kept and self._kept[0][0] <= number:
             self.unacknowledged_nbytes -= len(self._kept.popleft()[1])
 
     def accept(self, header: Header) -> None:
-        """Take note of a frame that came whole.
-
-        Raises:
-            FrameError: it is not the next one.
-        """
+        """Take note of a frame that came whole; FrameError if it is not the next one."""
         self.acknowledge(header.acknowledged)
         if header.number == 0:
             return

@@ -75,11 +75,7 @@ class Stream:
         return Kind.DATA, buffer
 
     def deliver(self, payload: memoryview) -> None:
-        """Bytes from the other end.
-
-        Raises:
-            FrameError: more than there is room for.
-        """
+        """Bytes from the other end; FrameError if they are more than there is room for."""
         self._may_receive -= len(payload)
         if self._may_receive < 0 or self._no_more_in:
             raise FrameError(f"stream {self.number}: data beyond its credit")
@@ -103,8 +99,7 @@ class Stream:
             self._link.post(Kind.RESET, self)
         self._no_more_out = self._no_more_in = True
         self._waiting.clear()
-        self._loop.close(self._sock)
-        self._link.gone(self)
+        self._finish()
 
     def _on_event(self, events: int) -> None:
         if events & WRITE:
@@ -151,4 +146,4 @@ class Stream:
     def _finish(self) -> None:
         if self._no_more_out and self._no_more_in and not self._waiting:
             self._loop.close(self._sock)
-            self._link.gone(self)
+            self._link.streams.pop(self.number, None)

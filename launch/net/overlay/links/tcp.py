@@ -88,36 +88,28 @@ def limit_unsent(sock: socket.socket, rate_Bps: int) -> int:
     It is what a link of that rate (bytes per second) carries in 2 ms, from 16 to 128 KiB.
     """
     nbytes = min(_MOST_UNSENT, max(_LEAST_UNSENT, int(rate_Bps * _UNSENT_S)))
-    if hasattr(socket, "TCP_INFO"):  # on Linux alone the option has that number
-        sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
+    sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
     return nbytes
 
 
 def read_state(sock: socket.socket) -> TcpState | None:
     """The kernel's view; None where it has none."""
-    if not hasattr(socket, "TCP_INFO"):
-        return None
     try:
         # up to tcpi_delivery_rate; the offsets are those of struct tcp_info (linux/tcp.h)
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
     except OSError:
         return None
-    (last_ack_ms,) = struct.unpack_from("=I", info, 56)
-    (round_trip_us,) = struct.unpack_from("=I", info, 148)  # the least: load does not count
-    (retransmitted,) = struct.unpack_from("=I", info, 100)
-    (path_mtu,) = struct.unpack_from("=I", info, 60)
-    (rate_Bps,) = struct.unpack_from("=Q", info, 160)
-    (usual_us,) = struct.unpack_from("=I", info, 68)
-    segment_nbytes, _, segments = struct.unpack_from("=III", info, 16)
-    (unsent_nbytes,) = struct.unpack_from("=I", info, 144)
+    last_ack_ms, path_mtu, _, usual_us = struct.unpack_from("=4I", info, 56)
+    unsent_nbytes, round_trip_us = struct.unpack_from("=2I", info, 144)  # the least: not of load
+    segment_nbytes, _, segments = struct.unpack_from("=3I", info, 16)
     return TcpState(
-        round_trip_us / 1e6,
-        usual_us / 1e6,
-        retransmitted,
-        last_ack_ms / 1e3,
-        path_mtu,
-        rate_Bps,
-        segment_nbytes * segments + unsent_nbytes,
+        round_trip_s=round_trip_us / 1e6,
+        usual_round_trip_s=usual_us / 1e6,
+        retransmitted=struct.unpack_from("=I", info, 100)[0],
+        last_answer_s=last_ack_ms / 1e3,
+        path_mtu=path_mtu,
+        rate_Bps=struct.unpack_from("=Q", info, 160)[0],
+        under_way_nbytes=segment_nbytes * segments + unsent_nbytes,
     )
 
 

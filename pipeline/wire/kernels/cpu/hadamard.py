@@ -16,7 +16,7 @@ from thinpipe.pipeline.wire.kernels import TILE
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import take_run
 from thinpipe.pipeline.wire.kernels.cpu.llvm.tile_ir import add_run, turn_tile
-from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import extremes, float_of
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import extremes
 from thinpipe.pipeline.wire.kernels.cpu.windows import (
     NOTHING,
     hand_over,
@@ -95,7 +95,7 @@ def _survey(x: Any, memory: Any, numel: Any, peak_BK: Any, turned_BK: Any) -> No
             turn_tile(tile, room, (0, 0))
             rotated = _peak(room)
             turn = rotated < plain and plain < _LIMIT
-            peak_BK[row, k] = float_of(rotated if turn else plain)
+            peak_BK[row, k] = np.uint32(rotated if turn else plain).view(np.float32)
             turned_BK[row, k] = turn
 
 

@@ -22,9 +22,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.block_ir import (
 from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
     LANES,
     apply_group,
-    bits_of,
     extremes,
-    float_of,
     quantize_group,
 )
 
@@ -36,20 +34,21 @@ INFINITY = np.uint32(0x7F800000)
 @njit(error_model="numpy")
 def _stored_step(step: Any, negative: Any, fp32: Any) -> Any:
     """A positive step as its format holds it: rounded up, 0 if too small, NaN if too large."""
-    word = bits_of(step)
+    word = np.float32(step).view(np.uint32)
     if not fp32:
-        word = (word + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)  # up: extremes stay in range
+        word = np.uint32((word + 0xFFFF) & 0xFFFF0000)  # up: extremes stay in range
     if word < np.uint32(0x00800000):
         return np.float32(0.0)
     if word >= INFINITY:
         return np.float32(np.nan)
-    return float_of(word | np.uint32(0x80000000) if negative else word)
+    return np.uint32(word | 0x80000000 if negative else word).view(np.float32)
 
 
 @njit(error_model="numpy")
 def _extreme_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) -> Any:
     """Signed step of a group from the bit patterns of its extremes; see `reference/uniform.py`."""
-    large, small = float_of(max(high, low)), float_of(min(high, low))
+    large = np.uint32(max(high, low)).view(np.float32)
+    small = np.uint32(min(high, low)).view(np.float32)
     if max(high, low) >= INFINITY:
         return np.float32(np.nan)
     half_up, half_down = np.float32(half + 0.5), np.float32(half - 0.5)
@@ -64,7 +63,7 @@ def _extreme_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) ->
 
 @njit
 def _store_scale(scale: Any, start: Any, step: Any, fp32: Any) -> Any:
-    word = bits_of(step)
+    word = np.float32(step).view(np.uint32)
     if fp32:
         for i in range(4):
             scale[start + i] = np.uint8((word >> np.uint32(8 * i)) & np.uint32(0xFF))
@@ -82,13 +81,8 @@ def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
         word |= np.uint32(scale[start + 3]) << np.uint32(24)
     else:
         word = word << np.uint32(16)
-    value = float_of(np.uint32(word))
+    value = np.uint32(word).view(np.float32)
     return value if value == value else np.float32(np.nan)
-
-
-@njit
-def _blocks_of(numel: Any) -> Any:
-    return (numel + BLOCK - 1) // BLOCK
 
 
 @njit
@@ -134,7 +128,7 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
     half, k, end = 1 << (bits - 1), 0, 0
     step, inverse = np.float32(0.0), np.float32(0.0)
     largest[:] = 0
-    for block in range(_blocks_of(numel)):
+    for block in range((numel + BLOCK - 1) // BLOCK):
         first, last, lanes = _block_bounds(block, numel)
         at, begun = first, k
         philox_block(random, lanes, block * PLANE_LANES, (key, row_number, noise_step))
@@ -174,7 +168,7 @@ def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: 
     codes, spread, largest = room
     half, scale_nbytes, k = 1 << (bits - 1), 4 if fp32 else 2, 0
     largest[:] = 0
-    for block in range(_blocks_of(numel)):
+    for block in range((numel + BLOCK - 1) // BLOCK):
         first, last, lanes = _block_bounds(block, numel)
         at = first
         start = payload_place + block * PLANE_LANES * bits

@@ -4,11 +4,9 @@ A subset costs what its own runs cost: nothing walks over the whole vector. The 
 largest values is in `topk.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
@@ -22,11 +20,7 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
 from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
 from thinpipe.pipeline.wire.kernels.cpu.windows import STORED_AS
 
-
-def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
-    chosen = chosen_R.numpy()
-    _deal(first, runs, np.array(keys, np.int64), chosen)
-    chosen.sort()  # memory is then read forwards
+select = select_top
 
 
 def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:
@@ -36,10 +30,6 @@ def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n:
 
 def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
     _scatter(_flat(value_n), start_R.numpy(), run, _flat(out_N))
-
-
-def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
-    select_top(x_n, mask_M, kept_k, room_n)
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
@@ -61,36 +51,6 @@ def _flat(t_N: Tensor) -> Any:
     """A vector's memory, in the element type that stands for its format."""
     assert t_N.is_contiguous(), "a vector must be contiguous"
     return t_N.detach().view(STORED_AS[t_N.dtype]).numpy()
-
-
-@njit
-def _network(value: Any, keys: Any, low_bits: Any, high_bits: Any) -> Any:
-    """The Feistel network; 32-bit words in int64, of whose products the low half is kept."""
-    low_mask, high_mask, mask32 = (1 << low_bits) - 1, (1 << high_bits) - 1, 0xFFFFFFFF
-    low, high = value & low_mask, value >> low_bits
-    for i in range(keys.size):
-        word = ((high if i % 2 else low) + keys[i]) & mask32
-        word = ((word ^ (word >> 16)) * 0x7FEB352D) & mask32
-        word = ((word ^ (word >> 15)) * 0x846CA68B) & mask32
-        word ^= word >> 16
-        if i % 2:
-            low ^= word & low_mask
-        else:
-            high ^= word & high_mask
-    return high << low_bits | low
-
-
-@compiled
-def _deal(first: Any, runs: Any, keys: Any, chosen: Any) -> Any:
-    bits = 2
-    while (1 << bits) < runs:
-        bits += 1
-    low_bits = bits // 2
-    for i in range(chosen.size):
-        value = _network((first + i) % runs, keys, low_bits, bits - low_bits)
-        while value >= runs:
-            value = _network(value, keys, low_bits, bits - low_bits)
-        chosen[i] = value
 
 
 @compiled

@@ -5,7 +5,7 @@ a radix selection finds the k-th largest among them, and a second pass writes th
 chosen values. Magnitudes are compared as integers: fp32 bit patterns without their sign order
 alike, with NaN above all. Of equal magnitudes the first ones are taken.
 
-A mask holds value e in bit e % 8 of byte e // 8. Axes: N values, M = ceil(N / 8) mask bytes, k
+A mask holds value e in bit e % 8 of byte e // 8. Axes: n values, M = ceil(n / 8) mask bytes, k
 chosen values.
 """
 
@@ -37,26 +37,19 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _WORDS = vector(I32, _LANES)
 
 
-def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | None = None) -> None:
+def select_top(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
     """Mark and copy the k values of largest magnitude, in their order; fp32, contiguous.
 
-    `room_N` is overwritten; it saves the allocation of as much memory as `x_N` takes.
-
-    Raises:
-        ValueError: k is larger than N, or the room smaller.
+    `room_n` is overwritten; it saves the allocation of as much memory as `x_n` takes.
     """
-    if kept_k.numel() > x_N.numel():
-        raise ValueError(f"k = {kept_k.numel()}: there are only {x_N.numel()} values")
-    if room_N is not None and room_N.numel() < x_N.numel():
-        raise ValueError(f"room for {room_N.numel()} values: there are {x_N.numel()}")
     mask_M.zero_()
     if kept_k.numel():
-        room_N = torch.empty_like(x_N) if room_N is None else room_N
-        _select(_words(x_N), mask_M.numpy(), _words(kept_k), _words(room_N))
+        room_n = torch.empty_like(x_n) if room_n is None else room_n
+        _select(_words(x_n), mask_M.numpy(), _words(kept_k), _words(room_n))
 
 
-def _words(x_N: Tensor) -> Any:
-    return x_N.detach().numpy().view(np.uint32)
+def _words(x_n: Tensor) -> Any:
+    return x_n.detach().numpy().view(np.uint32)
 
 
 def _chunk(b: Builder, x: Value, bound: Value) -> tuple[Value, Value]:
@@ -67,36 +60,25 @@ def _chunk(b: Builder, x: Value, bound: Value) -> tuple[Value, Value]:
     return words, b.icmp_unsigned(">=", magnitude, splat(b, bound, _LANES))
 
 
-def _compress(b: Builder, words: Value, chosen: Value, target: Value) -> Value:
-    """Store the chosen words end to end; returns how many they are."""
-    pointer = b.inttoptr(target, ir.PointerType(I32))
-    name = f"llvm.masked.compressstore.v{_LANES}i32"
-    call(b, name, ir.VoidType(), [words, pointer, chosen])
-    return counted(b, b.bitcast(chosen, I16))
-
-
 @intrinsic
-def _keep_large(typing: Any, x: Any, bound: Any, out: Any) -> Any:
-    """Store those of 16 words that reach the bound; returns their number. Addresses in bytes."""
+def _keep_large(typing: Any, x: Any, bound: Any, out: Any, mask: Any) -> Any:
+    """Store those of 16 words that reach the bound end to end, and two bytes of a mask if given.
+
+    Returns how many they are. Addresses are in bytes.
+    """
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         words, chosen = _chunk(b, args[0], args[1])
-        return _compress(b, words, chosen, args[2])
+        flags = b.bitcast(chosen, I16)
+        if not isinstance(mask, types.NoneType):
+            b.store(flags, b.inttoptr(args[3], ir.PointerType(I16))).align = 1
+        pointer = b.inttoptr(args[2], ir.PointerType(I32))
+        name = f"llvm.masked.compressstore.v{_LANES}i32"
+        call(b, name, ir.VoidType(), [words, pointer, chosen])
+        return counted(b, flags)
 
-    return types.int64(types.uintp, types.uint32, types.uintp), codegen
-
-
-@intrinsic
-def _mark_large(typing: Any, x: Any, bound: Any, out: Any, mask: Any) -> Any:
-    """`_keep_large`, and two bytes of the mask."""
-
-    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        words, chosen = _chunk(b, args[0], args[1])
-        pointer = b.inttoptr(args[3], ir.PointerType(I16))
-        b.store(b.bitcast(chosen, I16), pointer).align = 1
-        return _compress(b, words, chosen, args[2])
-
-    return types.int64(types.uintp, types.uint32, types.uintp, types.uintp), codegen
+    mask_at = mask if isinstance(mask, types.NoneType) else types.uintp
+    return types.int64(types.uintp, types.uint32, types.uintp, mask_at), codegen
 
 
 @intrinsic
@@ -137,7 +119,7 @@ def _candidates(x: Any, bound: Any, found: Any) -> Any:
     count, full = 0, x.size // _LANES * _LANES
     source, target = x.ctypes.data, found.ctypes.data
     for i in range(0, full, _LANES):
-        count += _keep_large(np.uintp(source + 4 * i), bound, np.uintp(target + 4 * count))
+        count += _keep_large(np.uintp(source + 4 * i), bound, np.uintp(target + 4 * count), None)
     for i in range(full, x.size):
         if x[i] & _MAGNITUDE >= bound:
             found[count] = x[i]
@@ -188,7 +170,7 @@ def _mark_chunks(x: Any, bound: Any, mask: Any, kept: Any, span: Any, count: Any
     source, target, flags = x.ctypes.data, kept.ctypes.data, mask.ctypes.data
     for i in range(span[0], span[1], _LANES):
         at = np.uintp(target + 4 * count)
-        count += _mark_large(np.uintp(source + 4 * i), bound, at, np.uintp(flags + i // 8))
+        count += _keep_large(np.uintp(source + 4 * i), bound, at, np.uintp(flags + i // 8))
     return count
 
 

@@ -14,13 +14,7 @@ from thinpipe.pipeline.wire.codec import Cached, Noise
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import LANES
-from thinpipe.pipeline.wire.kernels.cpu.rows import (
-    BLOCK,
-    INFINITY,
-    ROOM,
-    decode_row,
-    encode_row,
-)
+from thinpipe.pipeline.wire.kernels.cpu.rows import BLOCK, INFINITY, ROOM, decode_row, encode_row
 from thinpipe.pipeline.wire.kernels.cpu.windows import (
     NOTHING,
     Window,
@@ -81,43 +75,30 @@ def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:
 
 
 @njit
-def _row_of(codes: Any, row: Any) -> Any:
-    """Payload and scales of a row, with their places."""
-    payload, scale, _ = codes
-    return (payload[0], row * payload[1]), (scale[0], row * scale[1])
+def _row(rows: Any, row: Any) -> Any:
+    """The array of a window, and where a row of it begins."""
+    return rows[0], row * rows[1]
 
 
 @compiled
 def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
-    random, key, noise_step, row_numbers = noise
-    codes, largest = (
-        (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)),
-        np.empty(LANES, np.uint32),
-    )
-    room = (*codes, largest, np.empty(BLOCK, np.float32))  # steps: with groups of 1, one a value
+    (payload, scale, rule), (random, key, noise_step, row_numbers) = into, noise
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    steps = np.empty(BLOCK, np.float32)  # with groups of 1, one a value
+    room = (codes, spread, np.empty(LANES, np.uint32), steps)
     for row in range(len(fresh[2])):
-        largest = encode_row(
-            (x[0], row * x[1]),
-            (memory[0], row * memory[1]),
-            (fresh[0], row * fresh[1]),
-            _row_of(into, row),
-            into[2],
-            (random, key, row_numbers[row], noise_step),
-            room,
-        )
+        values, old, new = _row(x, row), _row(memory, row), _row(fresh, row)
+        target = _row(payload, row), _row(scale, row)
+        numbers = random, key, row_numbers[row], noise_step
+        largest = encode_row(values, old, new, target, rule, numbers, room)
         fresh[2][row] = largest < INFINITY
 
 
 @compiled
 def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
+    payload, scale, rule = source
     room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8), np.empty(LANES, np.uint32))
     for row in range(len(fresh[2])):
-        largest = decode_row(
-            _row_of(source, row),
-            source[2],
-            (memory[0], row * memory[1]),
-            (fresh[0], row * fresh[1]),
-            (out[0], row * out[1]),
-            room,
-        )
+        codes, old = (_row(payload, row), _row(scale, row)), _row(memory, row)
+        largest = decode_row(codes, rule, old, _row(fresh, row), _row(out, row), room)
         fresh[2][row] = largest < INFINITY

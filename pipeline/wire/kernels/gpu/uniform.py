@@ -23,22 +23,16 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
-    _encode(x_BN, None, codes, noise=noise)
+    delta_encode(x_BN, None, codes, noise=noise)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
-    _decode(codes, None, out_BN)
+    delta_decode(codes, None, out_BN)
 
 
-def delta_encode(x_BN: Tensor, cached: Cached, codes: Codes, *, noise: Noise | None) -> Tensor:
-    return _encode(x_BN, cached, codes, noise=noise)
-
-
-def delta_decode(codes: Codes, cached: Cached, out_BN: Tensor) -> Tensor:
-    return _decode(codes, cached, out_BN)
-
-
-def _encode(x_BN: Tensor, cached: Cached | None, codes: Codes, *, noise: Noise | None) -> Tensor:
+def delta_encode(
+    x_BN: Tensor, cached: Cached | None, codes: Codes, *, noise: Noise | None
+) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
     x_BN = with_contiguous_rows(x_BN)
@@ -51,10 +45,7 @@ def _encode(x_BN: Tensor, cached: Cached | None, codes: Codes, *, noise: Noise |
     chunk = min(_BLOCK, triton.next_power_of_2(group))
     if rows and numel:
         scale_kernel[(triton.cdiv(numel, group * (_BLOCK // chunk)), rows)](
-            *(x_BN, m_BN, scale_BK, numel, *strides),
-            CHUNK=chunk,
-            **flags,
-            enable_fp_fusion=False,
+            *(x_BN, m_BN, scale_BK, numel, *strides), CHUNK=chunk, **flags, enable_fp_fusion=False
         )
     key, step, row_B = _words(noise, finite_B)
     for first, count, full in _launches(rows, numel):
@@ -68,7 +59,7 @@ def _encode(x_BN: Tensor, cached: Cached | None, codes: Codes, *, noise: Noise |
     return finite_B.bool()
 
 
-def _decode(codes: Codes, cached: Cached | None, out_BN: Tensor) -> Tensor:
+def delta_decode(codes: Codes, cached: Cached | None, out_BN: Tensor) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = out_BN.shape
     into_BN = with_contiguous_rows(out_BN)
@@ -159,14 +150,7 @@ def _random(block, row, key, step):
 
 
 @triton.jit
-def _pack_field(
-    code,
-    base,
-    lanes,
-    bytes_mask,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+def _pack_field(code, base, lanes, bytes_mask, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
     """Store a field of `WIDTH` bits as `WIDTH` rows of bytes."""
     PARTS: tl.constexpr = 8 // WIDTH
     part = tl.arange(0, PARTS)[:, None, None]

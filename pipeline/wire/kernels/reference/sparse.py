@@ -3,24 +3,10 @@
 Axes: N values of a vector, n chosen, R runs, G values per run, M mask bytes, k kept values.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.kernels.bits import pack, unpack
-
-_MASK32 = 0xFFFFFFFF  # words are int64: torch has few operations on uint32
-
-
-def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
-    bits = max((runs - 1).bit_length(), 2)
-    low_bits = bits // 2
-    value_R = torch.arange(first, first + chosen_R.numel()) % max(runs, 1)
-    value_R = _network(value_R, low_bits, bits - low_bits, keys)
-    while bool((outside_R := value_R >= runs).any()):
-        value_R[outside_R] = _network(value_R[outside_R], low_bits, bits - low_bits, keys)
-    chosen_R.copy_(value_R.sort().values)
 
 
 def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:
@@ -65,22 +51,3 @@ def apply_exchanged(
 def _places(start_R: Tensor, run: int, x_N: Tensor) -> Tensor:
     place_n = (start_R.unsqueeze(1) + torch.arange(run)).flatten()
     return place_n[place_n < x_N.numel()].to(x_N.device)
-
-
-def _network(value_R: Tensor, low_bits: int, high_bits: int, keys: Sequence[int]) -> Tensor:
-    """Feistel rounds: each half in turn is xored with a hash of the other."""
-    low_R, high_R = value_R & ((1 << low_bits) - 1), value_R >> low_bits
-    for i, key in enumerate(keys):
-        if i % 2:
-            low_R = low_R ^ (_hash(high_R, key) & ((1 << low_bits) - 1))
-        else:
-            high_R = high_R ^ (_hash(low_R, key) & ((1 << high_bits) - 1))
-    return high_R << low_bits | low_R
-
-
-def _hash(value_R: Tensor, key: int) -> Tensor:
-    """A keyed 32-bit integer hash (lowbias32, C. Wellons); int64 products keep their low half."""
-    value_R = (value_R + key) & _MASK32
-    value_R = ((value_R ^ (value_R >> 16)) * 0x7FEB352D) & _MASK32
-    value_R = ((value_R ^ (value_R >> 15)) * 0x846CA68B) & _MASK32
-    return value_R ^ (value_R >> 16)

@@ -8,14 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.launch.data.chat.styles import STYLES, Style, saved
-from tests.launch.data.chat.test_styles import (
-    ANSWERS,
-    document,
-    encoded,
-    pieces,
-    talk,
-)
+from tests.launch.data.chat.styles import STYLES, Style, plain, saved
+from tests.launch.data.chat.test_styles import ANSWERS, document, encoded, pieces, talk
 from thinpipe.launch.data.chat.encoder import CUT_PROMPT, CUT_TURNS, NO_TOOLS
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.documents import Document, Rejected
@@ -63,12 +57,9 @@ def test_sharegpt_is_the_same_conversation(chatml: Path) -> None:
     said = talk()
     same = [{"from": names[m["role"]], "value": m["content"]} for m in said]
     assert document(chatml, same)[1].tokens.tolist() == document(chatml, said)[1].tokens.tolist()
-    tokens = row_of(
-        chatml, {"messages": same[1:], "system": "It is so."}, messages_field="messages"
-    )
-    assert tokens[1].tokens.tolist() == document(chatml, said)[1].tokens.tolist()
-    as_text = row_of(chatml, {"messages": json.dumps(said)}, messages_field="messages")
-    assert as_text[1].tokens.tolist() == document(chatml, said)[1].tokens.tolist()
+    for fields in ({"messages": same[1:], "system": "It is so."}, {"messages": json.dumps(said)}):
+        _, found = row_of(chatml, fields, messages_field="messages")
+        assert found.tokens.tolist() == document(chatml, said)[1].tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -84,10 +75,7 @@ def test_sharegpt_is_the_same_conversation(chatml: Path) -> None:
         ([{"role": "assistant", "content": " "}], "a message of the assistant is blank"),
         ([{"role": "assistant", "content": 3}], "a message is int, not text"),
         ([{"role": "assistant", "content": "\ud800"}], "a message holds an unpaired surrogate"),
-        (
-            [{"role": "user", "content": [{"type": "image"}]}],
-            "a message has a part of type 'image'",
-        ),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a message has a part of type 'imag"),
         ([{"from": "function_call", "value": "{}"}], "a function_call is no JSON of name and args"),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b<|im_end|>c"}],
@@ -103,24 +91,26 @@ def test_what_is_no_conversation_is_rejected(chatml: Path, said: Any, reason: st
     assert rejected(chatml, said).startswith(reason.partition(" and args")[0])
 
 
-def test_what_a_template_rejects_is_rejected(tmp_path: Path) -> None:
-    folder = saved(STYLES["gemma"], tmp_path)
-    assert rejected(folder, talk()) == "the chat template rejects it (System role not supported)"
+REVERSED = "{% for m in messages | reverse %}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
+GLUED = (
+    "{% for m in messages %}{{ 'Par' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+)
+ASKED = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "is."}]
 
 
-def test_answers_that_cannot_be_told_apart_are_rejected(tmp_path: Path) -> None:
-    reversed_ = (
-        "{% for m in messages | reverse %}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
-    )
-    folder = saved(CHATML, tmp_path, template=reversed_)
-    assert "cannot be told where the template begins an answer" in rejected(folder, talk())
-
-
-def test_a_token_over_the_border_of_an_answer_is_rejected(tmp_path: Path) -> None:
-    glued = "{% for m in messages %}{{ 'Par' if m.role == 'user' else m.content + eos_token }}"
-    folder = saved(CHATML, tmp_path, template=glued + "{% endfor %}")
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "is."}]
-    assert "a token holds the end of a prompt" in rejected(folder, said)
+@pytest.mark.parametrize(
+    ("style", "template", "said", "reason"),
+    [
+        ("gemma", None, talk(), "the chat template rejects it (System role not supported)"),
+        ("chatml", REVERSED, talk(), "it cannot be told where the template begins an answer"),
+        ("chatml", GLUED, ASKED, "a token holds the end of a prompt and the beginning of its ans"),
+    ],
+)
+def test_what_a_template_cannot_write_is_rejected(
+    tmp_path: Path, style: str, template: str | None, said: Any, reason: str
+) -> None:
+    folder = saved(STYLES[style], tmp_path, template=template)
+    assert rejected(folder, said).startswith(reason)
 
 
 def test_loss_on_the_last_answer_or_on_everything(chatml: Path) -> None:
@@ -208,9 +198,7 @@ def test_bytes_talk_in_a_plain_template() -> None:
 
 def test_a_template_that_writes_the_day_writes_the_same_every_day(tmp_path: Path) -> None:
     dated = "{% set day = strftime_now('%d %b %Y') %}{{ '<|im_start|>' + day }}"
-    folder = saved(
-        CHATML, tmp_path, template=dated + CHATML.template.replace("[[", "").replace("]]", "")
-    )
+    folder = saved(CHATML, tmp_path, template=dated + plain(CHATML.template))
     tokenizer, found = document(folder, talk())
     text = tokenizer.decode(found.tokens.tolist(), special=True)
     assert text.startswith("<|im_start|>26 Jul 2024<|im_start|>system")
@@ -243,9 +231,8 @@ def test_prompts_without_a_template_are_plain_text_with_bos_and_end_once(tmp_pat
     folder = saved(STYLES["zephyr"], tmp_path)
     for prompt, response in (("a0:", "b"), ("<s>a0:", "b</s>"), ("a0:", "b</s>")):
         tokenizer, found = row_of(folder, {"q": prompt, "a": response}, **PAIR)
-        assert tokenizer.decode(found.tokens.tolist(), special=True).replace("<s> ", "<s>") == (
-            "<s>a0:b</s>"
-        )
+        text = tokenizer.decode(found.tokens.tolist(), special=True)
+        assert text.replace("<s> ", "<s>") == "<s>a0:b</s>"
         assert pieces(tokenizer, found) == ["b</s>"]
     long = {"q": "It is so. " * 20, "a": "19"}
     tokenizer, found = row_of(folder, long, **PAIR, sequence_length=6)
@@ -272,8 +259,8 @@ def test_a_prompt_and_its_completion_may_be_messages(chatml: Path) -> None:
     tokenizer, found = row_of(chatml, fields, chat_template="tokenizer", **PAIR)
     assert found.tokens.tolist() == document(chatml, said)[1].tokens.tolist()
     assert pieces(tokenizer, found) == [f"{ANSWERS[-1]}<|im_end|>"]
-    _, plain = row_of(chatml, fields, **PAIR)
-    assert plain.reason == "field 'q' is list, not text"
+    _, found = row_of(chatml, fields, **PAIR)
+    assert found.reason == "field 'q' is list, not text"
 
 
 def test_the_key_is_of_everything_that_decides_the_tokens(tmp_path: Path) -> None:
@@ -282,9 +269,8 @@ def test_the_key_is_of_everything_that_decides_the_tokens(tmp_path: Path) -> Non
     template.write_text("{{ messages }}")
 
     def key(**settings: Any) -> str:
-        config = DataConfig.model_validate(
-            {"messages_field": "m", "tokenizer": str(folder)} | settings
-        )
+        fields = {"messages_field": "m", "tokenizer": str(folder)}
+        config = DataConfig.model_validate(fields | settings)
         return encoder_for(config, load_tokenizer(str(folder))).key
 
     own = {"chat_template": str(template)}

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,21 @@ def _read(folder: Path) -> str:
     return (folder / "made").read_text(encoding="utf-8")
 
 
+def _make(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "made").write_text("content")
+
+
 def test_one_makes_what_several_want() -> None:
-    made, found = list[int](), list[str]()
+    made = list[int]()
 
     def make(folder: Path) -> None:
         made.append(1)
-        folder.mkdir()
         time.sleep(0.2)
-        (folder / "made").write_text("content")
+        _make(folder)
 
-    def want() -> None:
-        found.append(obtain(key_of("x"), _read, make, what="data.path = 'x'"))
-
-    threads = [threading.Thread(target=want) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda _: obtain(key_of("x"), _read, make, what=""), range(4))]
     assert found == ["content"] * 4
     assert made == [1]
 
@@ -63,16 +62,15 @@ def test_one_that_is_stopped_is_named(
     def stuck(folder: Path) -> None:
         begun.set()
         over.wait(30)
-        folder.mkdir()
-        (folder / "made").write_text("late")
+        _make(folder)
 
-    other = threading.Thread(target=obtain, args=("ab", _read, stuck), kwargs={"what": ""})
-    other.start()
-    begun.wait(30)
-    with pytest.raises(TimeoutError, match=r"path = 'x': another process has .*ab.lock and wrote"):
-        obtain("ab", _read, stuck, what="data.path = 'x'")
-    over.set()
-    other.join(30)
+    said = r"path = 'x': another process has .*ab.lock and wrote"
+    with ThreadPoolExecutor(1) as other:
+        other.submit(obtain, "ab", _read, stuck, what="")
+        begun.wait(30)
+        with pytest.raises(TimeoutError, match=said):
+            obtain("ab", _read, stuck, what="data.path = 'x'")
+        over.set()
     assert "data.path = 'x': waiting for another process" in caplog.text
 
 
@@ -89,18 +87,12 @@ def test_wrong_data_leave_nothing_behind(own_cache: Path) -> None:
 def test_what_nobody_opened_for_a_month_is_removed(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "made").write_text("content")
-
-    obtain("aa", _read, make, what="x")
-    obtain("bb", _read, make, what="x")
-    names = {path.name for path in (own_cache / "tokens").iterdir() if path.is_dir()}
-    assert names == {"aa", "bb"}
+    for key in ("aa", "bb"):
+        obtain(key, _read, _make, what="x")
+    assert {path.name for path in _made(own_cache / "tokens")} == {"aa", "bb"}
     monkeypatch.setattr(store, "_UNUSED_S", -60.0)
-    obtain("cc", _read, make, what="x")
-    names = {path.name for path in (own_cache / "tokens").iterdir() if path.is_dir()}
-    assert names == {"cc"}
+    obtain("cc", _read, _make, what="x")
+    assert {path.name for path in _made(own_cache / "tokens")} == {"cc"}
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -156,10 +148,8 @@ def _tokenizer(folder: Path) -> str:
 def test_an_interrupted_process_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, folder = _folder(
-        tmp_path, tokenizer=_tokenizer(tmp_path / "tokenizer"), document_marks="none"
-    )
-    config = config.model_copy(update={"eval_path": None, "eval_sequences": 1})
+    sizes = {"document_marks": "none", "eval_path": None, "eval_sequences": 1}
+    config, folder = _folder(tmp_path, tokenizer=_tokenizer(tmp_path / "tokenizer"), **sizes)
     monkeypatch.setattr(pieces, "_SIZE", 8192)
     monkeypatch.setattr(running, "_BATCH_SIZE", 1)
     monkeypatch.setattr(token_file, "_FLUSH_S", 0.0)
@@ -211,11 +201,8 @@ def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
         return digest(path)
 
     monkeypatch.setattr(digests, "_digest", slow)
-    threads = [threading.Thread(target=TokenFile.open, args=(made,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(TokenFile.open, [made] * 4))
     assert sorted(looked) == ["rows", "stops", "tokens"]
     monkeypatch.setattr(token_file, "_TRUSTED_S", 0.0)
     TokenFile.open(made)
@@ -228,9 +215,9 @@ def test_one_process_of_a_host_looks_for_damage_and_others_trust_it(
 def test_the_next_run_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, folder = _folder(tmp_path)
     load(config)
-    before = [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("tokens"))]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("tokens")}
     load(config.model_copy(update={"sequence_length": 32}))
-    assert [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("tokens"))] == before
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("tokens")} == before
     (tmp_path / "text.txt").write_text(TEXT.replace("another", "some other"))
     load(config)
     assert len(_made(folder)) == 2
@@ -241,24 +228,18 @@ def test_one_that_reads_for_long_before_it_writes_is_waited_for(
 ) -> None:
     monkeypatch.setattr(store, "_SILENT_S", 2.0)
     monkeypatch.setattr(store, "_ALIVE_S", 0.05)
-    begun, over, found = threading.Event(), threading.Event(), list[str]()
+    begun, over = threading.Event(), threading.Event()
 
     def reads_first(folder: Path) -> None:
         begun.set()
         over.wait(30)
-        folder.mkdir()
-        (folder / "made").write_text("in the end")
+        _make(folder)
 
-    makers = [
-        threading.Thread(target=lambda: found.append(obtain("cd", _read, reads_first, what="")))
-        for _ in range(2)
-    ]
-    makers[0].start()
-    begun.wait(30)
-    makers[1].start()
-    makers[1].join(3)  # longer than a silent one is waited for
-    assert makers[1].is_alive()
-    over.set()
-    for maker in makers:
-        maker.join(30)
-    assert found == ["in the end"] * 2
+    with ThreadPoolExecutor(2) as threads:
+        makers = [threads.submit(obtain, "cd", _read, reads_first, what="")]
+        begun.wait(30)
+        makers.append(threads.submit(obtain, "cd", _read, reads_first, what=""))
+        done, _ = wait(makers, 3)  # longer than a silent one is waited for
+        over.set()
+        assert not done
+        assert [maker.result(30) for maker in makers] == ["content"] * 2

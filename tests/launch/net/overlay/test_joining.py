@@ -37,22 +37,47 @@ class Run:
 
     def __init__(self, folder: Path, needed: int, address: str = "127.0.0.1") -> None:
         self.key, self.port, self._needed = folder / "run.key", free_port(), needed
-        self._address = address
+        self._address, self.hosts = address, list[Overlay]()
         keys.new(self.key)
-        self.hosts = [self._host("h0", None, (address, self.port))]
+        self.host("h0", port=self.port)
         wait_until(self._listens, PATIENCE_S)
 
     def host(
         self,
         name: str,
-        coordinator: tuple[str, int] | None = None,
         *,
+        at: tuple[str, int] | None = None,
+        port: int = 0,
         key: Path | None = None,
         comes_later: bool = False,
     ) -> Overlay:
-        where, needed = coordinator or (self._address, self.port), 0 if comes_later else None
-        self.hosts.append(self._host(name, where, (self._address, 0), key=key, needed=needed))
+        """`at`: where it looks for the first, which looks for nobody."""
+        self.hosts.append(
+            Overlay(
+                Settings(
+                    name=name,
+                    key_file=key or self.key,
+                    needed=0 if comes_later else self._needed,
+                    listen=(self._address, port),
+                    coordinator=(at or (self._address, self.port)) if self.hosts else None,
+                    patience_s=PATIENCE_S,
+                    store_port=1,
+                )
+            )
+        )
         return self.hosts[-1]
+
+    def join(self) -> None:
+        """All are connected to the first."""
+        for host in self.hosts:
+            host.join(PATIENCE_S, ignore)
+        for host in self.hosts[1:]:
+            wait_until(lambda name=host.name: self.link(name)["connected"], PATIENCE_S)
+
+    def link(self, name: str) -> dict[str, Any]:
+        """What the first knows of one."""
+        found: dict[str, Any] = self.hosts[0].client().ask("status")["links"][name]
+        return found
 
     def close(self) -> None:
         for host in self.hosts:
@@ -62,37 +87,13 @@ class Run:
         with socket.socket(family_of(self._address)) as sock:
             return sock.connect_ex((self._address, self.port)) == 0
 
-    def _host(
-        self,
-        name: str,
-        coordinator: tuple[str, int] | None,
-        listen: tuple[str, int],
-        *,
-        key: Path | None = None,
-        needed: int | None = None,
-    ) -> Overlay:
-        return Overlay(
-            Settings(
-                name=name,
-                key_file=key or self.key,
-                needed=self._needed if needed is None else needed,
-                listen=listen,
-                coordinator=coordinator,
-                patience_s=PATIENCE_S,
-                store_port=1,
-            )
-        )
-
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Two hosts that have joined, and are connected."""
     run = Run(tmp_path_factory.mktemp("met"), 2)
     run.host("h1")
-    for host in run.hosts:
-        host.join(PATIENCE_S, ignore)
-    client = run.hosts[0].client()
-    wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
+    run.join()
     yield run
     run.close()
 
@@ -126,7 +127,7 @@ def test_connections_of_the_past_are_not_believed(met: Run) -> None:
 
 def is_undisturbed(met: Run) -> bool:
     """Whether the two are connected as they were at first."""
-    link = met.hosts[0].client().ask("status")["links"]["h1"]
+    link = met.link("h1")
     return (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
 
 
@@ -136,7 +137,7 @@ def test_a_peer_that_looks_for_the_one_before_is_told_of_where_all_meet_alone(
 ) -> None:
     """A newcomer is found at the address of a lost host: its user need not know."""
     run, port = Run(tmp_path, 3), free_port()
-    run.hosts.append(run._host("h1", ("127.0.0.1", run.port), ("127.0.0.1", port)))
+    run.host("h1", port=port)
     told = [SimpleQueue[str](), SimpleQueue[str]()]
     threads = [
         threading.Thread(target=host.join, args=(PATIENCE_S, queue.put))
@@ -162,7 +163,7 @@ TWICE = "another machine is named 'h1', or this one was started twice"
 def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: Path) -> None:
     run = Run(tmp_path, 3)
     wire = Wire(("127.0.0.1", run.port))
-    one, said = run.host("h1", wire.address), SimpleQueue[str]()
+    one, said = run.host("h1", at=wire.address), SimpleQueue[str]()
     thread = threading.Thread(target=one.join, args=(PATIENCE_S, said.put))
     thread.start()
     assert said.get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
@@ -178,17 +179,23 @@ def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: 
     run.close()
 
 
-def test_a_name_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, reports = iter((1.0, 8.0, 9.5)), list[str]()
-    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: next(times)))
+def joiner_of(name: str) -> tuple[Joiner, list[str]]:
+    """One that connects to nobody, and what it reports."""
+    reports: list[str] = []
     joiner = Joiner(
         Loop(),
         ssl.create_default_context(),
         ("127.0.0.1", 1),
-        Hello(purpose="join", name="h1"),
+        Hello(purpose="join", name=name),
         joined=lambda *_: None,
         report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
     )
+    return joiner, reports
+
+
+def test_a_name_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, (joiner, reports) = iter((1.0, 8.0, 9.5)), joiner_of("h1")
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: next(times)))
     for _ in range(3):
         assert not reports
         joiner._failed(Rejected(Welcome(rejected=TWICE, again=True)))
@@ -208,19 +215,11 @@ def test_a_newcomer_takes_the_place_of_a_lost_host_and_its_name(tmp_path: Path) 
     run = Run(tmp_path, 3)
     for name in ("h1", "h2"):
         run.host(name)
-    for host in run.hosts:
-        host.join(PATIENCE_S, ignore)
-    client = run.hosts[0].client()
-
-    def link(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = client.ask("status")["links"][name]
-        return found
-
-    wait_until(lambda: link("h1")["connected"] and link("h2")["connected"], PATIENCE_S)
+    run.join()
     with pytest.raises(OverlayError, match=r"\(h0, h1, h2\) is lost, so new cannot take the place"):
         run.host("new", comes_later=True).join(PATIENCE_S, ignore)
     run.hosts[2].close()
-    wait_until(lambda: link("h2")["left"], PATIENCE_S)
+    wait_until(lambda: run.link("h2")["left"], PATIENCE_S)
     own = tmp_path / "own.key"
     keys.add(run.key, "own", own)
     with pytest.raises(OverlayError, match=r"for the name own alone, .* one for h2, which is lost"):
@@ -228,22 +227,14 @@ def test_a_newcomer_takes_the_place_of_a_lost_host_and_its_name(tmp_path: Path) 
     newcomer = run.host("new", comes_later=True)
     newcomer.join(PATIENCE_S, ignore)
     assert newcomer.name == "h2"
-    wait_until(lambda: link("h2")["connected"] and not link("h2")["left"], PATIENCE_S)
+    wait_until(lambda: run.link("h2")["connected"] and not run.link("h2")["left"], PATIENCE_S)
     with pytest.raises(OverlayError, match="so other cannot take the place of one"):
         run.host("other", comes_later=True).join(PATIENCE_S, ignore)
     run.close()
 
 
 def test_of_two_that_want_one_place_the_slower_asks_for_another() -> None:
-    asked, reports = list[str](), list[str]()
-    joiner = Joiner(
-        Loop(),
-        ssl.create_default_context(),
-        ("127.0.0.1", 1),
-        Hello(purpose="join", name="new"),
-        joined=lambda *_: None,
-        report=lambda event, **fields: reports.append(f"{event}: {fields['message']}"),
-    )
+    asked, (joiner, reports) = list[str](), joiner_of("new")
     joiner.start = lambda: asked.append(joiner._hello.name)  # type: ignore[method-assign]
     joiner._failed(Rejected(Welcome(rejected="none", place="h1")))
     joiner._failed(Rejected(Welcome(rejected=TWICE, again=True)))
@@ -285,12 +276,9 @@ def test_those_that_a_run_expects_and_that_did_not_come_are_named(tmp_path: Path
 def test_hosts_meet_over_ipv6(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, "::1")
     run.host("h1")
-    for host in run.hosts:
-        host.join(PATIENCE_S, ignore)
+    run.join()
     addresses = {host.name: host.address for host in run.hosts[1].peer_list.hosts}
     assert addresses == {"h0": "", "h1": "::1"}
-    client = run.hosts[1].client()
-    wait_until(lambda: client.ask("status")["links"]["h0"]["connected"], PATIENCE_S)
     run.close()
 
 

@@ -23,11 +23,16 @@ def test_only_the_user_reads_a_key_and_it_is_never_overwritten(tmp_path: Path) -
     info = keys.read(path)
     assert info.name is None
     assert (info.not_after - info.not_before).days == 3 + 2  # clocks may differ by two days
+    for context in keys.contexts(path):  # both sides must prove themselves
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     with pytest.raises(ValueError, match="exists; a key is never overwritten"):
         keys.new(path)
     path.chmod(0o644)
     with pytest.raises(ValueError, match=r"other users of this machine can read it; chmod 600"):
         keys.contexts(path)
+    with pytest.raises(ValueError, match=r"no such file, seen from .*; copy it from the machine w"):
+        keys.contexts(tmp_path / "other.key")
 
 
 def test_a_machines_key_has_its_name(tmp_path: Path) -> None:
@@ -49,20 +54,6 @@ def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
     for use in (keys.contexts, keys.read):
         with pytest.raises(ValueError, match=r"not a key of ThinPipe's"):
             use(path)
-
-
-def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"no such file, seen from .*; copy it from the machine where"
-    ):
-        keys.contexts(tmp_path / "run.key")
-
-
-def test_both_sides_must_prove_themselves_with_tls_1_3(tmp_path: Path) -> None:
-    keys.new(tmp_path / "run.key")
-    for context in keys.contexts(tmp_path / "run.key"):
-        assert context.verify_mode is ssl.CERT_REQUIRED
-        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
 
 
 def test_the_commands_say_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

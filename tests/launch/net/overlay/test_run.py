@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +11,9 @@ import psutil
 import pytest
 
 from tests.commands import PATIENCE_S
-from tests.faults.hosts import PORT, HostsRun
+from tests.faults.hosts import PORT, HostsRun, cut_off
 from tests.launch.test_train import RUN, thinpipe, wait_until
-from tests.processes import lives, named, running, signal_all, started_with
+from tests.processes import lives, named, signal_all
 from tests.shaped import shaped
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
@@ -60,13 +58,6 @@ def listening(_host: int) -> list[tuple[str, int]]:
     return [(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN]
 
 
-def hole(change: str) -> None:
-    """What this host sends to hosts 0 and 1 is dropped from now on (add), or not any more (del)."""
-    for host in range(2):
-        words = f"ip route {change} blackhole 10.77.0.{host + 1}/32"
-        subprocess.run(words.split(), check=True)
-
-
 def test_a_run_has_one_port_at_most_and_the_losses_of_one_machine(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
@@ -79,38 +70,19 @@ def test_a_run_has_one_port_at_most_and_the_losses_of_one_machine(
     assert run.losses() == alone(tmp_path)
 
 
-def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
+def test_an_outage_changes_nothing_and_is_reported(net: ShapedNetwork, tmp_path: Path) -> None:
     longer = "train.epochs=12"
     run = start(net, tmp_path, longer)
     run.wait_for_step(3)
-
-    def disturb(host: int) -> int:
-        """Host 2 knocks at host 0, resets its connections, and loses all of them for seconds."""
-        strangers = []
-        for _ in range(300):
-            stranger = socket.socket()
-            stranger.setblocking(False)
-            stranger.connect_ex(("10.77.0.1", PORT))
-            strangers.append(stranger)
-        time.sleep(0.3)
-        for stranger in strangers[::2]:
-            try:
-                stranger.send(b"GET / HTTP/1.0\r\n\r\n" + bytes(2000))
-            except OSError:
-                stranger.close()
-        subprocess.run(["ss", "-K", "dst", "10.77.0.1"], check=False, capture_output=True)
-        until(lambda: connected() == {True})
-        hole("add")
-        until(lambda: connected() == {False})
-        time.sleep(3)  # which the report shows
-        hole("del")
-        return len(strangers)
 
     def connected() -> set[bool]:
         """Of host 2's links."""
         return {link["connected"] for link in run.status(2)["links"].values()}
 
-    assert net.run(disturb, hosts=[2]) == [300]
+    cut_off(run, 2, True, ways="out")
+    until(lambda: connected() == {False})
+    time.sleep(3)  # which the report shows
+    cut_off(run, 2, False, ways="out")
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, longer)
     edges = json.loads((tmp_path / "0" / "summary.json").read_text(encoding="utf-8"))["edges"]
@@ -119,9 +91,8 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
     }
     disturbed = {edge["target"] for edge in edges if edge["source"] == "host2" and edge["resumed"]}
     assert disturbed == {"host0", "host1"}
-    assert "connection to host2 lost (" in run.log(0).read_text(encoding="utf-8")
-    assert "connection to host2 is back" in run.log(0).read_text(encoding="utf-8")
-    assert "host2 → host0" in run.log(0).read_text(encoding="utf-8")
+    for words in ("connection to host2 lost (", "connection to host2 is back", "host2 → host0"):
+        assert words in run.printed(0)
     traces = json.loads((tmp_path / "0" / "edges.json").read_text(encoding="utf-8"))
     assert set(traces) == {f"host{host}" for host in range(HOSTS)}
     assert sum(sample["resumed"] for sample in traces["host2"]) > 0
@@ -134,16 +105,14 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
     patience_s = 15  # a busy machine stalls for seconds
     run = start(net, tmp_path, "train.epochs=500", f"network.patience_s={patience_s}")
     run.wait_for_step(3)
-    net.run(lambda _: hole("add"), hosts=[2])
+    cut_off(run, 2, True, ways="out")
     start_s = time.monotonic()
     codes = run.done()
     assert time.monotonic() - start_s < patience_s + PATIENCE_S  # not pipeline.peer_timeout_s
     assert set(codes.values()) == {1}, run.text()
     for host in range(2):
-        assert "no connection to host2 for " in run.log(host).read_text(encoding="utf-8"), (
-            run.text()
-        )
-    isolated = run.log(2).read_text(encoding="utf-8")
+        assert "no connection to host2 for " in run.printed(host), run.text()
+    isolated = run.printed(2)
     assert "no connection to " in isolated
     assert "host0 for " in isolated, isolated
 
@@ -151,17 +120,12 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
 def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -> None:
     run = start(net, tmp_path, "train.epochs=500")
     run.wait_for_step(3)
-
-    def kill(_host: int) -> int:
-        (rank,) = named(running(), "thinpipe 1")
-        os.kill(rank.pid, signal.SIGKILL)
-        return 0
-
-    net.run(kill, hosts=[1])
+    (rank,) = named(psutil.Process(run.pids[1]).children(recursive=True), "thinpipe 1")
+    rank.kill()
     run.done()
     cause = "rank 1 on host1: killed by signal 9 (SIGKILL)"
     for host in (0, 2):
-        said = run.log(host).read_text(encoding="utf-8")
+        said = run.printed(host)
         accounts = (f"first failure: {cause}", f"ended because of another rank: {cause}")
         assert any(account in said for account in accounts), run.text()
 
@@ -177,13 +141,7 @@ def test_where_all_meet_a_lost_relay_ends_the_run_at_once(
     assert time.monotonic() - start_s < PATIENCE_S  # the others give it up at once
     assert set(codes.values()) == {1}, run.text()
     said = "the process that connects this machine with the others has ended: it was killed"
-    assert said in run.log(0).read_text(encoding="utf-8"), run.text()
-
-
-def launcher_of(folder: Path, host: int) -> psutil.Process:
-    """All hosts are in one process namespace."""
-    (launcher,) = started_with(f"run.folder={folder}/{host}")
-    return launcher
+    assert said in run.printed(0), run.text()
 
 
 def test_sigterm_to_every_process_of_a_machine_saves_on_all(
@@ -193,26 +151,19 @@ def test_sigterm_to_every_process_of_a_machine_saves_on_all(
     settings = ("train.epochs=500", "checkpoint.every_steps=99999")
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     run.wait_for_step(3)
-
-    def strike(_host: int) -> int:
-        launcher = launcher_of(tmp_path, 1)
-        signal_all((launcher, *launcher.children(recursive=True)), signal.SIGTERM)
-        return 0
-
-    net.run(strike, hosts=[1])
+    launcher = psutil.Process(run.pids[1])
+    signal_all((launcher, *launcher.children(recursive=True)), signal.SIGTERM)
     assert run.done() == {0: 1, 1: 128 + signal.SIGTERM, 2: 1}, run.text()
     steps = [files.steps(tmp_path / str(host) / "checkpoints") for host in range(HOSTS)]
     assert len(steps[0]) == 1, run.text()
     assert steps == [steps[0]] * HOSTS
     for host in range(HOSTS):
-        said = run.log(host).read_text(encoding="utf-8")
+        said = run.printed(host)
         assert f"asked to stop: step {steps[0][0]} is saved, then the run ends" in said
         assert f"stopped: everything up to step {steps[0][0]} is saved" in said
         assert "Traceback" not in said
     for host in (0, 2):
-        assert "not restarted: the run was asked to stop" in run.log(host).read_text(
-            encoding="utf-8"
-        )
+        assert "not restarted: the run was asked to stop" in run.printed(host)
 
 
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
@@ -220,7 +171,7 @@ def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: 
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     latest = tmp_path / "0" / "checkpoints" / "latest"
     wait_until(latest.exists, PATIENCE_S)
-    launcher = launcher_of(tmp_path, 1)
+    launcher = psutil.Process(run.pids[1])
     tree = launcher.children(recursive=True)
     launcher.kill()
     os.waitpid(run.pids.pop(1), 0)

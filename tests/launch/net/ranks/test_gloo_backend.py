@@ -10,10 +10,7 @@ def test_looking_at_sockets_leaves_no_descriptor_behind() -> None:
     """Also of those that are none: a rank looks at each loss, and would run out of them."""
     with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull, "rb"):
         port = server.getsockname()[1]
-        with (
-            socket.create_connection(("127.0.0.1", port)) as client,
-            server.accept()[0],
-        ):
+        with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0]:
             before = os.listdir("/proc/self/fd")
             assert port in gloo_backend._listening("127.0.0.1")
             gloo_backend.break_connections({port})

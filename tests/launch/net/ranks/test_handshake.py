@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,14 +15,7 @@ from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.net.ranks import handshake
-from thinpipe.launch.net.ranks.gather import gather_json
-from thinpipe.launch.net.ranks.handshake import (
-    HandshakeError,
-    Lobby,
-    agree,
-    fresh_name,
-    open_store,
-)
+from thinpipe.launch.net.ranks.handshake import HandshakeError, Lobby, agree, fresh_name, open_store
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist
@@ -37,13 +28,10 @@ def meet(rank: int, world: int, facts: list[dict[str, object]], wait_s: float = 
         return str(error)
 
 
-def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
+def test_every_rank_gets_the_same_run_id_or_names_the_one_that_differs(ranks: Ranks) -> None:
     first, second, third = ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
     assert first == second == third
     assert isinstance(first, int)
-
-
-def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
     facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
     for reported in ranks(2, meet, 2, facts):
         assert reported.endswith("rank 1 has x.y = 3, rank 0 has 2")
@@ -71,88 +59,35 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
         agree(store, rank, 3, {}, problem=None, wait_s=0.1)
 
 
-class Patience:
-    """The first rank's clock: its wait is over when it has looked for all that come."""
-
-    def __init__(self, come: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._missing, self._looks, self._polled = come - 1, 0, handshake._polled
-        self.first: int | None = None
-        monkeypatch.setattr(handshake, "time", self)
-        monkeypatch.setattr(handshake, "_polled", self._answered)
-
-    sleep = staticmethod(time.sleep)
-
-    def monotonic(self) -> float:
-        if threading.get_ident() != self.first:
-            return 0.0
-        self._looks += not self._missing
-        return 2.0 * PATIENCE_S * (self._looks > 2)  # it looks twice for each time it checks
-
-    def _answered(self, store: dist.Store, key: str, *others: Any) -> str:
-        self._missing -= key.startswith("absent/")
-        return self._polled(store, key, *others)
-
-
-def come(rank: int, world: int, clock: Patience) -> tuple[str, dist.Store]:
-    """What a rank says, and the store, which ends with the first rank's."""
-    if rank == 0:
-        clock.first = threading.get_ident()
-    store = open_store(rank, wait_s=PATIENCE_S)
-    try:
-        fresh_name(store, rank, world, Lobby(world, PATIENCE_S, str), wait_s=PATIENCE_S)
-    except HandshakeError as error:
-        return str(error), store
-    return "all came", store
-
-
-@pytest.mark.parametrize(
-    ("came", "world", "reported"),
-    [
-        ([0, 1], 2, "all came"),
-        ([0, 1], 3, "rank 2 did not join within 240 s; is it started, and can it reach {where}?"),
-        ([2, 0], 4, "ranks 1, 3 did not join within 240 s; are they started, and can they reach "),
-    ],
-)
-def test_whoever_came_names_all_that_did_not(
-    monkeypatch: pytest.MonkeyPatch, came: list[int], world: int, reported: str
-) -> None:
-    """The ranks are threads."""
-    where = f"127.0.0.1:{free_port()}"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", where.split(":")[1])
-    clock = Patience(len(came), monkeypatch)
-    with ThreadPoolExecutor(2) as ranks:
-        for message, _ in list(ranks.map(come, came, [world] * 2, [clock] * 2)):
-            assert message.startswith(reported.format(where=where))
-
-
 def test_ranks_say_at_once_for_whom_they_wait_and_why_it_is_in_vain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By hand with a wrong WORLD_SIZE: two of three have come, and no more will."""
+    """By hand with a wrong WORLD_SIZE: two of four have come, and no more will."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(handshake, "_SAY_S", 0.0)
     said: dict[int, list[str]] = {0: [], 1: []}
-    why = {0: "3 processes were started", 1: None}  # on rank 1 as well, if it is a wrong number
+    why = {0: "4 processes were started", 1: None}  # on rank 1 as well, if it is a wrong number
+    place = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    absent = f"ranks 2, 3 did not join within .* s; are they started, and can they reach {place}"
 
     def come(rank: int) -> None:
-        lobby = Lobby(3, PATIENCE_S, said[rank].append, why[rank])
+        lobby = Lobby(4, PATIENCE_S, said[rank].append, why[rank])
         with lobby.connecting():
             store = open_store(rank, wait_s=PATIENCE_S)
-        with pytest.raises(HandshakeError, match=f"^{why[rank] or ''}.*rank 2 did not join"):
-            fresh_name(store, rank, 3, lobby, wait_s=1 if rank == 0 else PATIENCE_S)
+        with pytest.raises(HandshakeError, match=f"^{f'{why[0]}; ' * (1 - rank)}{absent}"):
+            fresh_name(store, rank, 4, lobby, wait_s=3 if rank == 0 else PATIENCE_S)
 
-    with ThreadPoolExecutor(2) as ranks:
+    with ThreadPoolExecutor(1) as ranks:
         second = ranks.submit(come, 1)
         until(lambda: said[1])  # there is no store yet
-        list(ranks.map(come, [0]))
+        come(0)
         second.result()
-    where = f"of 3 (WORLD_SIZE) at 127.0.0.1:{os.environ['MASTER_PORT']}, "
+    where = f"of 4 (WORLD_SIZE) at {place}, "
     assert said[1][0].startswith(f"waiting for rank 0 {where}24")
-    assert said[1][-1].startswith(f"waiting for rank 2 {where}2")
+    assert said[1][-1].startswith(f"waiting for ranks 2, 3 {where}2")
     last = said[0][-1]
-    assert last.startswith(f"3 processes were started; waiting to tell rank 2 {where}2")
+    assert last.startswith(f"{why[0]}; waiting to tell ranks 2, 3 {where}2")
     assert last.endswith(" s left (pipeline.peer_timeout_s)")
 
 
@@ -209,16 +144,6 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
         assert life(number) == [(str(number), True)] * 2
     with pytest.raises(HandshakeError, match="rank 1 did not join within 0 s"):
         fresh_name(store, 0, 2, Lobby(2, 0.2, str), wait_s=0.2)
-
-
-def tell(rank: int) -> list[object]:
-    transport = GlooTransport(3, 1, timeout_s=120)
-    return gather_json(transport, {"rank": rank, "text": "ä" * 10 * rank})
-
-
-def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
-    for found in ranks(3, tell):
-        assert found == [{"rank": r, "text": "ä" * 10 * r} for r in range(3)]
 
 
 def wrong_world(rank: int) -> str:

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -40,8 +40,10 @@ def foreign_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def waited(run_file: Path, port: int) -> str:
-    """Output of a machine that waits for two others at a port."""
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_single_machine_times_out(run_file: Path, foreign_port: int, is_foreign: bool) -> None:
+    """Another program at the port does not make it wait longer."""
+    port = foreign_port if is_foreign else free_port()
     limit = ["--set", f"pipeline.peer_timeout_s={LIMIT_S}"]
     start_s = time.monotonic()
     done = thinpipe(run_file, *limit, "--nnodes", "3", "--rdzv", f"127.0.0.1:{port}")
@@ -51,27 +53,30 @@ def waited(run_file: Path, port: int) -> str:
     first, last = done.stderr.splitlines()
     assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
     assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not join within {limits}: ")
-    return last
+    why = "(is the port in use by another program?)" if is_foreign else "only 1 joined"
+    assert f"{why}; run `thinpipe doctor`" in last
 
 
-def come(name: str, port: int, restarts: int) -> Rendezvous:
-    network = several_machines(NetworkConfig(), f"127.0.0.1:{port}", 2, limit_s=60, log=str)
-    given: dict[str, Any] = {"limit_s": 1e6, "opened": id, "stop": Stop(), "restarts": restarts}
-    return Rendezvous(replace(network, host=name), 2, {}, **given)
+@pytest.fixture
+def come(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Rendezvous]]:
+    """Has a machine of a name come to a run with so many restarts; there are no ranks."""
+    monkeypatch.setattr(fork_server, "revive", lambda: None)
+    place, hosts = f"127.0.0.1:{free_port()}", list[Rendezvous]()
+
+    def come(name: str, restarts: int) -> Rendezvous:
+        network = several_machines(NetworkConfig(), place, 2, limit_s=60, log=str)
+        given: dict[str, Any] = {"limit_s": 1e6, "opened": id, "stop": Stop(), "restarts": restarts}
+        hosts.append(Rendezvous(replace(network, host=name), 2, {}, **given))
+        return hosts[-1]
+
+    yield come
+    for host in hosts:
+        host._timer.cancel()
 
 
 def join(hosts: list[Rendezvous]) -> None:
-    joined: list[int] = []
-
-    def wait(host: Rendezvous) -> None:
-        joined.append(host.next_rendezvous().rank)
-
-    threads = [threading.Thread(target=wait, args=[host], daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(joined) == [0, 1]
+    with ThreadPoolExecutor(2) as pool:
+        assert {met.rank for met in pool.map(Rendezvous.next_rendezvous, hosts)} == {0, 1}
 
 
 class Slow:
@@ -92,33 +97,23 @@ class Slow:
 
 
 def test_a_machine_that_is_let_in_while_it_looks_is_not_rejected(
-    monkeypatch: pytest.MonkeyPatch,
+    come: Callable[[str, int], Rendezvous],
 ) -> None:
-    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
-    port = free_port()
-    here, there = (come(name, port, restarts=0) for name in ("h0", "h1"))
+    here, there = (come(name, 0) for name in ("h0", "h1"))
     slow: Any = Slow(there._store)
     there._store = slow
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(there.next_rendezvous)
         assert slow.looks.wait(PATIENCE_S)
         assert here.next_rendezvous().rank + joining.result().rank == 1
-    for host in (here, there):
-        assert host._wait is not None
-        host._wait.over()
 
 
-def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
-    port = free_port()
-    here, _ = hosts = [come(name, port, restarts=1) for name in ("h0", "h1")]
+def test_a_machine_that_does_not_come_back_is_named(come: Callable[[str, int], Rendezvous]) -> None:
+    here, _ = hosts = [come(name, 1) for name in ("h0", "h1")]
     join(hosts)
     here._limit_s = 0.1  # the first round's was long enough for any start
     with pytest.raises(RendezvousTimeoutError, match="machine h1 did not come within 0 s"):
         here.next_rendezvous()
-    for host in hosts:
-        assert host._wait is not None
-        host._wait.over()
 
 
 def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +147,12 @@ def test_who_joins_where_no_run_answers_is_told_soon(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_machine_that_is_started_twice_does_not_harm_the_run(
-    restarts: int, monkeypatch: pytest.MonkeyPatch
+    restarts: int, come: Callable[[str, int], Rendezvous]
 ) -> None:
     """Only where the run starts again after failures it may be one that has come back."""
-    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
-    port = free_port()
-    hosts = [come(name, port, restarts) for name in ("h0", "h1")]
+    hosts = [come(name, restarts) for name in ("h0", "h1")]
     join(hosts)
-    again = come("h1", port, restarts)
+    again = come("h1", restarts)
     if restarts == 0:
         with pytest.raises(RendezvousTimeoutError, match=r"2 machines already \((h0, h1|h1, h0)\)"):
             again.next_rendezvous()
@@ -168,16 +161,3 @@ def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     for host in hosts:
         host._looked_s = 0.0
         assert host.num_nodes_waiting() == restarts
-    for host in (*hosts, again):
-        assert host._wait is not None
-        host._wait.over()
-
-
-def test_a_single_machine_times_out(run_file: Path) -> None:
-    assert "only 1 joined; run `thinpipe doctor`" in waited(run_file, free_port())
-
-
-def test_another_program_at_the_port_does_not_extend_the_timeout(
-    run_file: Path, foreign_port: int
-) -> None:
-    assert "(is the port in use by another program?)" in waited(run_file, foreign_port)

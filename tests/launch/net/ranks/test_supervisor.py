@@ -53,14 +53,11 @@ def start(body: str) -> subprocess.Popen[str]:
     ],
 )
 def test_the_end_of_a_rank_is_passed_on(body: str, code: int, said: str) -> None:
-    supervisor = start(body)
-    assert supervisor.wait(PATIENCE_S) == code
-    assert supervisor.stderr is not None
-    line = supervisor.stderr.readline()
-    assert line.startswith(f"rank 3{said}") or not said
-    for pipe in (supervisor.stdin, supervisor.stdout, supervisor.stderr):
-        assert pipe is not None
-        pipe.close()
+    with start(body) as supervisor:
+        assert supervisor.wait(PATIENCE_S) == code
+        assert supervisor.stderr is not None
+        line = supervisor.stderr.readline()
+        assert line.startswith(f"rank 3{said}") or not said
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -68,16 +65,13 @@ def test_who_was_asked_to_stop_does_not_go_on_after_its_rank(asked: bool) -> Non
     """torch's agent, which asked, reads no results any more: it would wait half a minute."""
     ready = "time.sleep(1); print(1, flush=True)"
     ends = f"signal.signal(15, lambda *_: os._exit(0)); {ready}; time.sleep(60)"
-    supervisor = start(ends if asked else ready)
-    assert supervisor.stdout is not None
-    assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n", "1\n"]
-    if asked:
-        supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(PATIENCE_S) == 0
-    assert ("goes on" in supervisor.stdout.read()) == (not asked)
-    for pipe in (supervisor.stdin, supervisor.stdout, supervisor.stderr):
-        assert pipe is not None
-        pipe.close()
+    with start(ends if asked else ready) as supervisor:
+        assert supervisor.stdout is not None
+        assert [supervisor.stdout.readline() for _ in range(2)] == ["runs\n", "1\n"]
+        if asked:
+            supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(PATIENCE_S) == 0
+        assert ("goes on" in supervisor.stdout.read()) == (not asked)
 
 
 def test_signals_reach_the_rank_and_are_not_reported() -> None:

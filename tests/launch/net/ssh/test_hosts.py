@@ -15,6 +15,12 @@ from thinpipe.launch.start_hosts import check_run
 GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
 
 
+def load(tmp_path: Path, text: str) -> HostsConfig:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    return load_hosts(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -43,11 +49,9 @@ GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
 def test_invalid_hosts_files_are_rejected_naming_the_key(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    path = tmp_path / "hosts.toml"
-    path.write_text(text)
     with pytest.raises(ConfigError) as rejected:
-        load_hosts(path)
-    assert str(rejected.value).startswith(f"{path}: ")
+        load(tmp_path, text)
+    assert str(rejected.value).startswith(f"{tmp_path / 'hosts.toml'}: ")
     assert message in str(rejected.value)
     assert len(str(rejected.value).splitlines()) == 1  # one error, one line
 
@@ -59,12 +63,6 @@ layers = 4
 cuts = [1, 2, 3]
 """
 TWO = '[[host]]\nname = "a"\ncheckout = "x"\nranks = 3\n[[host]]\nname = "b"\ncheckout = "x"\n'
-
-
-def load(tmp_path: Path, text: str) -> HostsConfig:
-    path = tmp_path / "hosts.toml"
-    path.write_text(text)
-    return load_hosts(path)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,6 @@ def test_machines_may_have_unequal_shares(
     check_run(hosts, str(run), [])
     own = [command[-1] for command in ssh_commands(hosts, Start("run.toml")).values()]
     assert ["--ranks 3" in own[0], "--ranks 1" in own[1]] == [True, True]
-
-
-def test_shares_are_given_for_all_machines_or_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host.1.ranks: not given, as other hosts have it"):
         load(tmp_path, TWO)
 
@@ -110,11 +105,9 @@ def test_an_alias_of_ssh_is_resolved_for_the_others(
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert rendezvous(load(tmp_path, GOOD.replace('"a"', f'"{name}"'))) == found
-
-
-def test_without_ssh_a_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert rendezvous(load(tmp_path, GOOD)) == "a:29500"
+    assert rendezvous(load(tmp_path, GOOD)) == "a:29500", "without ssh"
 
 
 def test_an_ipv6_address_is_in_brackets_where_something_follows_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`thinpipe launch` with OpenSSH itself: connections that break, files, and whole runs."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from thinpipe.launch.view.report.metrics import read_metrics
 pytestmark = [pytest.mark.dist, needs_sshd]
 
 PAGE = Path(__file__).parents[4] / "docs" / "own_code.md"
+PROGRAM = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
 HOST = """
 [[host]]
 name = "{name}"
@@ -81,30 +83,21 @@ def test_a_connection_that_is_lost_is_not_one_that_could_not_be_made(
 
 def test_files_arrive_as_they_are(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
     hosts, here = one_host(tmp_path), tmp_path / "here"
-    here.mkdir()
-    (here / "runs of mine").mkdir()
+    (here / "runs of mine").mkdir(parents=True)
     (here / "runs of mine/r.toml").write_text('extends = "../base.toml"\n[train]\nlr = 1e-3\n')
     (here / "base.toml").write_text("[train]\nepochs = 7\n")
     (here / "data").mkdir()
     (here / "data/a.bin").write_bytes(bytes(range(256)) * 4096)
     (here / "run.key").write_text("secret")
     (here / "run.key").chmod(0o600)
-    previous = Path.cwd()
-    os.chdir(here)
-    try:
+    with contextlib.chdir(here):
         start = Start("runs of mine/r.toml")
-        found = files_to_copy(start, [Path("data"), Path("run.key")])
-        copy_files(hosts, found)
+        copy_files(hosts, files_to_copy(start, [Path("data"), Path("run.key")]))
         with pytest.raises(ConfigError, match=r"gone.py: no such file"):
             files_to_copy(start, [Path("gone.py")])
-    finally:
-        os.chdir(previous)
     there = tmp_path / "checkout"
-    for name in ("runs of mine/r.toml", "data/a.bin", "run.key"):
+    for name in ("runs of mine/r.toml", "base.toml", "data/a.bin", "run.key"):
         assert (there / name).read_bytes() == (here / name).read_bytes()
-    assert (there / "base.toml").read_text(encoding="utf-8") == (here / "base.toml").read_text(
-        encoding="utf-8"
-    )
     assert (there / "run.key").stat().st_mode & 0o777 == 0o600
     (there / "data").chmod(0o755)
     absolute = tmp_path / "elsewhere.toml"
@@ -164,7 +157,7 @@ def test_the_documented_program_on_two_hosts_with_unequal_shares(tmp_path: Path)
     assert losses[-1] < losses[0]
     assert not (second / "mine.safetensors").exists()
     found: dict[str, object] = {}
-    exec(PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("pipe = ")[0], found)
+    exec(PROGRAM.split("pipe = ")[0], found)
     whole = found["model"]()  # type: ignore[operator]
     whole.load_state_dict(load_file(first / "mine.safetensors"))
     ranks = {path.name for path in (second / "runs/mine/checkpoints").rglob("*rank*")}
@@ -177,9 +170,7 @@ def write_here(tmp_path: Path) -> None:
     here.mkdir()
     for number in range(2):
         (tmp_path / f"box{number}").mkdir()
-    (here / "mine.py").write_text(
-        PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    )
+    (here / "mine.py").write_text(PROGRAM)
     torch.manual_seed(0)
     rows = torch.randint(600, (16, 1)) + torch.arange(9)
     torch.save((rows % 600).repeat(8, 1), here / "train.pt")

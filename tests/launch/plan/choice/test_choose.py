@@ -26,15 +26,22 @@ CONFIG = {
 }
 
 
+TUNED = {**CONFIG, "train": {"batch_size": 16, "epochs": 4}}
+
+
 def cluster(*, gbps: float = 1.0, memory_gb: float | None = None) -> Cluster:
+    """Two machines each in two regions."""
     here = {"hosts": 2} | ({} if memory_gb is None else {"memory_gb": memory_gb})
-    return parse_cluster(
-        {
-            "regions": {"Ohio": here, "Tokyo": here},
-            "inside": {"latency_ms": 1, "gbps": 1},
-            "links": [["Ohio", "Tokyo", 80, gbps]],
-        }
-    )
+    links = [["Ohio", "Tokyo", 80, gbps]]
+    regions = {"Ohio": here, "Tokyo": here}
+    inside = {"latency_ms": 1, "gbps": 1}
+    return parse_cluster({"regions": regions, "inside": inside, "links": links})
+
+
+def pair(gbps: float, latency_ms: float = 1, **fields: float) -> Cluster:
+    """Two machines."""
+    inside = {"latency_ms": latency_ms, "gbps": gbps}
+    return parse_cluster({"regions": {"here": {"hosts": 2, **fields}}, "inside": inside})
 
 
 def chosen(found: Cluster, *, run: dict[str, object] = CONFIG) -> list[PlannedRun]:
@@ -87,20 +94,12 @@ def test_a_model_that_fits_no_machine_is_cut() -> None:
         chosen(cluster(memory_gb=0.15))
 
 
-def slow(config: dict[str, object], gbps: float) -> PlannedRun:
-    """Equal links between two machines of a run with two replicas."""
-    regions = {"regions": {"here": 2}, "inside": {"latency_ms": 1, "gbps": gbps}}
-    train = {"train": {"batch_size": 16, "epochs": 4}}
-    found = RunConfig.model_validate({**CONFIG, **train, **config})
-    memory, there = [MEMORY] * 4, parse_cluster(regions)
-    return choose(found, [BLOCK] * 4, there, memory=memory)[0]
-
-
 @pytest.mark.slow
 def test_the_exchange_is_as_faithful_as_the_links_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas of 4 M parameters that are tuned; they compute for about a second."""
     monkeypatch.setattr(RunConfig, "pretrained", True)
-    quick, middling, slowest = (slow({}, gbps) for gbps in (10.0, 0.02, 0.0015))
+    rates = (10.0, 0.02, 0.0015)
+    quick, middling, slowest = (chosen(pair(gbps), run=TUNED)[0] for gbps in rates)
     assert all(choice.workload.stages == 1 for choice in (quick, middling))
     assert quick.gradcomp == {"method": "allreduce", "allreduce": {}}
     fractions = [choice.gradcomp["ef_gradients"]["fraction"] for choice in (middling, slowest)]
@@ -122,19 +121,17 @@ def test_exchanges_are_offered_from_the_fewest_bytes_to_the_most(
 
 
 def test_a_method_with_an_optimizer_of_its_own_is_kept() -> None:
-    assert slow({"gradcomp": {"method": "demo"}}, 10.0).gradcomp["method"] == "demo"
+    run = {**TUNED, "gradcomp": {"method": "demo"}}
+    assert chosen(pair(10.0), run=run)[0].gradcomp["method"] == "demo"
 
 
 @pytest.mark.slow
 def test_bits_are_raised_where_links_allow_it() -> None:
     """A model of 4 blocks that a machine has no memory for."""
-    wide = {"model": {"layers": 4, "width": 512, "heads": 4}}
+    wide = {**TUNED, "model": {"layers": 4, "width": 512, "heads": 4}}
     found = {}
     for gbps in (10.0, 0.005):
-        regions = {"regions": {"here": {"hosts": 2, "memory_gb": 0.25}}}
-        regions |= {"inside": {"latency_ms": 1, "gbps": gbps}}
-        train = {"train": {"batch_size": 16, "epochs": 4}}
-        best = chosen(parse_cluster(regions), run={**CONFIG, **wide, **train})[0]
+        best = chosen(pair(gbps, memory_gb=0.25), run=wide)[0]
         assert best.config.pipeline.stages == 2
         found[gbps] = best.specs[best.config.pipeline.cuts[0], "forward"].fidelity("forward")
     assert found[10.0] == 32
@@ -143,11 +140,7 @@ def test_bits_are_raised_where_links_allow_it() -> None:
 
 def test_another_schedule_is_chosen_where_it_is_faster() -> None:
     """Two stages far apart: GPipe waits for every message, Deep1F1B hides them."""
-    regions = {"regions": {"here": {"hosts": 2, "memory_gb": 0.25}}}
-    regions |= {"inside": {"latency_ms": 200, "gbps": 1}}
-    run = {
-        **CONFIG,
-        "pipeline": {"cuts": [2], "microbatches": 16, "schedule": "1F1B", "device": "cpu"},
-    }
-    best = chosen(parse_cluster(regions), run=run)[0]
+    pipeline = {"cuts": [2], "microbatches": 16, "schedule": "1F1B", "device": "cpu"}
+    far = pair(1, latency_ms=200, memory_gb=0.25)
+    best = chosen(far, run={**CONFIG, "pipeline": pipeline})[0]
     assert best.config.pipeline.schedule in ("Deep1F1B", "GPipe")

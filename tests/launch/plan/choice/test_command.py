@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from thinpipe.launch.cli import app
+from tests.invoking import invoke
 from thinpipe.launch.config.run import load_config
 
 RUN = """[model]
@@ -28,11 +27,6 @@ method = "cocktail"
 """
 
 
-def plan(path: Path, *options: str) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["plan", str(path), *options], env={"COLUMNS": "200"})
-    return done.exit_code, " ".join(done.output.split())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ['"1F1B"', '"LoopedBFS"\nranks = 1', '"Deep1F1B"\nranks = 2\ndepth = 4']
@@ -45,7 +39,8 @@ def test_what_is_applied_is_a_valid_run(
     run.write_text(RUN.replace('"1F1B"', schedule))
     regions = {"regions": {"Ohio": 2, "Tokyo": 2}, "inside": {"latency_ms": 1, "gbps": 1}}
     net.write_text(json.dumps(regions | {"links": [["Ohio", "Tokyo", 60, 0.05]]}))
-    code, output = plan(run, "--network", str(net), "--place", "--apply", "--seconds", "1")
+    options = ("--place", "--apply", "--seconds", 1)
+    code, output = invoke("plan", run, "--network", net, *options)
     assert code == 0, output
     assert "predicted step" in output
     written = load_config(run, [])
@@ -63,6 +58,6 @@ def test_what_is_applied_is_a_valid_run(
 def test_seconds_without_place_are_rejected(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(RUN)
-    code, output = plan(run, "--seconds", "5")
+    code, output = invoke("plan", run, "--seconds", 5)
     assert code == 2
     assert "--seconds = 5: is for --place" in output

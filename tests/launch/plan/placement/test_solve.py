@@ -78,31 +78,28 @@ def test_more_rounds_are_not_worse() -> None:
     assert costs == sorted(costs, reverse=True)
 
 
+def equal_links(hosts: list[Host]) -> Cluster:
+    shape = (len(hosts), len(hosts))
+    return Cluster(tuple(hosts), np.full(shape, 1e9), np.zeros(shape))
+
+
 def test_slow_devices_stay_idle_when_there_are_others() -> None:
-    hosts = tuple(Host(name=f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6))
-    alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
+    alike = equal_links([Host(name=f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6)])
     found = solve_step(alike, small_workload(2, 2, 0), rounds=2)
     assert not {0, 3} & set(found.grid_RP.ravel().tolist())
 
 
 def test_a_stage_goes_where_its_memory_is() -> None:
-    hosts = tuple(Host(name=f"h{n}", memory_gb=8 if n in (1, 4) else 2) for n in range(6))
-    alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
+    alike = equal_links([Host(name=f"h{n}", memory_gb=8 if n in (1, 4) else 2) for n in range(6)])
     work = dataclasses.replace(small_workload(3, 2, 0), memory=(1e9, 1e9, 5e9))
     assert set(solve_step(alike, work, rounds=2).grid_RP[:, 2].tolist()) == {1, 4}
 
 
 def test_a_stage_that_fits_nowhere_is_rejected() -> None:
-    hosts = tuple(Host(name=f"h{n}", memory_gb=4) for n in range(4))
-    alike = Cluster(hosts, np.full((4, 4), 1e9), np.zeros((4, 4)))
+    alike = equal_links([Host(name=f"h{n}", memory_gb=4) for n in range(4)])
     work = dataclasses.replace(small_workload(2, 2, 0), memory=(1e9, 5e9))
     with pytest.raises(ValueError, match="stage 1 needs 5 GB and only 0 of 4 devices have that"):
         solve_step(alike, work)
-
-
-def test_too_few_devices_are_rejected() -> None:
-    with pytest.raises(ValueError, match="3 stages x 4 replicas need 12 devices"):
-        solve_step(random_cluster(11, 0), small_workload(3, 4, 0))
 
 
 def test_messages_are_counted_on_the_links_that_carry_them() -> None:

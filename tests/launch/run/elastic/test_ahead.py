@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tests.waiting import until
 from thinpipe.launch.run.elastic import ahead, messages
 from thinpipe.launch.run.elastic.ahead import Giver, Givers, Taker
-from thinpipe.launch.run.elastic.messages import now_and_then
+from thinpipe.launch.run.elastic.messages import Tell, now_and_then
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.weights import as_bytes
 from thinpipe.pipeline.comm.errors import TransportError
@@ -65,6 +66,13 @@ class Built:
 
 def gone_on(giver: Giver) -> bool:
     return giver.goes_on(has_met=False)
+
+
+def taken(other: Any, coming: list[Tensor], tell: Tell = lambda _: None) -> Taker:
+    """What a newcomer has when all that is coming has come."""
+    taker = Taker(other, lambda: lambda tensor: tensor.copy_(coming.pop(0)), tell)
+    taker._thread.join(20)
+    return taker
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
@@ -127,9 +135,7 @@ def test_a_copy_is_made_in_the_middle_of_a_step_but_not_of_the_optimizers() -> N
     built.optimizer.step()
     givers.end()
     assert ended.wait(20)
-    taker = Taker(other, lambda: lambda tensor: tensor.copy_(coming.pop(0)))  # type: ignore[arg-type]
-    taker._thread.join(20)
-    assert taker.steps == 1
+    assert taken(other, coming).steps == 1
     assert other.layer.weight.equal(built.layer.weight)
 
 
@@ -183,13 +189,9 @@ def test_an_optimizer_may_step_in_another_or_fail(fails: bool) -> None:
         built.step()
     built.optimizer.param_groups[0]["lr"] = 0.1
     built.step()
-    taken = []
-    thread = threading.Thread(
-        target=lambda: taken.append(givers.give(sent.append, lambda: None, 0.1, lambda _: None))
-    )
-    thread.start()
-    thread.join(20)
-    assert taken == [0]
+    with ThreadPoolExecutor(1) as pool:  # another thread than the optimizer's
+        nbytes = pool.submit(givers.give, sent.append, lambda: None, 0.1, lambda _: None)
+        assert nbytes.result(20) == 0
     assert not sent
 
 
@@ -217,12 +219,7 @@ def test_of_local_steps_moments_come_once_and_the_global_model_as_it_is(
     if damaged:
         moments = max(coming, key=len)
         moments[0] ^= 1
-
-    def receive(tensor: Tensor) -> None:
-        tensor.copy_(coming.pop(0))
-
-    taker = Taker(other, lambda: receive)  # type: ignore[arg-type]
-    taker._thread.join(20)
+    taker = taken(other, coming)
     found = other.optimizer.state_dict()["state"][0]["exp_avg"]
     assert taker.has_state == torch.equal(found, expected) == (not damaged)
     assert torch.equal(other.layer.weight, other_weight)
@@ -240,13 +237,7 @@ def test_both_ends_say_how_much_of_a_state_is_left(monkeypatch: pytest.MonkeyPat
     giver.give(lambda part: coming.append(part.clone()), lambda: None, 1, tell)
     assert said[-1] == "sent: 0.0 MB are left"
     said.clear()
-
-    def receive(tensor: Tensor) -> None:
-        tensor.copy_(coming.pop(0))
-
-    tell = now_and_then(said.append, "taken")
-    taker = Taker(other, lambda: receive, tell)  # type: ignore[arg-type]
-    taker._thread.join(20)
+    taken(other, coming, now_and_then(said.append, "taken"))
     assert said == ["taken: 0.0 MB are left"]  # and nothing once all is there
 
 
@@ -304,15 +295,9 @@ def test_a_newcomer_makes_no_room_for_more_than_its_model_needs(
 ) -> None:
     """A header of 1 TB, or one that announces a tensor of 4 TB."""
     text = json.dumps(length).encode() if isinstance(length, dict) else b""
-    coming = [torch.tensor([len(text) if text else length])]
+    coming = [as_bytes(torch.tensor([len(text) if text else length]))]
     coming += [torch.frombuffer(bytearray(text), dtype=torch.uint8)] if text else []
-
-    def receive(tensor: Tensor) -> None:
-        tensor.copy_(as_bytes(coming.pop(0)))
-
-    taker = Taker(Built(), lambda: receive)  # type: ignore[arg-type]
-    taker._thread.join(20)
-    assert not taker.has_state
+    assert not taken(Built(), coming).has_state
     assert "a state was not taken ahead: ValueError: the other end offers" in caplog.text
 
 

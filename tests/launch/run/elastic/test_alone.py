@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from tests.launch.run.elastic.test_sections import WAIT_S, end, joined, shared
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import members
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.net.ranks.failures import Losses
 from thinpipe.launch.run.elastic import generations, sections
 from thinpipe.pipeline.comm.errors import SilentError, TransportError
+
+pytestmark = pytest.mark.dist
 
 
 def at_different_steps(rank: int, port: int) -> dict[str, Any]:
@@ -46,11 +47,9 @@ def at_different_steps(rank: int, port: int) -> dict[str, Any]:
     return {"alone": alone, "results": results, "told": run.told, "from": run.shared_from}
 
 
-@pytest.mark.dist
-def test_replicas_that_are_at_different_steps_lose_one(ranks: Ranks) -> None:
+def test_replicas_that_are_at_different_steps_lose_one() -> None:
     """No step is done again, and both know from which one on samples are shared anew."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _ = ranks(3, at_different_steps, store.port)
+    first, second, _ = members(3, at_different_steps)
     for rank, found in enumerate((first, second)):
         assert found["alone"] == [*range(6)]
         assert found["results"] == [[0, 1]]
@@ -80,20 +79,16 @@ def one_is_late(rank: int, port: int, least: int) -> dict[str, Any]:
     return {"results": results, "told": run.told}
 
 
-@pytest.mark.dist
-def test_a_replica_that_is_late_for_a_section_is_left_out(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, late, third = ranks(3, one_is_late, store.port, 2)
+def test_a_replica_that_is_late_for_a_section_is_left_out() -> None:
+    first, late, third = members(3, one_is_late, 2)
     for found in (first, third):
         assert found["results"] == [0, 2]
         assert found["told"][0][2] == "lost: ranks [1], which came too late"
     assert late["ended"].endswith("the others go on without it, as its replica is lost")
 
 
-@pytest.mark.dist
-def test_a_late_replica_is_waited_for_if_too_few_would_be_left(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for found in ranks(3, one_is_late, store.port, 3):
+def test_a_late_replica_is_waited_for_if_too_few_would_be_left() -> None:
+    for found in members(3, one_is_late, 3):
         assert found["results"] == [0, 1, 2]
 
 
@@ -118,10 +113,8 @@ def one_is_slow_as_an_exchange_breaks(rank: int, port: int) -> dict[str, Any]:
     return {"results": elastic.together(share)}
 
 
-@pytest.mark.dist
-def test_a_slow_replica_is_not_left_out_for_anothers_silence(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for found in ranks(3, one_is_slow_as_an_exchange_breaks, store.port):
+def test_a_slow_replica_is_not_left_out_for_anothers_silence() -> None:
+    for found in members(3, one_is_slow_as_an_exchange_breaks):
         assert found["results"] == [0, 1, 2]
 
 
@@ -162,10 +155,8 @@ def one_stage_is_behind(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "forgot": forgotten}
 
 
-@pytest.mark.dist
-def test_a_step_of_a_replica_by_itself_counts_for_all_its_ranks(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, *lost = ranks(4, one_stage_is_behind, store.port)
+def test_a_step_of_a_replica_by_itself_counts_for_all_its_ranks() -> None:
+    first, second, *lost = members(4, one_stage_is_behind)
     assert first["results"] == [[0, 1], [10, 11], [20, 21], [0, 1]]
     assert second["results"] == [[0, 1], [10, 11, "taken"], [20, 21], [0, 1]]
     assert second["forgot"] == []

@@ -80,10 +80,7 @@ class Started:
         path.write_text(RUN.format(folder=self.folder, text=folder / "text.txt", method=method))
         words = [word for change in changes for word in ("--set", change)]
         self._process = subprocess.Popen(
-            [*command(path), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*command(path), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.seen: list[psutil.Process] = []
 
@@ -99,6 +96,11 @@ class Started:
     def steps(self) -> int:
         path = self.folder / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
 
     def done(self) -> tuple[int, str]:
         said, _ = self._process.communicate(timeout=PATIENCE_S)
@@ -129,8 +131,7 @@ def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path) -> None:
     rates = [record.lr for record in records[2:]]
     assert rates == sorted(rates, reverse=True), "no jump up"
     assert rates[-1] < 0.01 * rates[0], "it decays to its end"
-    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
     told = Told(run.folder)
     assert told.info.total_steps == records[-1].step
     assert [place["rank"] for place in told.places] == [0]
@@ -164,8 +165,7 @@ def test_it_goes_on_without_a_replica_that_stands_still(folder: Path) -> None:
     assert code == 0, said
     assert "rank 2 on" in said
     assert "no sign of life for 3 s (network.patience_s); from step" in said
-    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
 TWO_BY_TWO = (
@@ -184,9 +184,8 @@ def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path) -> None:
     assert code == 0, said
     assert "lost: rank 3" in said
     assert "rank 2: the others go on without it, as its replica is lost" in said
-    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
-    assert summary["final_loss"] < summary["first_loss"] - 1
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert run.summary["final_loss"] < run.summary["first_loss"] - 1
 
 
 @pytest.mark.slow
@@ -203,8 +202,7 @@ def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
     assert again.returncode == 0, again.stderr
     said = " ".join(again.stdout.split())
     assert "samples go to 3 replicas in place of 2" in said
-    summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
 @pytest.mark.slow
@@ -262,7 +260,7 @@ def test_one_more_replica_needs_a_sample_of_the_epoch(own: bool, done: int, expe
     sampler = EpochSampler(5, batch_size=2, replicas=2, replica=0, seed=0, masks=not own)
     training: Any = SimpleNamespace(
         _sampler=sampler,
-        _done=done,
+        done=done,
         _epoch=sampler.epoch(done),
         _config=SimpleNamespace(model=SimpleNamespace(is_own=own)),
         _session=SimpleNamespace(mesh=SimpleNamespace(replicas=2)),

@@ -26,9 +26,15 @@ __all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def started(net: ShapedNetwork, folder: Path, *settings: str, hosts: int = HOSTS) -> HostsRun:
+def started(
+    net: ShapedNetwork,
+    folder: Path,
+    *settings: str,
+    hosts: int = HOSTS,
+    method: str = "ef_gradients",
+) -> HostsRun:
     (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    config = RUN.format(folder=folder, text=folder / "text.txt", method="ef_gradients")
+    config = RUN.format(folder=folder, text=folder / "text.txt", method=method)
     settings = ("network.patience_s=3", "pipeline.peer_timeout_s=60", *settings)
     return HostsRun(net, folder, config, *settings, hosts=hosts)
 

@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tests.launch.run.elastic.test_generations import RUN, SAMPLES, command
 from tests.launch.run.elastic.test_sections import Recorder, end
+from tests.launch.run.elastic.trained import members
 from tests.ports import free_port
 from tests.processes import named
-from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.overlay.control import OverlayError
@@ -156,10 +156,9 @@ def _admit(rank: int, store: Store, run: Run, elastic: Elastic, visit: str) -> N
 
 @pytest.mark.dist
 @pytest.mark.parametrize("answer_s", [5.0, 0.0])
-def test_a_replica_comes_and_has_the_state_of_the_others(ranks: Ranks, answer_s: float) -> None:
+def test_a_replica_comes_and_has_the_state_of_the_others(answer_s: float) -> None:
     """Also if it is too busy to answer at first."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost, third = ranks(4, lost_then_joined, store.port, 9, answer_s)
+    first, second, lost, third = members(4, lost_then_joined, 9, answer_s)
     assert lost["results"] == [3]
     assert first["results"] == second["results"] == [3, 5, 8]
     assert third["results"] == [8]
@@ -172,10 +171,9 @@ def test_a_replica_comes_and_has_the_state_of_the_others(ranks: Ranks, answer_s:
 
 
 @pytest.mark.dist
-def test_a_rank_is_lost_while_another_is_let_in(ranks: Ranks) -> None:
+def test_a_rank_is_lost_while_another_is_let_in() -> None:
     """Those who are left let it in all the same."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, lost, _, third = ranks(4, lost_then_joined, store.port, 1)
+    first, lost, _, third = members(4, lost_then_joined, 1)
     assert lost["results"] == [3, 5]
     assert first["results"] == [3, 5, 7]
     assert third["results"] == [7]
@@ -184,10 +182,9 @@ def test_a_rank_is_lost_while_another_is_let_in(ranks: Ranks) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("how", [3, UNREACHABLE])
-def test_one_that_is_lost_at_the_door_makes_room_for_the_next(ranks: Ranks, how: int) -> None:
+def test_one_that_is_lost_at_the_door_makes_room_for_the_next(how: int) -> None:
     """Or one that a member cannot reach."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _, lost, fourth = ranks(5, lost_then_joined, store.port, how)
+    first, second, _, lost, fourth = members(5, lost_then_joined, how)
     assert lost["results"] == []
     assert first["results"] == second["results"] == [3, 5, 7, 10]
     assert fourth["results"] == [10]
@@ -225,9 +222,8 @@ def waits_for_its_turn(rank: int, port: int) -> list[float]:
 
 
 @pytest.mark.dist
-def test_a_newcomer_waits_until_another_is_served(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, _, _, third, fourth = ranks(5, waits_for_its_turn, store.port)
+def test_a_newcomer_waits_until_another_is_served() -> None:
+    first, _, _, third, fourth = members(5, waits_for_its_turn)
     assert first == third == fourth == [6]  # the steps of 2, 1 and 3 replicas
 
 
@@ -251,9 +247,8 @@ def nobody_is_missing(rank: int, port: int) -> str:
 
 
 @pytest.mark.dist
-def test_a_run_that_has_all_its_replicas_lets_nobody_in(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert "--join" in ranks(4, nobody_is_missing, store.port)[3]
+def test_a_run_that_has_all_its_replicas_lets_nobody_in() -> None:
+    assert "--join" in members(4, nobody_is_missing)[3]
 
 
 class Launchers:

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.launch.run.elastic.trained import as_rank, leave, ranks_of, stop_asked, train, trains
 from tests.often import mostly_slow
-from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S
 from thinpipe.gradcomp.methods.diloco import DiLoCo
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.reshard import part_name
-from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic import training
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.proof import digest
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.pipeline.mesh import Mesh
 
+pytestmark = pytest.mark.dist
 INTERVAL, LOST = 3, 7
 METHODS = ["diloco", "sparse_loco", "async_average"]
 _SAVING_S = 2.0  # by then the others wait for the exchange, to save what it finds
@@ -54,12 +53,8 @@ def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
 
     training.bring_up = count
 
-    def leave(run: ElasticTraining) -> None:
-        run._elastic.leave("rank 2 is gone")
-        raise SystemExit
-
     def meet(run: ElasticTraining, exchange: Any) -> None:
-        if rank == 2 and lost_as_they_meet and run._done > after:
+        if rank == 2 and lost_as_they_meet and run.done > after:
             leave(run)
         hold(run, exchange)
 
@@ -86,25 +81,18 @@ def loses_and_lets_in(  # noqa: C901  # what each rank does, in turn
     if rank == 3:
         store.wait(["comes"])
         changes.append(f"run.folder={folder}/elsewhere")
-    with (
-        suppress(TerminatedError, SystemExit),
-        as_rank(rank, port, folder, *changes, comes=rank == 3) as rank_run,
-    ):
-        train(rank_run, each)
+    trains(rank, port, folder, *changes, each=each, comes=rank == 3)
     return {"alike": alike, "begins": min(alike), "sent": sent}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("lost_as_they_meet", mostly_slow([False, True], bool))
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("method", mostly_slow(METHODS, "sparse_loco".__eq__))
 def test_replicas_of_local_steps_go_on_and_let_one_in(
-    ranks: Ranks, tmp_path: Path, method: str, overlap: int, lost_as_they_meet: bool
+    tmp_path: Path, method: str, overlap: int, lost_as_they_meet: bool
 ) -> None:
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost, third = ranks(
-        4, loses_and_lets_in, store.port, str(tmp_path), method, overlap, lost_as_they_meet
+    first, second, lost, third = ranks_of(
+        tmp_path, 4, loses_and_lets_in, method, overlap, lost_as_they_meet
     )
     assert first["alike"] == second["alike"]
     assert max(lost["alike"]) == (9 - overlap if lost_as_they_meet else LOST - overlap // 2)
@@ -134,22 +122,15 @@ def saves_between_exchanges(rank: int, port: int, folder: str) -> None:
 
     def each(run: ElasticTraining, step: int) -> None:
         if rank == 1 and step == LOST:
-            run._elastic.leave("rank 1 is gone")
-            raise SystemExit
+            leave(run)
         time.sleep(0.1)  # a save takes longer than a step
 
-    with suppress(SystemExit), as_rank(rank, port, folder, *changes) as rank_run:
-        train(rank_run, each)
+    trains(rank, port, folder, *changes, each=each)
 
 
-@pytest.mark.dist
-def test_a_save_before_the_others_have_met_is_of_those_who_are_left(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_save_before_the_others_have_met_is_of_those_who_are_left(tmp_path: Path) -> None:
     """It can be resumed with two replicas: its parts are theirs."""
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks(3, saves_between_exchanges, store.port, str(tmp_path))
+    ranks_of(tmp_path, 3, saves_between_exchanges)
     saved = {manifest.step: manifest for manifest in files.complete(tmp_path / "run/checkpoints")}
     between = [manifest for step, manifest in saved.items() if LOST + 1 < step < 30]
     assert between, saved.keys()
@@ -179,16 +160,12 @@ def saves_while_an_exchange_fails(rank: int, port: int, folder: str) -> list[int
         except SystemExit:
             training = rank_run._training
             assert isinstance(training, ElasticTraining)
-            training._elastic.leave("rank 1 is gone")
-            raise
+            leave(training)
     return done
 
 
-@pytest.mark.dist
-def test_a_save_in_an_exchange_that_fails_ends_nobody(ranks: Ranks, tmp_path: Path) -> None:
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, lost, third = ranks(3, saves_while_an_exchange_fails, store.port, str(tmp_path))
+def test_a_save_in_an_exchange_that_fails_ends_nobody(tmp_path: Path) -> None:
+    first, lost, third = ranks_of(tmp_path, 3, saves_while_an_exchange_fails)
     assert max(first) == max(third) == 20
     assert max(lost) < 10
     saved = [manifest.step for manifest in files.complete(tmp_path / "run/checkpoints")]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, write_run
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import as_rank, leave, members, write_run
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -73,20 +72,18 @@ def held_out(
                 assert isinstance(training, ElasticTraining)
                 store.set(f"in {rank}", "")
                 if store.check([f"leave {rank}"]):
-                    training._elastic.leave(f"rank {rank} is gone")
-                    raise SystemExit
+                    leave(training)
                 churn.each(training, record.step)
         loss = run.evaluate_on(corpus.evaluation)["loss"]
         number = [training._elastic._generation, len(training._elastic.hosts)]
     return loss, number[0], number[1]
 
 
-def trained(ranks: Ranks, folder: Path, method: str, seed: int, leaves: int) -> Any:
+def trained(folder: Path, method: str, seed: int, leaves: int) -> Any:
     folder.mkdir()
     write_run(folder, lines=6000)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = store.port, str(folder), method, seed, leaves
-    return ranks(WORLD + leaves, held_out, *arguments, limit_s=900)[0]
+    arguments = str(folder), method, seed, leaves
+    return members(WORLD + leaves, held_out, *arguments, limit_s=900)[0]
 
 
 @pytest.mark.dist
@@ -94,13 +91,13 @@ def trained(ranks: Ranks, folder: Path, method: str, seed: int, leaves: int) -> 
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("method", METHODS)
 def test_twenty_leaves_and_joins_cost_no_loss(
-    ranks: Ranks, tmp_path: Path, method: str, record_property: Callable[[str, object], None]
+    tmp_path: Path, method: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Of 400 steps, held out; SEEDS=3 for three seeds."""
     gaps = []
     for seed in SEEDS:
-        calm, *_ = trained(ranks, tmp_path / f"calm{seed}", method, seed, 0)
-        loss, generations, replicas = trained(ranks, tmp_path / f"{seed}", method, seed, LEAVES)
+        calm, *_ = trained(tmp_path / f"calm{seed}", method, seed, 0)
+        loss, generations, replicas = trained(tmp_path / f"{seed}", method, seed, LEAVES)
         record_property(f"seed {seed}", f"{calm:.4f} undisturbed, {loss:.4f}, {generations}")
         assert (generations >= LEAVES, replicas) == (True, WORLD)
         gaps.append(loss - calm)

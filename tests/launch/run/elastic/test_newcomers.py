@@ -1,9 +1,9 @@
 """Replicas that come to a run that trains, and those that it may not have."""
 
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import pytest
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, stop_asked, train, write_run
+from tests.launch.run.elastic.trained import leave, ranks_of, stop_asked, trains
 from tests.often import mostly_slow
-from tests.ranks import Ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.manifest import CheckpointError, step_name
@@ -47,8 +46,7 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
 
     def each(training: ElasticTraining, step: int) -> None:
         if rank == 2 and step == 9:
-            training._elastic.leave("rank 2 is gone")
-            raise SystemExit
+            leave(training)
         if step == 12:
             store.set("comes", "")
         stop_asked(training, store, "rejected")
@@ -58,8 +56,7 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
         store.wait(["comes"], timedelta(seconds=PATIENCE_S))
         changes.append(f"run.folder={saved_later(folder, 1000)}")
     try:
-        with as_rank(rank, port, folder, *changes, comes=rank == 3) as run:
-            train(run, each)
+        trains(rank, port, folder, *changes, each=each, ends=(), comes=rank == 3)
     except (CheckpointError, TerminatedError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -70,12 +67,8 @@ def has_gone_on_elsewhere(rank: int, port: int, folder: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_newcomer_with_later_checkpoints_of_the_run_is_rejected_by_name(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    write_run(tmp_path)
-    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _, third = ranks(4, has_gone_on_elsewhere, store.port, str(tmp_path))
+def test_a_newcomer_with_later_checkpoints_of_the_run_is_rejected_by_name(tmp_path: Path) -> None:
+    first, second, _, third = ranks_of(tmp_path, 4, has_gone_on_elsewhere)
     assert first.startswith("TerminatedError"), first
     assert second.startswith("TerminatedError"), second
     assert f"CheckpointError: {tmp_path / 'elsewhere/checkpoints/step-1000'}: the run, now at" in (
@@ -121,21 +114,17 @@ def joins_while_others_train(rank: int, port: int, folder: str, breaks: bool) ->
     if rank == 3:
         store.wait(["comes"], timedelta(seconds=PATIENCE_S))
         own.append(f"run.folder={folder}/elsewhere")
-    with (
-        suppress(TerminatedError, SystemExit),
-        as_rank(rank, port, folder, *own, comes=rank == 3) as run,
-    ):
-        train(run, lambda training, step: _after(rank, store, training, step, seen))
+    each = partial(_after, rank, store, seen)
+    trains(rank, port, folder, *own, each=each, comes=rank == 3)
     return seen
 
 
 def _after(
-    rank: int, store: TCPStore, training: ElasticTraining, step: int, seen: dict[str, Any]
+    rank: int, store: TCPStore, seen: dict[str, Any], training: ElasticTraining, step: int
 ) -> None:
     seen["steps"].append(step)
     if rank == 2 and step == 9:
-        training._elastic.leave("rank 2 is gone")
-        raise SystemExit
+        leave(training)
     if step == 12:
         store.set("comes", "")
     if rank == 3 and len(seen["steps"]) == 3:
@@ -145,16 +134,12 @@ def _after(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("breaks", mostly_slow([False, True], bool))
-def test_a_newcomer_gets_its_state_while_the_others_train(
-    ranks: Ranks, tmp_path: Path, breaks: bool
-) -> None:
+def test_a_newcomer_gets_its_state_while_the_others_train(tmp_path: Path, breaks: bool) -> None:
     """What is left to send while all wait is next to nothing; after a failure it is all.
 
     Digests are compared after each step.
     """
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _, third = ranks(4, joins_while_others_train, store.port, str(tmp_path), breaks)
+    first, second, _, third = ranks_of(tmp_path, 4, joins_while_others_train, breaks)
     assert first["steps"][-1] == second["steps"][-1] == third["steps"][-1]
     assert len(third["steps"]) >= 3
     assert second["as all waited"] == third["as all waited"] == 0

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.hosts import HostsRun, kill_machine
 from tests.launch.net.overlay.test_run import HOSTS, net
-from tests.launch.run.elastic.test_generations import RUN
+from tests.launch.run.elastic import test_hosts as hosts
 from tests.launch.run.elastic.test_hosts import said_by
 from tests.processes import lives, named
 from tests.waiting import until
@@ -22,7 +22,6 @@ from thinpipe.launch.view.report.metrics import read_metrics
 __all__ = ["net"]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 PIPELINE = (
-    "network.patience_s=3",
     "pipeline.peer_timeout_s=240",
     "pipeline.replicas=1",
     "pipeline.cuts=[1]",
@@ -35,9 +34,7 @@ PIPELINE = (
 
 
 def started(net: ShapedNetwork, folder: Path, *settings: str) -> HostsRun:
-    (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    config = RUN.format(folder=folder, text=folder / "text.txt", method="allreduce")
-    return HostsRun(net, folder, config, *PIPELINE, *settings, hosts=HOSTS - 1)
+    return hosts.started(net, folder, *PIPELINE, *settings, hosts=HOSTS - 1, method="allreduce")
 
 
 def test_a_spare_machine_takes_the_place_of_one_that_was_killed(

@@ -1,7 +1,6 @@
 """A pipeline loses a machine, and another takes its place."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import pytest
 from pydantic import ValidationError
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, train, write_run
+from tests.launch.run.elastic.trained import leave, members, trains, write_run
 from tests.often import mostly_slow
-from tests.ranks import Ranks
 from tests.training import config
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint import files
@@ -55,16 +53,14 @@ def as_place(
         steps.append(step)
         each(training, step)
 
-    with suppress(SystemExit), as_rank(rank, port, folder, *own, comes=rank > 2) as run:
-        train(run, counted)
+    trains(rank, port, folder, *own, each=counted, ends=[SystemExit], comes=rank > 2)
     return steps
 
 
-def leaves(training: Any, port: int, key: str) -> None:
+def lets_in(training: Any, port: int, key: str) -> None:
     """This rank is gone, and another may come."""
     TCPStore("127.0.0.1", port, is_master=False).set(key, "")
-    training._elastic.leave("this rank is gone")
-    raise SystemExit
+    leave(training)
 
 
 def loses_a_stage(
@@ -75,7 +71,7 @@ def loses_a_stage(
     def each(training: Any, step: int) -> None:
         assert isinstance(training, RedoingTraining)
         if rank == place and step == at:
-            leaves(training, port, "comes3")
+            lets_in(training, port, "comes3")
 
     return as_place(rank, port, folder, changes, each)
 
@@ -85,7 +81,7 @@ def loses_two(rank: int, port: int, folder: str, *changes: str) -> list[int]:
 
     def each(training: Any, step: int) -> None:
         if (rank, step) in ((1, 10), (2, 27)):
-            leaves(training, port, f"comes{rank + 2}")
+            lets_in(training, port, f"comes{rank + 2}")
 
     return as_place(rank, port, folder, changes, each)
 
@@ -95,13 +91,12 @@ def told(records: list[StepRecord]) -> list[Any]:
     return [(r.step, r.epoch, r.loss, r.grad_norm, r.lr, r.samples, r.eval) for r in records]
 
 
-def trained(ranks: Ranks, folder: Path, *run: Any) -> tuple[list[list[int]], list[StepRecord]]:
+def trained(folder: Path, *run: Any) -> tuple[list[list[int]], list[StepRecord]]:
     """The steps of each rank, and the records; `run` is a function for ranks and arguments."""
     folder.mkdir()
     write_run(folder, layers=3)
     count, function, *rest = run
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    steps = ranks(count, function, store.port, str(folder), *rest)
+    steps = members(count, function, str(folder), *rest)
     return steps, read_metrics(folder / "run/metrics.jsonl")
 
 
@@ -119,16 +114,16 @@ def trained(ranks: Ranks, folder: Path, *run: Any) -> tuple[list[list[int]], lis
     ),
 )
 def test_what_is_learned_is_the_same_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, lost: tuple[int, int, tuple[str, ...]]
+    tmp_path: Path, lost: tuple[int, int, tuple[str, ...]]
 ) -> None:
     """Also if the last step was that of an epoch. Nothing is cached, and nothing is lossy."""
     place, at, changes = lost
-    steps, records = trained(ranks, tmp_path / "a", 4, loses_a_stage, place, at, *changes)
+    steps, records = trained(tmp_path / "a", 4, loses_a_stage, place, at, *changes)
     left = [steps[other] for other in range(3) if other != place]
     assert left == [[*range(1, STEPS + 1)]] * 2
     assert steps[place] == [*range(1, at + 1)]
     assert steps[3] == [*range(at + 1, STEPS + 1)]
-    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, changes)
+    _, undisturbed = trained(tmp_path / "b", 3, as_place, changes)
     assert told(records) == told(undisturbed)
 
 
@@ -150,10 +145,8 @@ def stops_in_between(rank: int, port: int, folder: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_stop_while_steps_are_done_again_saves_the_step_there_is(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    _, records = trained(ranks, tmp_path / "a", 4, stops_in_between)
+def test_a_stop_while_steps_are_done_again_saves_the_step_there_is(tmp_path: Path) -> None:
+    _, records = trained(tmp_path / "a", 4, stops_in_between)
     last = records[-1].step
     assert last in (9, 10, 11)
     root = tmp_path / "a/run/checkpoints"
@@ -164,24 +157,22 @@ def test_a_stop_while_steps_are_done_again_saves_the_step_there_is(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_second_machine_is_lost_later(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_second_machine_is_lost_later(tmp_path: Path) -> None:
     """The copies that all go back to then were made after the first had been replaced."""
-    steps, records = trained(ranks, tmp_path / "a", 5, loses_two, RAW)
+    steps, records = trained(tmp_path / "a", 5, loses_two, RAW)
     assert steps[0] == [*range(1, STEPS + 1)]
     assert (steps[3], steps[4]) == ([*range(11, STEPS + 1)], [*range(28, STEPS + 1)])
-    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, (RAW,))
+    _, undisturbed = trained(tmp_path / "b", 3, as_place, (RAW,))
     assert told(records) == told(undisturbed)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("boundary", mostly_slow([AQSGD, TRANSFORM], lambda case: case == AQSGD))
-def test_ends_of_a_cut_are_equal_after_every_step(
-    ranks: Ranks, tmp_path: Path, boundary: str
-) -> None:
+def test_ends_of_a_cut_are_equal_after_every_step(tmp_path: Path, boundary: str) -> None:
     """As `train.verify_every` proves; caches of the new stage's cuts begin anew."""
-    _, records = trained(ranks, tmp_path / "a", 4, loses_a_stage, 1, 25, boundary)
+    _, records = trained(tmp_path / "a", 4, loses_a_stage, 1, 25, boundary)
     assert [record.step for record in records] == [*range(1, STEPS + 1)]
-    _, undisturbed = trained(ranks, tmp_path / "b", 3, as_place, (boundary,))
+    _, undisturbed = trained(tmp_path / "b", 3, as_place, (boundary,))
     assert told(records)[:20] == told(undisturbed)[:20]
     assert abs(records[-1].loss - undisturbed[-1].loss) < 0.05
     sent = [sum(wire.nbytes for wire in record.wire) for record in (records[30], undisturbed[30])]
@@ -195,10 +186,7 @@ def test_a_copy_is_kept_on_another_machine_where_there_is_one() -> None:
 
 
 def test_all_go_back_to_the_newest_step_that_all_have() -> None:
-    held = {
-        0: {"own": [8, 12], "kept": [(2, 8), (2, 12)]},
-        2: {"own": [8, 12], "kept": [[1, 8]]},
-    }
+    held = {0: {"own": [8, 12], "kept": [(2, 8), (2, 12)]}, 2: {"own": [8, 12], "kept": [[1, 8]]}}
     assert newest_common(held, 3) == 8
     held[2]["kept"].append([1, 12])
     assert newest_common(held, 3) == 12

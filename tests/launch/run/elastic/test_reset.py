@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, train, write_run
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import ranks_of, trains
 from thinpipe.launch.net.ranks.gloo_backend import break_connections
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.proof import digest
@@ -31,19 +29,14 @@ def breaks_connections(rank: int, port: int, folder: str, method: str) -> dict[i
             ports = run._elastic._hosts.ports
             threading.Timer(0.005 * step, break_connections, [ports]).start()
 
-    with as_rank(rank, port, folder, *changes) as run:
-        train(run, each)
+    trains(rank, port, folder, *changes, each=each)
     return alike
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["ef_gradients", "sparse_loco"])
-def test_a_run_goes_on_after_its_connections_broke(
-    ranks: Ranks, tmp_path: Path, method: str
-) -> None:
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, *others = ranks(3, breaks_connections, store.port, str(tmp_path), method)
+def test_a_run_goes_on_after_its_connections_broke(tmp_path: Path, method: str) -> None:
+    first, *others = ranks_of(tmp_path, 3, breaks_connections, method)
     assert all(other == first for other in others)
     records: list[Any] = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [record.step for record in records] == [*range(1, 41)]

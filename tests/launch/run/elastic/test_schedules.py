@@ -5,7 +5,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,11 +14,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, train, write_run
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint.reshard import module_of
-from thinpipe.launch.net.ranks.session import TerminatedError
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.launch.run.proof import digest
@@ -101,14 +98,10 @@ class Part:
         self.plan: Any = None
         """Of the samples that are left."""
 
-    def leave(self, training: ElasticTraining) -> None:
-        training._elastic.leave(f"rank {self.rank} is gone")
-        raise SystemExit
-
     def lost_at_join(self, training: ElasticTraining) -> None:
         if self.rank == self._plan.lost_at_join:
             self._store.set("may come 4", "")
-            self.leave(training)
+            leave(training)
 
     def adapt(self, adapt: Callable[..., None], passes: int, words: str, **more: Any) -> None:
         """Instead of `adapt`, which tells the run that its members are others."""
@@ -123,7 +116,7 @@ class Part:
         if rank == plan.stopped and step == plan.at:
             stop_for(STOPPED_S)
         if plan.lost.get(rank) == step:
-            self.leave(training)
+            leave(training)
         if rank == 0:
             self._lead(training, step)
         if rank >= WORLD and len(self.found) == 4:
@@ -167,11 +160,7 @@ def take_part(rank: int, port: int, folder: str, seed: int) -> tuple[dict[int, i
             return {}, None
         store.wait([f"may come {rank}"], timedelta(seconds=PATIENCE_S))
         settings.append(f"run.folder={folder}/{rank}")
-    with (
-        suppress(TerminatedError, SystemExit),
-        as_rank(rank, port, folder, *settings, comes=rank >= WORLD) as run,
-    ):
-        train(run, part.each)
+    trains(rank, port, folder, *settings, each=part.each, comes=rank >= WORLD)
     return part.found, part.plan
 
 
@@ -189,18 +178,16 @@ def stop_for(seconds: float) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_a_schedule_ends_with_all_alike(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+def test_a_schedule_ends_with_all_alike(tmp_path: Path, seed: int) -> None:
     """Or, if rank 0 is lost, for all, within the time that ranks wait for each other."""
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     schedule, count = Schedule.of(seed), WORLD + 2
     if schedule.kind == DONOR:
         with pytest.raises(AssertionError) as ended:
-            ranks(count, take_part, store.port, str(tmp_path), seed)
+            ranks_of(tmp_path, count, take_part, seed)
         assert "nothing after" not in str(ended.value), schedule
         assert "replica 0, which is lost" in str(ended.value), schedule
         return
-    found, plans = zip(*ranks(count, take_part, store.port, str(tmp_path), seed), strict=True)
+    found, plans = zip(*ranks_of(tmp_path, count, take_part, seed), strict=True)
     first = found[0]
     assert first, schedule
     for rank, digests in enumerate(found):

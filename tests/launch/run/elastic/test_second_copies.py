@@ -1,13 +1,10 @@
 """Machines that keep second copies of what others save, in a run that goes on without one."""
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, train, write_run
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -25,19 +22,15 @@ def saves_two_copies(rank: int, port: int, folder: str) -> list[int]:
         if step in (SAVED + 1, 2 * SAVED + 1):  # what is begun ends before the next one
             until(lambda: files.newest(own / "checkpoints") == step - 1)
         if rank == 2 and step == LOST:
-            run._elastic.leave("rank 2 is gone")
-            raise SystemExit
+            leave(run)
 
-    with suppress(SystemExit), as_rank(rank, port, folder, *changes, apart=True) as run:
-        train(run, each)
+    trains(rank, port, folder, *changes, each=each, apart=True)
     return files.steps(own / "checkpoints")
 
 
 @pytest.mark.dist
-def test_they_are_made_before_and_after_a_loss(ranks: Ranks, tmp_path: Path) -> None:
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost = ranks(3, saves_two_copies, store.port, str(tmp_path))
+def test_they_are_made_before_and_after_a_loss(tmp_path: Path) -> None:
+    first, second, lost = ranks_of(tmp_path, 3, saves_two_copies)
     assert {SAVED, 2 * SAVED} <= {*lost}
     assert first == second
     assert 24 in first

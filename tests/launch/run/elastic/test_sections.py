@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import members
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import Losses
@@ -23,6 +23,7 @@ from thinpipe.pipeline.comm.errors import SilentError, TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.gloo_link import irecv, isend, wait
 
+pytestmark = pytest.mark.dist
 SENT_NBYTES = 2**26
 WAIT_S = 60.0
 
@@ -70,13 +71,7 @@ class Recorder:
 
 
 def joined(
-    rank: int,
-    port: int,
-    world: int,
-    *,
-    least: int = 1,
-    timeout_s: float = WAIT_S,
-    stages: int = 1,
+    rank: int, port: int, world: int, *, least: int = 1, timeout_s: float = WAIT_S, stages: int = 1
 ) -> tuple[Store, GlooTransport, Recorder, Any]:
     """As a rank of a run, whose connections can be broken."""
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -132,10 +127,8 @@ def one_is_behind(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "told": run.told, "forgot": forgotten, "proofs": run.proofs}
 
 
-@pytest.mark.dist
-def test_a_section_counts_for_all_who_are_left_or_for_none(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost = ranks(3, one_is_behind, store.port)
+def test_a_section_counts_for_all_who_are_left_or_for_none() -> None:
+    first, second, lost = members(3, one_is_behind)
     assert lost["results"] == [[0, 1, 2]]
     assert first["results"] == [[0, 1, 2], [10, 11, 12], [20, 21], [30, 31]]
     assert second["results"] == [[0, 1, 2], [10, 11, 12, "taken"], [20, 21], [30, 31]]
@@ -165,11 +158,9 @@ def lost_between_sections(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "forgot": forgotten}
 
 
-@pytest.mark.dist
-def test_what_was_not_begun_is_not_forgotten(ranks: Ranks) -> None:
+def test_what_was_not_begun_is_not_forgotten() -> None:
     """What a method forgets is the step that it has begun last, which may be one that counts."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _ = ranks(3, lost_between_sections, store.port)
+    first, second, _ = members(3, lost_between_sections)
     assert first == {"results": [[0, 1, 2], [0, 1]], "forgot": []}
     assert second["results"] == [[0, 1, 2], [0, 1]]
 
@@ -225,12 +216,10 @@ def killed_while_regrouping(rank: int, port: int, connects: bool) -> dict[str, A
     return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("connects", [False, True])
-def test_a_rank_that_is_lost_while_others_regroup(ranks: Ranks, connects: bool) -> None:
+def test_a_rank_that_is_lost_while_others_regroup(connects: bool) -> None:
     """They do not wait as long as for a slow one, and make a generation without it."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, *_ = ranks(4, killed_while_regrouping, store.port, connects)
+    first, second, *_ = members(4, killed_while_regrouping, connects)
     for found in (first, second):
         assert found["results"] == [[0, 1, 2, 3], [0, 1]]
         assert [generation for generation, *_ in found["told"]] == [2]
@@ -257,11 +246,9 @@ def one_hangs(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "told": run.told, "took_s": time.monotonic() - began_s}
 
 
-@pytest.mark.dist
-def test_a_rank_that_hangs_is_lost(ranks: Ranks) -> None:
+def test_a_rank_that_hangs_is_lost() -> None:
     """Who waits longer than the first who misses it is woken up."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, hung = ranks(3, one_hangs, store.port)
+    first, second, hung = members(3, one_hangs)
     for found in (first, second):
         assert found["results"] == [[0, 1, 2], [0, 1]]
         assert "rank 2 on here: does not answer" in found["told"][0][2]
@@ -298,10 +285,8 @@ def one_encodes_for_ever(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "took_s": time.monotonic() - began_s}
 
 
-@pytest.mark.dist
-def test_a_rank_whose_exchange_does_not_end_is_lost_alone(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, stuck, _ = ranks(3, one_encodes_for_ever, store.port)
+def test_a_rank_whose_exchange_does_not_end_is_lost_alone() -> None:
+    first, stuck, _ = members(3, one_encodes_for_ever)
     assert first["results"] == [[0, 1, 2], [0]]
     assert first["took_s"] < WAIT_S / 2, "it is not waited for"
     assert "its exchange does not end: the others go on" in stuck["ended"]
@@ -324,7 +309,6 @@ def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
     return "went on"
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("lost", "least", "why"),
     [
@@ -333,10 +317,9 @@ def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
     ],
 )
 def test_below_the_least_or_without_rank_0_the_failure_is_raised(
-    ranks: Ranks, lost: int, least: int, why: str
+    lost: int, least: int, why: str
 ) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    said = ranks(3, too_few_are_left, store.port, lost, least)
+    said = members(3, too_few_are_left, lost, least)
     assert all(text.endswith(why) for rank, text in enumerate(said) if rank != lost), said
 
 
@@ -365,15 +348,11 @@ def nobody_was_lost(
     return {"results": results, "told": run.told, "proofs": run.proofs}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "ahead"), [(TransportError, False), (SilentError, False), (TransportError, True)]
 )
-def test_all_connect_anew_if_none_is_lost(
-    ranks: Ranks, kind: type[TransportError], ahead: bool
-) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = ranks(2, nobody_was_lost, store.port, kind, 1, ahead)
+def test_all_connect_anew_if_none_is_lost(kind: type[TransportError], ahead: bool) -> None:
+    found = members(2, nobody_was_lost, kind, 1, ahead)
     words = "all are there: they have connected anew"
     for rank, one in enumerate(found):
         assert one["told"] == [(1, (rank, 2), words)]
@@ -383,10 +362,8 @@ def test_all_connect_anew_if_none_is_lost(
     assert found[1]["results"] == [[0, 1]] * 3
 
 
-@pytest.mark.dist
-def test_a_section_that_fails_again_without_a_loss_ends_the_run(ranks: Ranks) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = ranks(2, nobody_was_lost, store.port, TransportError, 2, False)
+def test_a_section_that_fails_again_without_a_loss_ends_the_run() -> None:
+    first, second = members(2, nobody_was_lost, TransportError, 2, False)
     assert first == "an edge"
     assert "rank 0" in second
 
@@ -418,11 +395,9 @@ def killed_in_a_message(rank: int, port: int) -> dict[str, Any]:
     return {"results": results, "took_s": time.monotonic() - began_s}
 
 
-@pytest.mark.dist
-def test_a_rank_that_is_lost_in_the_middle_of_a_message(ranks: Ranks) -> None:
+def test_a_rank_that_is_lost_in_the_middle_of_a_message() -> None:
     """gloo leaves who sends waiting."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, _ = ranks(3, killed_in_a_message, store.port)
+    first, second, _ = members(3, killed_in_a_message)
     for found in (first, second):
         assert found["results"] == [2]
         assert found["took_s"] < WAIT_S / 2

@@ -1,7 +1,6 @@
 """All ranks that are left stop after the same step, whatever they knew of it when one was lost."""
 
 import threading
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launch.run.elastic.trained import as_rank, train, write_run
-from tests.ranks import Ranks
+from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
@@ -38,8 +36,7 @@ def heard_by_one(rank: int, port: int, folder: str, last: int) -> dict[str, Any]
             store.set("rank 0 stops", "")
         if rank == 2:
             store.wait(["rank 0 stops"], timedelta(seconds=PATIENCE_S))
-            training._elastic.leave("rank 2 is gone")
-            raise SystemExit
+            leave(training)
         save_now(training, steps)
 
     def ask(training: Elastic, batch: Batch, step: int) -> Any:
@@ -53,8 +50,7 @@ def heard_by_one(rank: int, port: int, folder: str, last: int) -> dict[str, Any]
     Elastic.save_now, Elastic._train = stop, ask  # type: ignore[method-assign]
     told = heard_after_a_release() if rank == 1 else list[int]()
     try:
-        with as_rank(rank, port, folder) as run:
-            train(run, lambda _, step: done.append(step))
+        trains(rank, port, folder, each=lambda _, step: done.append(step), ends=())
     except (TerminatedError, SystemExit) as error:
         return {"end": type(error), "done": done[-1], "told": told}
     return {"end": "trained to the end", "done": done[-1], "told": told}
@@ -88,8 +84,7 @@ def lost_before_they_agree(rank: int, port: int, folder: str) -> int:
 
     def agree(training: Elastic, *rest: Any) -> Agreement:
         if len(made) == 1 and rank == 1:
-            training._elastic.leave("rank 1 is gone")
-            raise SystemExit
+            leave(training)
         if len(made) == 1:
             until(lambda: len(told) == 2)
             training.agreement.ask(Ask.SAVE)
@@ -109,37 +104,27 @@ def lost_before_they_agree(rank: int, port: int, folder: str) -> int:
     def each(training: Elastic, step: int) -> None:
         done.append(step)
         if rank == 2 and step == 4:
-            training._elastic.leave("rank 2 is gone")
-            raise SystemExit
+            leave(training)
 
     Elastic._agreement, Elastic.interrupt = agree, tell  # type: ignore[method-assign]
     StepStats.share = miss  # type: ignore[method-assign]
-    with suppress(SystemExit), as_rank(rank, port, folder) as run:
-        train(run, each)
+    trains(rank, port, folder, each=each)
     return done[-1]
 
 
 @pytest.mark.dist
-def test_a_loss_between_new_groups_and_a_new_agreement_holds_nobody_up(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_loss_between_new_groups_and_a_new_agreement_holds_nobody_up(tmp_path: Path) -> None:
     """The new agreement is over at once: it would wait for the lost rank, and end the run."""
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ranks(3, lost_before_they_agree, store.port, str(tmp_path))[0] > 2 * EPOCH
+    assert ranks_of(tmp_path, 3, lost_before_they_agree)[0] > 2 * EPOCH
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "last", [4, *(pytest.param(EPOCH * epochs, marks=pytest.mark.slow) for epochs in (1, 2))]
 )
-def test_a_stop_that_only_some_ranks_saw_is_for_all(
-    ranks: Ranks, tmp_path: Path, last: int
-) -> None:
+def test_a_stop_that_only_some_ranks_saw_is_for_all(tmp_path: Path, last: int) -> None:
     """Whether the others go on with a step, an evaluation, or the end of the run."""
-    write_run(tmp_path)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second, lost = ranks(3, heard_by_one, store.port, str(tmp_path), last)
+    first, second, lost = ranks_of(tmp_path, 3, heard_by_one, last)
     assert lost["end"] is SystemExit
     assert first == {"end": TerminatedError, "done": last, "told": []}
     assert second == {"end": TerminatedError, "done": last, "told": [last]}

@@ -1,19 +1,20 @@
 """Ranks of a small elastic run that trains, each in a process that a test has forked."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
+from tests.ranks import run_ranks
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.net.ranks.network import JOINS
-from thinpipe.launch.net.ranks.session import SHOW
+from thinpipe.launch.net.ranks.session import SHOW, TerminatedError
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.run.run import RankRun
 
@@ -49,11 +50,25 @@ min_replicas = 1
 """
 
 
+def members(
+    count: int, function: Callable[..., Any], *args: Any, limit_s: float = 300
+) -> list[Any]:
+    """As `run_ranks`; `function(rank, port, *args)` also gets the port of a store outside them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks(count, function, store.port, *args, limit_s=limit_s)
+
+
 def write_run(folder: Path, *, layers: int = 2, lines: int = 2000) -> None:
     """Its text and run file."""
     text = "".join(f"{n} squared is {n * n}.\n" for n in range(lines))
     (folder / "text.txt").write_text(text)
     (folder / "run.toml").write_text(RUN.format(folder=folder, layers=layers))
+
+
+def ranks_of(folder: Path, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`members` of a run in this folder: `function(rank, port, folder, *args)`."""
+    write_run(folder)
+    return members(count, function, str(folder), *args)
 
 
 @contextmanager
@@ -90,7 +105,7 @@ def as_rank(
         yield run
 
 
-def train(run: RankRun, each: Callable[[ElasticTraining, int], Any] = lambda *_: None) -> None:
+def train(run: RankRun, each: Callable[[ElasticTraining, int], Any]) -> None:
     """All its steps; `each` is called after every one, with how many are done."""
     corpus = check_data(run.config)
     for _ in run.epochs(run.config.train.epochs):
@@ -99,6 +114,23 @@ def train(run: RankRun, each: Callable[[ElasticTraining, int], Any] = lambda *_:
             assert isinstance(training, ElasticTraining)
             each(training, record.step)
         run.evaluate_on(corpus.evaluation)
+
+
+def trains(
+    *place: Any,
+    each: Callable[[ElasticTraining, int], Any],
+    ends: Sequence[type[BaseException]] = (TerminatedError, SystemExit),
+    **how: Any,
+) -> None:
+    """As `as_rank` and `train`, until one of `ends` is raised: this rank leaves, or all stop."""
+    with suppress(*ends), as_rank(*place, **how) as run:
+        train(run, each)
+
+
+def leave(training: ElasticTraining) -> NoReturn:
+    """This rank is lost."""
+    training._elastic.leave(f"rank {training._elastic.number} is gone")
+    raise SystemExit
 
 
 def stop_asked(training: ElasticTraining, store: Store, key: str) -> None:

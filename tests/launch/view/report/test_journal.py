@@ -9,14 +9,7 @@ from tests.records import run_info, step_record
 from tests.waiting import until
 from thinpipe.launch.view.report import journal
 from thinpipe.launch.view.report.content import Story, content
-from thinpipe.launch.view.report.journal import (
-    Journal,
-    Place,
-    Told,
-    add_note,
-    read_notes,
-    retell,
-)
+from thinpipe.launch.view.report.journal import Journal, Place, Told, add_note, read_notes, retell
 from thinpipe.launch.view.report.rows import Rows
 from thinpipe.launch.view.report.summary import summarize
 

@@ -137,8 +137,7 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "what"),
-    [('{"step": 2, "epo', "JSON"), ('{"step": 2}', "epoch"), ("", "JSON")],
+    ("bad", "what"), [('{"step": 2, "epo', "JSON"), ('{"step": 2}', "epoch"), ("", "JSON")]
 )
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str, what: str) -> None:
     path = tmp_path / "metrics.jsonl"

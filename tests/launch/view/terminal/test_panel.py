@@ -70,10 +70,7 @@ def trace(connections: int, *, busy: int | None = None) -> EdgeTrace:
 
 
 def drawn(
-    run: RunInfo,
-    size: tuple[int, int],
-    connections: int | EdgeTrace = 0,
-    steps: int = 1,
+    run: RunInfo, size: tuple[int, int], connections: int | EdgeTrace = 0, steps: int = 1
 ) -> list[str]:
     if isinstance(connections, int):
         connections = trace(connections)

@@ -23,22 +23,19 @@ def run_file(folder: Path, model: str, more: str = "") -> Path:
     return path
 
 
-def test_shape_comes_from_the_folder(gpt2: Path, tmp_path: Path) -> None:
-    model = load_config(run_file(tmp_path, f'pretrained = "{gpt2}"')).model
+def test_shape_and_tokenizer_come_from_the_folder(gpt2: Path, tmp_path: Path) -> None:
+    run = load_config(run_file(tmp_path, f'pretrained = "{gpt2}"', 'tokenizer = "model"'))
+    assert run.data.tokenizer == str(gpt2)
+    model = run.model
     assert isinstance(model, HuggingFaceConfig)
     assert (model.layers, model.width, model.vocab, model.context) == (LAYERS, 32, 256, 32)
     assert model.ties_embeddings
 
 
-@pytest.mark.parametrize(
-    ("name", "context"), [("roberta", 32), ("bert", 32), ("gptj", 32), ("gpt-neo", 32)]
-)
-def test_the_longest_sequence_is_what_positions_allow(
-    name: str, context: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["roberta", "bert", "gptj", "gpt-neo"])
+def test_the_longest_sequence_is_what_positions_allow(name: str, tmp_path: Path) -> None:
     settings(name).save_pretrained(tmp_path)
-    model = section(name, tmp_path)
-    assert HuggingFaceConfig(config=model.pop("pretrained"), **model).context == context
+    assert HuggingFaceConfig(**section(name, tmp_path, config=str(tmp_path))).context == 32
 
 
 def test_a_relative_folder_is_resolved_and_the_written_config_reads_back_equal(
@@ -70,11 +67,7 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
         ('pretrained = "gpt2-xl"', "", ["gpt2-xl", "no such folder", "hf download"]),
         ('pretrained = "{gpt2}"\nlayers = 3', "", ["model.layers: unknown key"]),
         ('pretrained = "{gpt2}"\nlora = {{ ranks = 3 }}', "", ['did you mean "rank"']),
-        (
-            'pretrained = "{gpt2}"',
-            "[pipeline]\ncuts = [6]",
-            ["6 is not between two", "1 to 5"],
-        ),
+        ('pretrained = "{gpt2}"', "[pipeline]\ncuts = [6]", ["6 is not between two", "1 to 5"]),
         ('pretrained = "{gpt2}"\ntask = "classification"', "", ["gpt2", "task = 'language'"]),
         ('pretrained = "{gpt2}"\nclasses = 2', "", ["classes = 2", "classification head"]),
         (
@@ -98,11 +91,6 @@ def test_an_error_is_named_with_its_remedy(
         assert part in str(caught.value)
 
 
-def test_the_tokenizer_of_the_model_is_in_its_folder(gpt2: Path, tmp_path: Path) -> None:
-    run = load_config(run_file(tmp_path, f'pretrained = "{gpt2}"', 'tokenizer = "model"'))
-    assert run.data.tokenizer == str(gpt2)
-
-
 def test_a_sequence_longer_than_the_positions_is_rejected(gpt2: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sequence_length = 99 .*at most 32"):
         load_config(run_file(tmp_path, f'pretrained = "{gpt2}"'), ["data.sequence_length=99"])
@@ -117,9 +105,8 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
 def test_random_weights_are_announced_when_both_folders_are_given(gpt2: Path) -> None:
     model = HuggingFaceConfig(pretrained="nowhere", config=str(gpt2))
     assert model.weight_files is None
-    assert (
-        "model.pretrained is not read" in model.notices(cut=False, ties=True, tokenizer="model")[0]
-    )
+    (notice,) = model.notices(cut=False, ties=True, tokenizer="model")
+    assert "model.pretrained is not read" in notice
 
 
 def test_frozen_parts_are_announced(tmp_path: Path) -> None:

@@ -9,39 +9,31 @@ import torch
 from tests.huggingface import LAYERS, TRIED, saved_model, section, settings
 from thinpipe.pipeline.models.hf import families
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.families import Family
+from thinpipe.pipeline.models.hf.families import Family, Substitute
 from thinpipe.pipeline.models.hf.self_check import check_step
 from thinpipe.pipeline.models.hf.stage import build_stage, check_folder
+
+LAST_NORM: dict[str, Substitute] = {"ln_f": "identity"}
+OPT_ENDS: dict[str, Substitute] = {
+    "decoder.embed_tokens": "identity",
+    "decoder.embed_positions": "zero",
+    "decoder.project_in": "identity",
+}
 
 
 def config_of(kind: str, folder: Path, **values: Any) -> HuggingFaceConfig:
     from transformers import AutoConfig
 
     AutoConfig.for_model(kind, **values).save_pretrained(folder)
-    return HuggingFaceConfig(config=str(folder))
+    encoder = {"task": "classification", "classes": 2} if kind == "albert" else {}
+    return HuggingFaceConfig(config=str(folder), **encoder)
 
 
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        (
-            "gpt2",
-            Family(
-                "h", {"wte": "identity", "wpe": "zero", "drop": "identity"}, {"ln_f": "identity"}
-            ),
-        ),
-        (
-            "opt-350m",
-            Family(
-                "decoder.layers",
-                {
-                    "decoder.embed_tokens": "identity",
-                    "decoder.embed_positions": "zero",
-                    "decoder.project_in": "identity",
-                },
-                {"decoder.project_out": "identity"},
-            ),
-        ),
+        ("gpt2", Family("h", {"wte": "identity", "wpe": "zero", "drop": "identity"}, LAST_NORM)),
+        ("opt-350m", Family("decoder.layers", OPT_ENDS, {"decoder.project_out": "identity"})),
         ("bert", Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"})),
         ("llama", Family("layers", {"embed_tokens": "identity"}, {"norm": "identity"})),
     ],
@@ -50,8 +42,7 @@ def test_the_ends_are_found_by_the_order_of_calls(
     name: str, family: Family, tmp_path: Path
 ) -> None:
     settings(name).save_pretrained(tmp_path)
-    model = section(name, tmp_path)
-    found = HuggingFaceConfig(config=model.pop("pretrained"), **model).family
+    found = HuggingFaceConfig(**section(name, tmp_path, config=str(tmp_path))).family
     assert (found.blocks, found.first, found.shared) == (family.blocks, family.first, ())
     assert found.last.items() >= family.last.items()
 
@@ -74,14 +65,10 @@ def test_a_family_is_found_where_a_program_builds_on_the_meta_device(tmp_path: P
 def test_a_family_that_a_cut_would_change_is_rejected(
     kind: str, values: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    encoder = {"task": "classification", "classes": 2} if kind == "albert" else {}
     shape = {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 99}
     if kind == "granite":
         shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(kind, **shape, **values).save_pretrained(tmp_path)
-    config = HuggingFaceConfig(config=str(tmp_path), **encoder)
+    config = config_of(kind, tmp_path, **shape, **values)
     with pytest.raises(ValueError, match=rf"'{kind}' cannot be cut: .*{problem}.*another family"):
         check_folder(config)
 
@@ -113,7 +100,7 @@ def test_a_router_s_loss_is_not_dropped_silently(tmp_path: Path) -> None:
 def test_the_self_check_finds_a_wrong_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = Family("h", {"wte": "identity"}, {"ln_f": "identity"})
+    entry = Family("h", {"wte": "identity"}, LAST_NORM)
     monkeypatch.setitem(families.KNOWN, "gpt2", entry)
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(pretrained=str(tmp_path))
@@ -124,8 +111,7 @@ def test_the_self_check_finds_a_wrong_entry(
 @pytest.mark.parametrize("name", ["bert", "deepseek-v3"])
 def test_the_self_check_passes_what_is_cut_right(name: str, tmp_path: Path) -> None:
     settings(name).save_pretrained(tmp_path)
-    model = section(name, tmp_path)
-    check_step(HuggingFaceConfig(config=model.pop("pretrained"), **model))
+    check_step(HuggingFaceConfig(**section(name, tmp_path, config=str(tmp_path))))
 
 
 @pytest.mark.parametrize("name", ["apertus", "qwen3-next"])

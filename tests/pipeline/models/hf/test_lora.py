@@ -1,5 +1,4 @@
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,9 @@ CUTS = ((0, 2), (2, LAYERS))
 def test_only_adapters_and_task_heads_are_trained(tmp_path: Path) -> None:
     saved_model("bert", tmp_path)
     config = HuggingFaceConfig(**section("bert", tmp_path, lora={"rank": 2}))
-    trained = {
-        name
-        for first, stop in CUTS
-        for name, parameter in build_stage(
-            config, first, stop, seed=0, device="cpu"
-        ).model.named_parameters()
-        if parameter.requires_grad
-    }
+    stages = [build_stage(config, *ends, seed=0, device="cpu") for ends in CUTS]
+    parameters = [item for stage in stages for item in stage.model.named_parameters()]
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
     assert {"classifier.weight", "classifier.bias"} < trained
     adapters = trained - {"classifier.weight", "classifier.bias"}
     assert len(adapters) == LAYERS * 2 * 2  # query and value, A and B
@@ -37,10 +31,8 @@ def test_adapters_do_not_depend_on_the_cut_and_change_nothing_at_the_start(tmp_p
     config = HuggingFaceConfig(**section("llama", tmp_path, lora={"rank": 2}))
     whole = build_stage(config, 0, LAYERS, seed=1, device="cpu").state_dict()
     before = torch.random.get_rng_state()
-    for first, stop in CUTS:
-        for name, tensor in (
-            build_stage(config, first, stop, seed=1, device="cpu").state_dict().items()
-        ):
+    for ends in CUTS:
+        for name, tensor in build_stage(config, *ends, seed=1, device="cpu").state_dict().items():
             assert torch.equal(tensor, whole[name]), name
     assert torch.equal(before, torch.random.get_rng_state())
     name = "model.model.layers.3.self_attn.q_proj.lora_A.default.weight"
@@ -63,10 +55,10 @@ def test_what_files_hold_has_the_same_digests_wherever_it_is(tmp_path: Path) -> 
     for first, stop in CUTS:
         parts |= build_stage(config, first, stop, seed=2, device="cpu").base
     assert parts == whole.base
-    devices = [torch.device("cpu")] * 2
-    build = partial(build_stage, config, seed=1)
     spread = LocalPipeline(
-        lambda first, stop, device: build(first, stop, device=device), 0, LAYERS, devices=devices
+        lambda first, stop, device: build_stage(config, first, stop, seed=1, device=device),
+        *(0, LAYERS),
+        devices=[torch.device("cpu")] * 2,
     )
     assert spread.base == whole.base
     assert spread.state_dict().keys() == whole.state_dict().keys()
@@ -114,10 +106,7 @@ def test_a_stage_without_any_target_is_rejected_with_our_message(tmp_path: Path)
         build_stage(config, 0, 2, seed=0, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("phi3", ["qkv_proj"]), ("modernbert", ["Wqkv"])],
-)
+@pytest.mark.parametrize(("name", "expected"), [("phi3", ["qkv_proj"]), ("modernbert", ["Wqkv"])])
 def test_a_family_that_peft_does_not_know_gets_its_attention_s_inputs(
     name: str, expected: list[str], tmp_path: Path
 ) -> None:

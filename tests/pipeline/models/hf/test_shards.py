@@ -79,40 +79,38 @@ def test_hosts_with_other_tensors_have_other_digests(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-def _remove(file: Path) -> None:
-    file.unlink()
+WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 
 
 def _cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def _as_integers(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["transformer.h.1.mlp.c_fc.weight"] = torch.zeros(32, 128, dtype=torch.int8)
-    save_file(tensors, file)
+def _with(**changed: torch.Tensor) -> Callable[[Path], None]:
+    """Save the file without the weight, or with another in its place."""
 
+    def damage(file: Path) -> None:
+        tensors = load_file(file)
+        del tensors[WEIGHT]
+        save_file(tensors | changed, file)
 
-def _other_shape(file: Path) -> None:
-    tensors = load_file(file)
-    tensors["transformer.h.1.mlp.c_fc.weight"] = torch.zeros(32, 100)
-    save_file(tensors, file)
-
-
-def _lose_tensor(file: Path) -> None:
-    tensors = load_file(file)
-    del tensors["transformer.h.1.mlp.c_fc.weight"]
-    save_file(tensors, file)
+    return damage
 
 
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (_remove, ["missing", INDEX, "transformer.h.", "copy or download"]),
+        (Path.unlink, ["missing", INDEX, "transformer.h.", "copy or download"]),
         (_cut_short, ["truncated", "transformer.h.", "copy or download"]),
-        (_as_integers, ["mlp.c_fc.weight is stored as I8", "unquantized"]),
-        (_other_shape, ["mlp.c_fc.weight has shape [32, 100]", "[32, 128]", "config.json"]),
-        (_lose_tensor, ["lacks transformer.h.1.mlp.c_fc.weight", INDEX]),
+        (
+            _with(**{WEIGHT: torch.zeros(32, 128, dtype=torch.int8)}),
+            [f"{WEIGHT} is stored as I8", "unquantized"],
+        ),
+        (
+            _with(**{WEIGHT: torch.zeros(32, 100)}),
+            [f"{WEIGHT} has shape [32, 100]", "[32, 128]", "config.json"],
+        ),
+        (_with(), [f"lacks {WEIGHT}", INDEX]),
     ],
 )
 def test_a_bad_file_is_named_with_tensor_and_remedy(
@@ -121,7 +119,7 @@ def test_a_bad_file_is_named_with_tensor_and_remedy(
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path))
     assert config.weight_files is not None
-    file = tmp_path / config.weight_files.files["transformer.h.1.mlp.c_fc.weight"]
+    file = tmp_path / config.weight_files.files[WEIGHT]
     damage(file)
     for use in (
         lambda: check_folder(config),  # what the launcher does: headers only
@@ -208,6 +206,5 @@ def test_experts_stored_one_by_one_are_merged_and_checked(name: str, tmp_path: P
 
 
 def test_a_weight_without_dimensions_is_read(tmp_path: Path) -> None:
-    save_file({"scale": torch.tensor(3.0), "w": torch.ones(2)}, tmp_path / "model.safetensors")
-    read = dict(Shards(tmp_path).read(["scale", "w"]))
-    assert read["scale"] == torch.tensor(3.0)
+    save_file({"scale": torch.tensor(3.0), "w": torch.ones(2)}, tmp_path / SINGLE)
+    assert dict(Shards(tmp_path).read(["scale", "w"]))["scale"] == torch.tensor(3.0)

@@ -26,17 +26,11 @@ def stack() -> nn.Sequential:
 
 def test_it_can_be_cut_where_messages_have_the_usual_shape() -> None:
     model = own(stack)
-    assert model.layers == 6
-    assert model.usual_shape == (6, 8)
-    assert model.places == [1, 2, 3, 4]
+    assert (model.layers, model.usual_shape, model.places) == (6, (6, 8), [1, 2, 3, 4])
     model.check_cuts([1, 4])
-
-
-def test_a_cut_with_other_messages_is_rejected_with_places_that_do() -> None:
-    with pytest.raises(
-        ValueError, match=r"layer 4 returns .*\[2, 6, 4\].*before layers 1, 2, 3, 4"
-    ):
-        own(stack).check_cuts([2, 5])
+    message = r"layer 4 returns .*\[2, 6, 4\].*before layers 1, 2, 3, 4"
+    with pytest.raises(ValueError, match=message):
+        model.check_cuts([2, 5])
 
 
 def test_messages_that_are_not_tokens_by_width_are_rejected() -> None:
@@ -105,21 +99,16 @@ def test_a_stage_never_returns_a_view() -> None:
     assert OwnStage(model, 0, 2, seed=0, device="cpu")(torch.zeros(2, 6).long())._base is None
 
 
-def _summed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return nn.functional.cross_entropy(
-        outputs.flatten(0, 1), targets.flatten(), reduction="sum"
-    ), targets.numel()
+def test_the_number_of_losses_follows_from_the_shape_of_targets_or_a_function() -> None:
+    def summed(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        rows, labels = outputs.flatten(0, 1), targets.flatten()
+        return nn.functional.cross_entropy(rows, labels, reduction="sum"), targets.numel()
 
-
-def test_the_number_of_losses_follows_from_the_shape_of_targets() -> None:
-    loss = OwnLoss(_summed, None, torch.empty(2, 6, 9, device="meta"))
-    assert loss.count(torch.zeros(4, 6).long()) == 24
-
-
-def test_a_number_that_depends_on_values_needs_a_function() -> None:
     def masked(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-        return _summed(outputs, targets)[0], int((targets != -100).sum())
+        return summed(outputs, targets)[0], int((targets != -100).sum())
 
+    loss = OwnLoss(summed, None, torch.empty(2, 6, 9, device="meta"))
+    assert loss.count(torch.zeros(4, 6).long()) == 24
     output, targets = torch.empty(2, 3, 9, device="meta"), torch.tensor([[1, -100, 3]])
     with pytest.raises(ValueError, match=r"give the number as a function of its own"):
         OwnLoss(masked, None, output).count(targets)

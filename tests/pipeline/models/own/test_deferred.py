@@ -83,6 +83,7 @@ def test_a_layer_has_the_same_values_alone_as_in_the_whole(deferred: DeferredMod
     for one, other in zip(whole, alone, strict=True):
         for name, value in one.state_dict().items():
             assert torch.equal(value, other.state_dict()[name]), name
+    assert whole[0].weight is whole[3].weight, "what is shared stays shared"
 
 
 def test_equal_layers_and_other_seeds_get_other_values(deferred: DeferredModel) -> None:
@@ -94,14 +95,9 @@ def test_equal_layers_and_other_seeds_get_other_values(deferred: DeferredModel) 
     assert not torch.equal(one.scaled, other.scaled)
 
 
-def test_what_is_shared_stays_shared(deferred: DeferredModel) -> None:
-    layers = deferred.fill(list(deferred.skeleton), seed=0, device="cpu")
-    assert layers[0].weight is layers[3].weight
-
-
 def test_building_draws_nothing_from_the_global_generator(deferred: DeferredModel) -> None:
     before = torch.random.get_rng_state()
-    deferred.fill(list(DeferredModel(model, "model").skeleton)[:0], seed=0, device="cpu")
+    DeferredModel(model, "model")
     deferred.fill(list(deferred.skeleton), seed=0, device="cpu")
     assert torch.equal(before, torch.random.get_rng_state())
 

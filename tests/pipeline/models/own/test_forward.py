@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from thinpipe.pipeline.batch import Batch, Samples
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.example import Example, Functions
-from thinpipe.pipeline.models.own.forward_stage import ForwardStage
+from thinpipe.pipeline.models.own.stage import ForwardStage
 
 WIDTH, LAYERS, VOCAB = 16, 6, 50
 MASK = torch.ones(4, 9, dtype=torch.int64)
@@ -73,11 +73,9 @@ class Model(nn.Module):
         return {"logits": logits, "total": total.expand(len(ids))} if self.sums else logits
 
 
-def own(example: Batch = BATCH, **changes: bool) -> OwnModelConfig:
-    kind = type("Model", (Model,), changes)
-    return OwnModelConfig.of(Functions(kind), factory="mine:Model").with_example(
-        Example.of(example)
-    )
+def own(kind: type[nn.Module] = Model) -> OwnModelConfig:
+    config = OwnModelConfig.of(Functions(kind), factory="mine:Model")
+    return config.with_example(Example.of(BATCH))
 
 
 def run(stages: list[Any], batch: Batch) -> dict[str, Tensor]:
@@ -106,10 +104,7 @@ def test_cut_it_computes_what_it_does_whole_bit_for_bit(cuts: list[int]) -> None
     model.check_cuts(cuts)
     plain = Model()
     plain.load_state_dict(model.build(0, LAYERS, seed=3, device="cpu").state_dict())
-    stages = [
-        model.build(first, stop, seed=3, device="cpu")
-        for first, stop in pairwise((0, *cuts, LAYERS))
-    ]
+    stages = [model.build(*ends, seed=3, device="cpu") for ends in pairwise((0, *cuts, LAYERS))]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
     loss = F.cross_entropy(plain(IDS, MASK).flatten(0, 1), BATCH.targets.flatten())
@@ -156,7 +151,7 @@ def test_batches_of_other_lengths_have_messages_of_theirs() -> None:
 def test_what_a_cut_would_change_is_rejected_with_the_reason(
     change: str, places: list[int], message: str
 ) -> None:
-    model = own(**{change: True})
+    model = own(type("Model", (Model,), {change: True}))
     if change != "sums":
         assert model.places == places
     with pytest.raises(ValueError, match=message):
@@ -186,6 +181,5 @@ def test_other_forwards_are_rejected_with_the_reason() -> None:
         (Some, "its forward calls 1 of the 6 blocks in inner.blocks"),
         (nn.Identity, "Identity has no list of blocks to cut between"),
     ):
-        model = OwnModelConfig.of(Functions(kind), factory="mine:Model")
         with pytest.raises(ValueError, match=message):
-            model.with_example(Example.of(BATCH)).check_cuts([1])
+            own(kind).check_cuts([1])

@@ -12,15 +12,12 @@ from thinpipe.pipeline.wire.coding import gaps
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 
-def mask_of(places: list[int], nbytes: int) -> torch.Tensor:
-    bits = np.zeros(8 * nbytes, np.uint8)
-    bits[places] = 1
+def mask_of(bits: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.packbits(bits, bitorder="little"))
 
 
-def random_mask(nbytes: int, share: float, seed: int = 0) -> torch.Tensor:
-    bits = np.random.default_rng(seed).random(8 * nbytes) < share
-    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+def random_mask(nbytes: int, share: float) -> torch.Tensor:
+    return mask_of(np.random.default_rng(0).random(8 * nbytes) < share)
 
 
 def marks(mask_M: torch.Tensor) -> int:
@@ -35,7 +32,7 @@ def coded(mask_M: torch.Tensor) -> torch.Tensor | None:
 
 @given(st.lists(st.integers(0, 8 * 2000 - 1), min_size=1, max_size=300, unique=True))
 def test_masks_come_back(places: list[int]) -> None:
-    mask_M = mask_of(places, 2000)
+    mask_M = mask_of(np.isin(np.arange(8 * 2000), places))
     wire, back_M = coded(mask_M), torch.full_like(mask_M, 0xAA)
     assert wire is not None
     gaps.decode(wire, len(places), back_M)
@@ -54,7 +51,7 @@ def test_random_masks_take_little_more_than_their_entropy(share: float) -> None:
 def test_rows_of_a_table_take_less() -> None:
     bits = np.zeros((1000, 320), np.uint8)
     bits[::50] = np.random.default_rng(0).random((20, 320)) < 0.5
-    mask_M = torch.from_numpy(np.packbits(bits, bitorder="little"))
+    mask_M = mask_of(bits)
     wire, scattered = coded(mask_M), coded(random_mask(mask_M.numel(), 0.01))
     assert wire is not None
     assert scattered is not None

@@ -1,5 +1,7 @@
 """Laws of entropy coding with tables that both ends know."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -216,26 +218,23 @@ def test_what_the_tables_do_not_have_is_rejected() -> None:
 
 
 def mutated(wire: Tensor, seed: int) -> Tensor:
-    draws, wire = generator(seed), wire.clone()
-
-    def below(most: int) -> int:
-        return int(torch.randint(most, (1,), generator=draws))
-
-    kind, at = below(6), below(wire.numel())
-    if kind == 0:
-        wire[at] ^= 1 << below(8)
-    elif kind == 1:
-        wire[at] = below(256)
-        wire[below(wire.numel())] ^= 1 + below(255)
-    elif kind == 2:
-        return wire[:at]
-    elif kind == 3:
-        return torch.cat([wire, wire[: 1 + below(100)]])
-    elif kind == 4:
-        return torch.cat([wire[:at], wire[at + 1 + below(20) :]])
-    else:
-        return torch.randint(256, (at,), dtype=torch.uint8, generator=draws)
-    return wire
+    dice, data = random.Random(seed), bytearray(wire.tolist())
+    at = dice.randrange(len(data))
+    match dice.randrange(6):
+        case 0:
+            data[at] ^= 1 << dice.randrange(8)
+        case 1:
+            data[at] = dice.randrange(256)
+            data[dice.randrange(len(data))] ^= dice.randrange(1, 256)
+        case 2:
+            del data[at:]
+        case 3:
+            data += data[: dice.randrange(1, 101)]
+        case 4:
+            del data[at : at + dice.randrange(1, 21)]
+        case _:
+            data = bytearray(dice.randbytes(at))
+    return torch.tensor([*data], dtype=torch.uint8)
 
 
 def test_damage_is_noticed() -> None:

@@ -29,14 +29,12 @@ POINTERS = {
     "key": "i64",
 }
 _CODES = {"BITS": 4, "GROUP": 128, "STOCHASTIC": False, "DELTA": True, "FULL": True}
+_STOCHASTIC = {**_CODES, "BITS": 7, "STOCHASTIC": True}
 _TILES = {"TILES": 16, "HAS_MEMORY": True, "HAS_FRESH": True, "HAS_OUT": True}
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "scale": (uniform.scale_kernel, {**_CODES, "CHUNK": 128}),
     "encode": (uniform._encode_kernel, _CODES),
-    "encode, 7 bits, stochastic": (
-        uniform._encode_kernel,
-        {**_CODES, "BITS": 7, "STOCHASTIC": True},
-    ),
+    "encode, 7 bits, stochastic": (uniform._encode_kernel, _STOCHASTIC),
     "decode": (uniform._decode_kernel, _CODES),
     "survey": (hadamard._survey_kernel, _TILES),
     "gather": (hadamard._gather_kernel, _TILES),

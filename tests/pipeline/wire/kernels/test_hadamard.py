@@ -26,33 +26,23 @@ def results(name: Any, device: str, case: tuple[int, torch.dtype]) -> list[torch
     x = x.to(device, dtype)
     if numel == 300:  # values of a row need not lie side by side
         x = x.t().contiguous().t()
-    peak = torch.full((4, tiles), torch.nan, device=device)
-    turned = torch.full((4, tiles), 7, dtype=torch.uint8, device=device)
-    kernels.survey(x, None, peak, turned)
+    memory = torch.randn(x.shape, generator=generator).to(device, torch.bfloat16)
     order = torch.stack([torch.randperm(tiles, generator=generator) for _ in range(4)])
-    order = order.to(device, torch.int32)
-    gathered = torch.full((4, tiles, TILE), torch.nan, device=device)
-    kernels.gather(x, None, Plan(order, turned), gathered)
-    out = torch.full_like(x, torch.nan)
-    kernels.scatter(gathered, Plan(order, turned), out)
-    return [peak, turned, gathered, out, *changes(kernels, x, order)]
-
-
-def changes(kernels: Any, x: torch.Tensor, order: torch.Tensor) -> list[torch.Tensor]:
-    """What the kernels write where x is coded against a memory."""
-    generator, (rows, tiles) = torch.Generator().manual_seed(1), order.shape
-    memory = torch.randn(x.shape, generator=generator).to(x.device, torch.bfloat16)
-    peak = torch.full((rows, tiles), torch.nan, device=x.device)
-    turned = torch.full((rows, tiles), 7, dtype=torch.uint8, device=x.device)
-    kernels.survey(x, memory, peak, turned)
-    gathered = torch.full((rows, tiles, TILE), torch.nan, device=x.device)
+    order, found = order.to(device, torch.int32), []
+    for before in (None, memory):
+        peak = torch.full((4, tiles), torch.nan, device=device)
+        turned = torch.full((4, tiles), 7, dtype=torch.uint8, device=device)
+        kernels.survey(x, before, peak, turned)
+        gathered = torch.full((4, tiles, TILE), torch.nan, device=device)
+        kernels.gather(x, before, Plan(order, turned), gathered)
+        found += [peak, turned, gathered]
+    out, value = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    fresh, kept = torch.full_like(memory, torch.nan), torch.full_like(memory, torch.nan)
     plan = Plan(order, turned)
-    kernels.gather(x, memory, plan, gathered)
-    fresh, kept = (torch.full_like(memory, torch.nan) for _ in range(2))
-    out = torch.full_like(x, torch.nan)
-    finite = kernels.scatter_change(gathered, plan, Cached(memory, fresh), out)
+    kernels.scatter(gathered, plan, out)
+    finite = kernels.scatter_change(gathered, plan, Cached(memory, fresh), value)
     assert torch.equal(finite, kernels.scatter_change(gathered, plan, Cached(memory, kept), None))
-    return [peak, turned, gathered, out, fresh, kept, finite]
+    return [*found, out, value, fresh, kept, finite]
 
 
 def differing(name: str, device: str, step: int = 1) -> list[str]:

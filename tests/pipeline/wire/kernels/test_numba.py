@@ -12,68 +12,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.wire.kernels.uniform import CPU, Case, differing, keeps_nan, room, rows
 from thinpipe.pipeline.wire import kernels as kernels_package
 from thinpipe.pipeline.wire.codec import Cached, Noise
-from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
+from thinpipe.pipeline.wire.kernels import KernelSet, load_kernels
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 from thinpipe.pipeline.wire.kernels.cpu.compilation import source_digest
 
-CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (9, 4), (1024, 128), (1500, 100), (3080, 768), (2050, 5000)]
 NOISE = Noise(key=-12345678901234, step=2**31 + 7, row_B=torch.tensor([5, 2**40]))
-
-
-def rows(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(2, numel, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def room(numel: int, bits: int, group: int, scale: torch.dtype, poison: int) -> Codes:
-    payload = torch.full((2, bits * -(-numel // 8)), poison, dtype=torch.uint8)
-    scales = torch.full((2, -(-numel // group)), torch.nan, dtype=scale)
-    return Codes(payload, scales, bits, group)
+FORMATS = [*((DTYPES[0], dtype) for dtype in DTYPES), (DTYPES[1], DTYPES[1])]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def same_codes(one: Codes, other: Codes) -> bool:
-    return same_bits(one.payload_BP, other.payload_BP) and same_bits(one.scale_BK, other.scale_BK)
-
-
-def both_quantized(
-    x: torch.Tensor, bits: int, group: int, scale: torch.dtype, noise: Noise | None
-) -> tuple[Codes, Codes]:
-    expected, found = (room(x.shape[1], bits, group, scale, poison) for poison in (0, 255))
-    REFERENCE.quantize(x, expected, noise=noise)
-    NUMBA.quantize(x, found, noise=noise)
-    return expected, found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "memory_dtype"), FORMATS)
 @pytest.mark.parametrize(("numel", "group"), SHAPES)
-@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])
-def test_codes_are_the_references_bit_for_bit(
-    dtype: torch.dtype, numel: int, group: int, scale: torch.dtype
+@pytest.mark.parametrize("scale", DTYPES)
+def test_compiled_kernels_are_the_reference_bit_for_bit(
+    dtype: torch.dtype, memory_dtype: torch.dtype, numel: int, group: int, scale: torch.dtype
 ) -> None:
-    x = rows(numel).to(dtype)
-    for bits in range(1, 9):
-        for noise in (None, NOISE) if bits > 1 else (None,):
-            expected, found = both_quantized(x, bits, group, scale, noise)
-            assert same_codes(found, expected), f"{bits} bits, {noise}"
+    shape, formats = (numel, group), (dtype, memory_dtype, scale)
+    cases = [Case(bits, *shape, *formats) for bits in range(1, 9)]
+    cases += [case._replace(noise=NOISE) for case in cases[1:]]
+    assert differing(cases, "numba") == []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("numel", "group"), SHAPES)
-def test_values_are_the_references_bit_for_bit(dtype: torch.dtype, numel: int, group: int) -> None:
-    for bits in range(1, 9):
-        codes, _ = both_quantized(rows(numel), bits, group, torch.bfloat16, None)
-        expected, found = (torch.full((2, numel), torch.nan, dtype=dtype) for _ in range(2))
-        REFERENCE.dequantize(codes, expected)
-        NUMBA.dequantize(codes, found)
-        assert same_bits(found, expected), f"{bits} bits"
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_other_formats_and_strides_are_converted(dtype: torch.dtype) -> None:
+    assert differing([Case(4, 900, 64, dtype, strided=True)], "numba") == []
 
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2e-38, 1e38, -3e38, float("inf"), -float("inf"), float("nan")]
@@ -94,56 +65,11 @@ def test_any_bit_pattern_gives_the_references_codes(
 ) -> None:
     x = torch.tensor([values, values[::-1]])
     noise = NOISE if stochastic and bits > 1 else None
-    expected, found = both_quantized(x, bits, group, scale, noise)
-    assert same_codes(found, expected)
-
-
-def both_deltas(
-    x: torch.Tensor, memory: torch.Tensor, bits: int, group: int, noise: Noise | None
-) -> list[tuple[Codes, torch.Tensor, torch.Tensor]]:
-    results = []
-    for kernels, poison in ((REFERENCE, 0), (NUMBA, 255)):
-        codes = room(x.shape[1], bits, group, torch.bfloat16, poison)
-        fresh = torch.full_like(memory, torch.nan)
-        finite = kernels.delta_encode(x, Cached(memory, fresh), codes, noise=noise)
-        results.append((codes, fresh, finite))
-    return results
-
-
-@pytest.mark.parametrize(
-    ("dtype", "memory_dtype"),
-    [*((DTYPES[0], dtype) for dtype in DTYPES), (DTYPES[1], DTYPES[1])],
-)
-@pytest.mark.parametrize(("numel", "group"), [(1500, 100), (3080, 768)])
-def test_changes_and_memories_are_the_references_bit_for_bit(
-    dtype: torch.dtype, memory_dtype: torch.dtype, numel: int, group: int
-) -> None:
-    memory = rows(numel, 1).to(memory_dtype)
-    x = (memory + 0.1 * rows(numel, 2)).to(dtype)
-    for bits in range(1, 9):
-        for noise in (None, NOISE) if bits > 1 else (None,):
-            (expected, kept, _), (found, fresh, finite) = both_deltas(x, memory, bits, group, noise)
-            assert same_codes(found, expected), f"{bits} bits, {noise}"
-            assert same_bits(fresh, kept), f"{bits} bits, {noise}"
-            assert finite.all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [1, 3, 8])
-def test_ends_on_different_backends_hold_equal_memories(dtype: torch.dtype, bits: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    sent, received = torch.zeros(2, 1500, dtype=dtype), torch.zeros(2, 1500, dtype=dtype)
-    ends: list[tuple[KernelSet, KernelSet]] = [(REFERENCE, NUMBA), (NUMBA, REFERENCE)]
-    for step in range(10):
-        x = torch.randn(2, 1500, generator=generator)
-        sender, receiver = ends[step % 2]
-        codes = room(1500, bits, 96, torch.bfloat16, 7)
-        noise = Noise(3, step, torch.tensor([1, 2])) if bits > 1 else None
-        sender.delta_encode(x, Cached(sent, sent), codes, noise=noise)  # in place
-        out = torch.full_like(x, torch.nan)
-        receiver.delta_decode(codes, Cached(received, received), out)
-        assert same_bits(sent, received)
-        assert torch.equal(out.to(dtype), received)
+    expected, found = (room(x.shape[1], bits, group, scale, poison=poison) for poison in (0, 255))
+    REFERENCE.quantize(x, expected, noise=noise)
+    NUMBA.quantize(x, found, noise=noise)
+    assert same_bits(found.payload_BP, expected.payload_BP)
+    assert same_bits(found.scale_BK, expected.scale_BK)
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
@@ -159,29 +85,18 @@ def test_a_row_whose_memory_would_not_be_finite_is_reported(
 ) -> None:
     x, memory = rows(700), rows(700, 1).bfloat16()
     x[1, 333], memory[1, 333] = bad, before
-    codes = room(700, 4, 64, torch.bfloat16, 0)
+    codes = room(700, 4, 64)
     cached, out = Cached(memory, torch.empty_like(memory)), torch.empty_like(x)
     assert kernels.delta_encode(x, cached, codes, noise=None).tolist() == [True, False]
     assert kernels.delta_decode(codes, cached, out).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-@pytest.mark.parametrize(
-    ("memory_dtype", "dtype"),
-    [*((DTYPES[0], dtype) for dtype in DTYPES), (DTYPES[1], DTYPES[1])],
-)
+@pytest.mark.parametrize("name", ["reference", "numba"])
+@pytest.mark.parametrize(("memory_dtype", "dtype"), FORMATS)
 def test_a_gpus_nan_stays_one_in_every_format(
-    kernels: KernelSet, memory_dtype: torch.dtype, dtype: torch.dtype
+    name: str, memory_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Its bits are all ones, and rounding to bf16 adds to them."""
-    codes = room(700, 4, 64, torch.bfloat16, 0)
-    kernels.quantize(rows(700), codes, noise=None)
-    number = torch.int32 if memory_dtype == torch.float32 else torch.int16
-    memory = torch.full((2, 700), torch.iinfo(number).max, dtype=number).view(memory_dtype)
-    out, fresh = (torch.zeros(2, 700, dtype=dtype) for _ in range(2))
-    assert not kernels.delta_decode(codes, Cached(memory, fresh), out).any()
-    assert out.isnan().all()
-    assert fresh.isnan().all()
+    assert keeps_nan(name, CPU, memory_dtype, dtype)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -189,8 +104,7 @@ def test_rows_may_lie_anywhere_and_nothing_next_to_them_is_touched(bits: int) ->
     x = torch.randn(2, 1700)[:, 100:1600]
     nbytes = bits * -(-1500 // 8)
     wide = torch.full((2, nbytes + 64), 0xAA, dtype=torch.uint8)
-    codes = room(1500, bits, 100, torch.bfloat16, 0)
-    expected = room(1500, bits, 100, torch.bfloat16, 0)
+    codes, expected = room(1500, bits, 100), room(1500, bits, 100)
     NUMBA.quantize(x, codes._replace(payload_BP=wide[:, 31 : 31 + nbytes]), noise=None)
     REFERENCE.quantize(x, expected, noise=None)
     assert torch.equal(wide[:, 31 : 31 + nbytes], expected.payload_BP)
@@ -203,41 +117,15 @@ def test_rows_may_lie_anywhere_and_nothing_next_to_them_is_touched(bits: int) ->
     assert not (out[:, 9:1509] == 5).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_other_formats_and_strides_are_converted(dtype: torch.dtype) -> None:
-    x = torch.randn(900, 2, dtype=dtype).t()
-    expected, found = both_quantized(x, 4, 64, torch.bfloat16, None)
-    assert same_codes(found, expected)
-    out = torch.empty(900, 2, dtype=dtype).t()
-    NUMBA.dequantize(found, out)
-    values = torch.empty(2, 900)
-    REFERENCE.dequantize(found, values)
-    assert torch.equal(out, values.to(dtype))
-
-
-@pytest.mark.parametrize("shape", [(0, 64), (0, 1030), (2, 0)])
-def test_no_rows_and_no_values_are_fine(shape: tuple[int, int]) -> None:
-    rows_, numel = shape
-    payload = torch.empty(rows_, 4 * -(-numel // 8), dtype=torch.uint8)
-    codes = Codes(payload, torch.empty(rows_, -(-numel // 64), dtype=torch.bfloat16), 4, 64)
-    memory, out = torch.empty(shape).bfloat16(), torch.empty(shape)
-    for kernels in (REFERENCE, NUMBA):
-        kernels.quantize(torch.empty(shape), codes, noise=None)
-        kernels.dequantize(codes, out)
-        finite = kernels.delta_encode(out, Cached(memory, memory), codes, noise=None)
-        assert finite.shape == (rows_,)
-        assert kernels.delta_decode(codes, Cached(memory, memory), out).all()
-
-
 def test_threads_share_the_kernels() -> None:
     x = rows(50_000)
-    expected = room(50_000, 4, 128, torch.bfloat16, 0)
+    expected = room(50_000, 4, 128)
     NUMBA.quantize(x, expected, noise=NOISE)
 
     def work(_: int) -> bool:
-        codes = room(50_000, 4, 128, torch.bfloat16, 1)
+        codes = room(50_000, 4, 128, poison=0)
         NUMBA.quantize(x, codes, noise=NOISE)
-        return same_codes(codes, expected)
+        return torch.equal(codes.payload_BP, expected.payload_BP)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, range(20)))

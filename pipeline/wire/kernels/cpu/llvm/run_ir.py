@@ -3,6 +3,7 @@
 See `vector_ir.py` for the vectors and for which element type stands for which format.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -31,10 +32,19 @@ _F32 = ir.FloatType()
 _FLAGS = ir.VectorType(ir.IntType(1), CHUNK)
 
 
-def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[Operand], Value]:
-    """All arguments but the last as operands; the last is their starts, then the count."""
-    *starts, count = cgutils.unpack_tuple(b, args[-1])
-    return operands(context, b, kinds, args, starts), count
+def _over_run(body: Callable[..., None]) -> Callable[..., Value]:
+    """Code for body(b, operands, index, mask) at every 64 lanes.
+
+    The last argument is the starts of the others, which are operands, then the count.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        *starts, count = cgutils.unpack_tuple(b, args[-1])
+        found = operands(context, b, signature.args, args, starts)
+        steps(b, count, lambda index, mask: body(b, found, index, mask))
+        return context.get_dummy_value()
+
+    return codegen
 
 
 def _write(b: Builder, value: Value, target: Operand, index: Value, mask: Value) -> None:
@@ -45,57 +55,41 @@ def _write(b: Builder, value: Value, target: Operand, index: Value, mask: Value)
 def take_run(typing: Any, x: Any, base: Any, out: Any, at: Any) -> Any:
     """out := x - base, or x if base is None; `at` = (x start, base start, out start, count)."""
 
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        (x_op, base_op, out_op), count = _operands(context, b, signature.args, args)
+    def body(b: Builder, found: list[Operand], index: Value, mask: Value) -> None:
+        x_op, base_op, out_op = found
+        value = x_op.values(index, mask)
+        if base_op:
+            value = b.fsub(value, base_op.values(index, mask))
+        store(b, value, out_op.at(index), mask)
 
-        def body(index: Value, mask: Value) -> None:
-            value = x_op.values(index, mask)
-            if base_op:
-                value = b.fsub(value, base_op.values(index, mask))
-            store(b, value, out_op.at(index), mask)
-
-        steps(b, count, body)
-        return context.get_dummy_value()
-
-    return types.void(x, base, out, at), codegen
+    return types.void(x, base, out, at), _over_run(body)
 
 
 @intrinsic
 def put_run(typing: Any, value: Any, out: Any, at: Any) -> Any:
     """out := value, in the format of out; `at` = (value start, out start, count)."""
 
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        (value_op, out_op), count = _operands(context, b, signature.args, args)
+    def body(b: Builder, found: list[Operand], index: Value, mask: Value) -> None:
+        value_op, out_op = found
+        _write(b, value_op.values(index, mask), out_op, index, mask)
 
-        def body(index: Value, mask: Value) -> None:
-            _write(b, value_op.values(index, mask), out_op, index, mask)
-
-        steps(b, count, body)
-        return context.get_dummy_value()
-
-    return types.void(value, out, at), codegen
+    return types.void(value, out, at), _over_run(body)
 
 
 @intrinsic
 def update_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) -> Any:
     """left = (x - base) - sent; base += mean; x := base + left; `at` = four starts, count."""
 
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        found, count = _operands(context, b, signature.args, args)
+    def body(b: Builder, found: list[Operand], index: Value, mask: Value) -> None:
         sent_op, mean_op, x_op, base_op = found
+        before = base_op.values(index, mask)
+        change = b.fsub(x_op.values(index, mask), before)
+        left = b.fsub(change, sent_op.values(index, mask))
+        _write(b, b.fadd(before, mean_op.values(index, mask)), base_op, index, mask)
+        # read again: what is left stands on the base as it was rounded
+        _write(b, b.fadd(base_op.values(index, mask), left), x_op, index, mask)
 
-        def body(index: Value, mask: Value) -> None:
-            before = base_op.values(index, mask)
-            change = b.fsub(x_op.values(index, mask), before)
-            left = b.fsub(change, sent_op.values(index, mask))
-            _write(b, b.fadd(before, mean_op.values(index, mask)), base_op, index, mask)
-            # read again: what is left stands on the base as it was rounded
-            _write(b, b.fadd(base_op.values(index, mask), left), x_op, index, mask)
-
-        steps(b, count, body)
-        return context.get_dummy_value()
-
-    return types.void(sent, mean, x, base, at), codegen
+    return types.void(sent, mean, x, base, at), _over_run(body)
 
 
 @intrinsic
@@ -113,7 +107,8 @@ def expand_chunk(typing: Any, mask: Any, kept: Any, known: Any, out: Any, at: An
         word = b.load(b.bitcast(mask_op.at(I64(0)), ir.PointerType(I16)), typ=I16)
         word.align = 1
         flags, kind = b.bitcast(word, _FLAGS), vector(_F32, CHUNK)
-        values = _expanded(b, kept_op.at(I64(0)), flags)
+        name, zeros = f"llvm.masked.expandload.v{CHUNK}f32", ir.Constant(kind, [0.0] * CHUNK)
+        values = call(b, name, kind, [kept_op.at(I64(0)), flags, zeros])  # zero where not flagged
         target = b.bitcast(out_op.at(I64(0)), ir.PointerType(kind))
         if known_op:
             before = b.load(target, typ=kind)
@@ -123,10 +118,3 @@ def expand_chunk(typing: Any, mask: Any, kept: Any, known: Any, out: Any, at: An
         return counted(b, word)
 
     return types.int64(mask, kept, known, out, at), codegen
-
-
-def _expanded(b: Builder, source: Value, flags: Value) -> Value:
-    """The next values at `source` where flags are set, zero elsewhere."""
-    kind = vector(_F32, CHUNK)
-    zeros = ir.Constant(kind, [0.0] * CHUNK)
-    return call(b, f"llvm.masked.expandload.v{CHUNK}f32", kind, [source, flags, zeros])

@@ -167,11 +167,6 @@ def operands(context: Any, b: Builder, kinds: Any, args: Any, starts: list[Value
     return [Operand(context, b, (kind, array), start) for kind, array, start in arrays]
 
 
-def _difference(b: Builder, x: Operand, m: Operand, index: Value, mask: Value) -> Value:
-    value = x.values(index, mask)
-    return b.fsub(value, m.values(index, mask)) if m else value
-
-
 @intrinsic
 def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, count: Any) -> Any:
     """Bit patterns of max(x - memory, 0) and of max(memory - x, 0), both as uint32.
@@ -188,7 +183,8 @@ def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, co
         lowest = cgutils.alloca_once_value(b, filled(0, I32))
 
         def body(index: Value, mask: Value) -> None:
-            word = b.bitcast(_difference(b, x_op, m_op, index, mask), kind)
+            value = x_op.values(index, mask)
+            word = b.bitcast(b.fsub(value, m_op.values(index, mask)) if m_op else value, kind)
             for name, best in (("smax", highest), ("umax", lowest)):
                 larger = call(b, f"llvm.{name}.v{LANES}i32", kind, [b.load(best), word])
                 b.store(larger, best)
@@ -347,23 +343,3 @@ def apply_group(
         return context.get_dummy_value()
 
     return types.void(codes, memory, fresh, out, largest, at), codegen
-
-
-@intrinsic
-def bits_of(typing: Any, value: Any) -> Any:
-    """The bit pattern of a float32, as uint32."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        return b.bitcast(args[0], I32)
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def float_of(typing: Any, word: Any) -> Any:
-    """The float32 of a bit pattern (uint32)."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        return b.bitcast(args[0], _F32)
-
-    return types.float32(types.uint32), codegen

@@ -140,12 +140,7 @@ class Pair:
     """Host "a" dials host "b". `events` are what the links report."""
 
     def __init__(
-        self,
-        key: Path,
-        *,
-        patience_s: float = 30.0,
-        held: bool = False,
-        wire: type[Wire] = Wire,
+        self, key: Path, *, patience_s: float = 30.0, held: bool = False, wire: type[Wire] = Wire
     ) -> None:
         self.loop, self.events = Loop(), list[tuple[str, str, str]]()
         self.attempts = 0

@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch.net.overlay.links.pair import Connection, Pair, Wire, noise, transfer
 from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.links.frames import Kind
 from thinpipe.launch.net.overlay.membership import Host, PeerList
 
 pytestmark = pytest.mark.dist
@@ -30,7 +31,7 @@ def test_the_list_of_thousands_of_hosts_reaches_a_peer(tmp_path: Path) -> None:
     received = SimpleQueue[bytes]()
     with Pair(tmp_path / "run.key") as pair:
         pair.b._on_peer_list = received.put
-        pair.call(lambda: pair.a.send_peer_list(sent.model_dump_json().encode()))
+        pair.call(lambda: pair.a.say(Kind.PEER_LIST, sent.model_dump_json().encode()))
         assert PeerList.model_validate_json(received.get(timeout=60)) == sent
 
 

@@ -6,7 +6,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +22,12 @@ TLS_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(300)
 
 
 class Door:
-    def __init__(
-        self, folder: Path, is_member: Callable[[str], bool] = lambda source: False
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         keys.new(folder / "run.key")
         self.folder, self.loop, self.hellos = folder, Loop(), list[Hello]()
-        self.listener = Listener(
-            self.loop,
-            ("127.0.0.1", 0),
-            keys.contexts(folder / "run.key")[0],
-            self._on_hello,
-            is_member=is_member,
-        )
-        self.port = self.listener.port
+        context = keys.contexts(folder / "run.key")[0]
+        self.listener = Listener(self.loop, ("127.0.0.1", 0), context, self._on_hello)
+        self.crowd: list[socket.socket] = []
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
@@ -42,21 +35,25 @@ class Door:
         self.hellos.append(hello)
         self.loop.close(connection)
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        """Until the end, if nobody closes it before."""
+        place = ("127.0.0.1", self.listener.port)
+        self.crowd.append(socket.create_connection(place, PATIENCE_S, (source, 0)))
+        return self.crowd[-1]
 
     def close(self) -> None:
         self.loop.after(0, self.loop.stop)
         self.thread.join(PATIENCE_S)
+        for sock in self.crowd:
+            sock.close()
 
-    def knock(self, key: str = "run.key") -> None:
+    def enter(self, key: str = "run.key", sock: socket.socket | None = None) -> ssl.SSLSocket:
+        return keys.contexts(self.folder / key)[1].wrap_socket(sock or self.connect())
+
+    def knock(self, key: str = "run.key", sock: socket.socket | None = None) -> None:
         """As a member does."""
-        self.say_hello(self.connect(), key)
-
-    def say_hello(self, sock: socket.socket, key: str = "run.key") -> None:
         text = Hello(purpose="probe", name="x").model_dump_json().encode()
-        context = keys.contexts(self.folder / key)[1]
-        with context.wrap_socket(sock) as connection:
+        with self.enter(key, sock) as connection:
             connection.sendall(struct.pack("!I", len(text)) + text)
             connection.recv(1)
 
@@ -66,11 +63,6 @@ def door(tmp_path: Path) -> Iterator[Door]:
     door = Door(tmp_path)
     yield door
     door.close()
-
-
-def test_a_member_comes_in(door: Door) -> None:
-    door.knock()
-    until(lambda: len(door.hellos) == 1)
 
 
 @pytest.mark.parametrize(
@@ -116,31 +108,26 @@ def test_other_keys_and_older_tls_do_not(door: Door) -> None:
     assert not door.hellos
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"purpose": "join"}', "x" * 100])
-def test_a_member_that_does_not_say_hello_does_not(door: Door, text: str) -> None:
-    context = keys.contexts(door.folder / "run.key")[1]
-    with context.wrap_socket(door.connect()) as connection:
-        connection.sendall(struct.pack("!I", len(text)) + text.encode())
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("{}", 2), ("[]", 2), ('{"purpose": "join"}', 19), ("x" * 100, 100), ("", 0xFFFFFFFF)],
+)
+def test_a_member_that_does_not_say_hello_does_not(door: Door, text: str, nbytes: int) -> None:
+    """A length beyond reason is not waited for."""
+    with door.enter() as connection:
+        connection.sendall(struct.pack("!I", nbytes) + text.encode())
         assert connection.recv(1) == b""
     until(lambda: door.listener.rejected["ValueError"] == 1)
-
-
-def test_a_length_beyond_reason_is_not_waited_for(door: Door) -> None:
-    context = keys.contexts(door.folder / "run.key")[1]
-    with context.wrap_socket(door.connect()) as connection:
-        connection.sendall(struct.pack("!I", 0xFFFFFFFF))
-        assert connection.recv(1) == b""
 
 
 def test_a_silent_crowd_keeps_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than 32 of one address stand at the door at a time; the oldest make room."""
     monkeypatch.setattr(listener, "LIMIT_S", 600.0)
-    crowd = [door.connect() for _ in range(100)]
+    for _ in range(100):
+        door.connect()
     until(lambda: door.listener.rejected["TimeoutError"] == 68)
     door.knock()
     until(lambda: len(door.hellos) == 1)
-    for stranger in crowd:
-        stranger.close()
 
 
 def test_who_stays_silent_is_sent_away(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,19 +139,13 @@ def test_who_stays_silent_is_sent_away(door: Door, monkeypatch: pytest.MonkeyPat
 
 
 def test_crowds_from_many_addresses_leave_members_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "LIMIT_S", 600.0)  # only those that come later end them
-    door = Door(tmp_path, is_member=lambda source: source == "127.0.0.9")
-    member = socket.create_connection(("127.0.0.1", door.port), source_address=("127.0.0.9", 0))
-    crowd = [
-        socket.create_connection(("127.0.0.1", door.port), source_address=(f"127.0.0.{last}", 0))
-        for last in range(10, 20)
-        for _ in range(20)
-    ]
+    monkeypatch.setattr(door.listener, "_is_member", lambda source: source == "127.0.0.9")
+    member = door.connect("127.0.0.9")
+    for number in range(200):
+        door.connect(f"127.0.0.{10 + number // 20}")
     until(lambda: door.listener.rejected["TimeoutError"] == 200 - 64)
-    door.say_hello(member)
+    door.knock(sock=member)
     until(lambda: len(door.hellos) == 1)
-    for stranger in crowd:
-        stranger.close()
-    door.close()
