@@ -40,7 +40,7 @@ from thinpipe.launch.view.report.metrics import StepRecord
 
 _NEAR_S, _UNTIL_BACK_S = 1.0, 19.0  # who is killed is missed at once, others as all meet
 HOSTS, _BATCH, _FIRST_STEPS, _CALM_S = 4, 16, 20, 60.0
-_STOPPED_S, _CUT_S, _SETTLED_S, _SAVE_EVERY = 20.0, 60.0, 60.0, 50
+_STOPPED_S, _CUT_S, _SETTLED_S, _SAVE_EVERY = 20.0, 60.0, 60.0, 50  # as in _RUN
 QUIET = ("--show", "-1")
 RESTARTS, LOCAL = "restarts", ("diloco", "sparse_loco")
 SETTINGS = ("minutes", "every_s", "back_s", "interval", "stages", "delay", "step_s")
@@ -70,7 +70,7 @@ batch_size = 16
 every_epochs = 1000
 [checkpoint]
 every_epochs = 1000
-every_steps = EVERY
+every_steps = 50
 [network]
 patience_s = 3
 """
@@ -207,8 +207,7 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
     layout = {"replicas": HOSTS // given.stages, "cuts": [3] * (given.stages - 1)}
     settings += [f"pipeline.{name}={value}" for name, value in layout.items()]
     options = (*QUIET, *(() if elastic else ("--max-restarts", "1000")))
-    config = _RUN.replace("EVERY", str(_SAVE_EVERY))
-    with hosts_run("100mbit", given.delay, config, *settings, options=options) as run:
+    with hosts_run("100mbit", given.delay, _RUN, *settings, options=options) as run:
         run.wait_for_step(_FIRST_STEPS)
         faulty = Faulty(run, seed, given, joins=elastic)
         begin_s = time.monotonic()

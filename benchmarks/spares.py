@@ -90,10 +90,9 @@ def copies(given: Namespace) -> Iterator[Row]:
         yield Row("copies", {"step s": usual_s}, {"rate": rate, "every": "never"})
         for every in given.every:
             # whole periods, without the first, whose copy is made as the run begins
-            steps_s = _steps_s(rate, max(given.steps // every, 1) * every, every)
-            more_s = every * (fmean(steps_s) - usual_s)
-            numbers = {"step s": fmean(steps_s), "a copy s": more_s}
-            numbers["share"] = more_s / every / fmean(steps_s)
+            mean_s = fmean(_steps_s(rate, max(given.steps // every, 1) * every, every))
+            more_s = every * (mean_s - usual_s)
+            numbers = {"step s": mean_s, "a copy s": more_s, "share": more_s / every / mean_s}
             yield Row("copies", numbers, {"rate": rate, "every": every})
 
 

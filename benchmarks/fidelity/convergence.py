@@ -119,6 +119,7 @@ _STEPS = {".3": 0.3, ".4": 0.4, ".6": 0.6, ".7": 0.7, ".8": 0.8, ".9": 0.9, "1":
 TRANSFORM: dict[str, dict[str, Any]] = {
     **{f"transform {name}/{name}": _transform(step, step) for name, step in _STEPS.items()},
     "transform .7/.7, dimensions .875/.6": _transform(0.7, 0.7, dimensions=(0.875, 0.6)),
+    "transform 1/2": _transform(1.0, 2.0),
     "transform 2/4, largest .25/.75": _transform(2.0, 4.0, largest=(0.25, 0.75)),
     "transform 1.5/3, largest .3/.9": _transform(1.5, 3.0, largest=(0.3, 0.9)),
 }

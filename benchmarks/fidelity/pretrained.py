@@ -83,18 +83,13 @@ AGAIN: dict[str, dict[str, Any]] = {
     "aqsgd 3/6": _both({"kind": "aqsgd", "bits": 3}, {"kind": "direct", "bits": 6}),
     "stateless 5/4": _both({"kind": "stateless", "bits": 5}, {"kind": "stateless", "bits": 4}),
     "transform .3/.3": _transform(0.3, 0.3),
-    "transform .4/.4": _transform(0.4, 0.4),
     "transform .7/.9": _transform(0.7, 0.9),
-    "transform .8/1.1": _transform(0.8, 1.1),
-    "transform 1/2": _transform(1.0, 2.0),
-    "transform 1.2/1.4": _transform(1.2, 1.4),
 }
 ONCE: dict[str, dict[str, Any]] = {
     "stateless 5/4": AGAIN["stateless 5/4"],
     _TAH_QUANT: _both(_RAW, _RAW),
     "once .05/.3": _once(0.05, 0.3),
     "once .1/.3": _once(0.1, 0.3),
-    "once .15/.5": _once(0.15, 0.5),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     **{

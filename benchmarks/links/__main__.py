@@ -140,3 +140,7 @@ def main() -> None:
         f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
     )
     print(summary(rows, _COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

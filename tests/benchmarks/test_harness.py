@@ -18,8 +18,8 @@ from benchmarks.harness import (
     with_baseline,
     with_gaps,
 )
-from benchmarks.kernels import run as kernels
-from benchmarks.links import run as links
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.links import __main__ as links
 from benchmarks.replicas import parity
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import run as kernels
+from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels.__main__ import Buffers
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
