@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,7 @@ def best_fit(sizes: npt.NDArray[Any], capacity: int, seed: int) -> tuple[_Ints, 
     sequence = np.empty(len(sizes), dtype=np.int64)
     bins = _Bins(capacity)
     _, firsts = np.unique(-sizes[drawn], return_index=True)
-    for first, stop in zip(firsts, [*firsts[1:], len(drawn)], strict=True):
+    for first, stop in pairwise([*firsts, len(drawn)]):
         bins.place(drawn[first:stop], int(sizes[drawn[first]]), sequence)
     renamed = shuffled(bins.count, seed, "sequences").numpy()
     sequence = renamed[sequence[drawn]] if bins.count else sequence

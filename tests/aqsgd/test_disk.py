@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,6 +163,27 @@ def limited(rank: int, folder: str) -> list[bool]:
 @pytest.mark.dist
 def test_a_file_at_its_limit_loses_what_does_not_fit(tmp_path: Path) -> None:
     assert run_ranks(1, limited, str(tmp_path)) == [[False, False, True]]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from thinpipe.aqsgd.disk import RowFile\n"
+        f"file = RowFile(Path({str(tmp_path)!r}), 4096); file.reserve(10); print('fits')\n"
+        "file.reserve(1000)"
+    )
+    mount = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$CODE"'
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", mount],
+        env={**os.environ, "CODE": code},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if "fits" not in done.stdout and "unshare" in done.stderr:
+        pytest.skip(f"no private mounts here: {done.stderr}")
+    assert "fits" in done.stdout, done.stderr
+    assert "No space left on device" in done.stderr
 
 
 def test_reads_and_writes_under_random_delays_never_mix_samples_up(

@@ -173,6 +173,7 @@ def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
 @settings(max_examples=40)
 @given(
     coding=st.sampled_from([(1, "nearest"), *product(range(2, 9), ("nearest", "stochastic"))]),
+    changes=st.sampled_from([None, "uniform"]),
     memory=st.sampled_from(["fp32", "bf16", 4, 8]),
     first_visit=st.sampled_from(["fp32", "bf16", 4, 8, {"bits": 4}, "same"]),
     capacity=st.integers(0, 9),
@@ -188,6 +189,7 @@ def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
 )
 def test_both_ends_hold_the_same_whatever_comes(
     coding: tuple[int, str],
+    changes: Any,
     memory: Any,
     first_visit: Any,
     capacity: int,
@@ -196,7 +198,8 @@ def test_both_ends_hold_the_same_whatever_comes(
 ) -> None:
     """What the receiver decoded, of finite samples of steps that count, as far as there is room."""
     bits, rounding = coding
-    spec = AqsgdConfig(bits=bits, rounding=rounding, memory=memory, first_visit=first_visit)
+    how: Any = {"bits": bits, "rounding": rounding, "delta": changes}
+    spec = AqsgdConfig(**how, memory=memory, first_visit=first_visit)
     sender, receiver = (build_delta(spec, width=WIDTH, key=3, capacity=capacity) for _ in range(2))
     everything = torch.arange(9)
     for number, (ids, keep, broken) in enumerate(visits):

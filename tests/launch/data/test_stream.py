@@ -152,6 +152,17 @@ def test_rows_that_cannot_be_used_are_said(
     assert "10 rows are left out: field 'text' is null" in caplog.text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_of_which_no_row_can_be_used_is_passed_over(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (_rows(tmp_path) / "2.jsonl").write_text("{}\n" * 100)
+    samples, _ = _stream(_config(tmp_path, stream_block=8, **KINDS[kind]), 4)
+    with pytest.raises(ValueError, match="the stream ended after"):
+        samples.batch(range(10_000))
+    assert "100 rows are left out: no field" in caplog.text
+
+
 class Endless:
     """An iterable of one's own, without an end."""
 
