@@ -138,7 +138,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def serve(address: tuple[str, int], *, backlog: int | None = None) -> socket.socket:
-    """Listen at an address, not a name (`::`: all, IPv4 too); OSError if it is not ours or free."""
+    """Listen at an address, not a name (`::`: all, IPv4 too); OSError if in use or not ours."""
     both = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(
         address, family=family_of(address[0]), backlog=backlog, dualstack_ipv6=both

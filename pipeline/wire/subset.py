@@ -67,8 +67,8 @@ class Subset:
         """Compiled code would write past the end."""
         for tensors, numel in ((vectors, self.numel), (chosen, self.size)):
             for t in tensors:
-                if t.numel() != numel:
-                    raise ValueError(f"a tensor of {t.numel()} values: needs {numel}")
+                if t.numel() != numel or not t.is_contiguous():
+                    raise ValueError(f"a tensor of {t.numel()} values: needs {numel}, contiguous")
 
     @staticmethod
     def _kernels(x_N: Tensor) -> SparseKernels:

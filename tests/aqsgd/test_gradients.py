@@ -84,3 +84,8 @@ def test_what_depends_on_the_batch_is_divided_out(
                 torch.testing.assert_close(gradient_N, first[sample], rtol=1e-4, atol=1e-6)
         for sample in first.keys() - {5}:
             torch.testing.assert_close(first[sample], expected[sample], rtol=1e-4, atol=1e-6)
+    if replicas == 2:  # the two ends of the cut, to the bit
+        for upper, lower in zip(several[::2], several[1::2], strict=True):
+            for one, other in zip(upper, lower, strict=True):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[sample], other[sample]) for sample in one)

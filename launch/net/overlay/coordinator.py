@@ -39,8 +39,7 @@ class Coordinator:
         other = known if known is not None and known.instance != hello.instance else None
         if connected or (other is not None and not other.has_left()):
             text = f"another machine is named {hello.name!r}, or this one was started twice; "
-            # or its connection broke a moment ago
-            return Welcome(rejected=text + OWN_NAMES, again=True)
+            return Welcome(rejected=text + OWN_NAMES, again=True)  # or its connection broke
         text = self._membership.rejection(hello)
         place = self._membership.place(hello, {*lost} - self._joining.keys())
         later = self._membership.is_spare(hello)

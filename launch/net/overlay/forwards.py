@@ -1,5 +1,6 @@
 """Local addresses that stand for ports of other hosts, and own ports that others may reach."""
 
+import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +101,12 @@ class Forwards:
         self, address: tuple[str, int], link: Link, port: int, traffic: Traffic
     ) -> socket.socket:
         server = socket.create_server(address, backlog=128)
-        self._loop.listen(server, lambda sock, _: link.open(sock, port, traffic))
+
+        def take(sock: socket.socket, _: object) -> None:
+            with contextlib.suppress(OSError):  # its process is gone again
+                link.open(sock, port, traffic)
+
+        self._loop.listen(server, take)
         return server
 
     def known(self) -> PeerList:

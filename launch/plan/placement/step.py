@@ -147,7 +147,8 @@ def _ideal(cluster: Cluster, used: int, speed: float) -> Cluster:
 def _slowest_pipeline_s(ideal: Cluster, workload: Workload, speed: float) -> float:
     """Seconds of all passes of one pipeline with a slow device where it costs least."""
     alone, ranks = replace(workload, replicas=1), workload.ranks
-    rate_HH, latency_HH = ideal.rate_HH[:ranks, :ranks], ideal.latency_HH[:ranks, :ranks]
+    own = np.ix_(range(ranks), range(ranks))  # copies: kernels are compiled anew for views
+    rate_HH, latency_HH = ideal.rate_HH[own], ideal.latency_HH[own]
     found = []
     for position in range(ranks):
         hosts = list(ideal.hosts[:ranks])

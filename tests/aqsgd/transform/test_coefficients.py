@@ -1,6 +1,7 @@
 """Coefficients: what is decoded is what was encoded, in about as many bits as their entropy."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -77,6 +78,19 @@ def test_bits_are_near_the_entropy(scale: float) -> None:
     ideal = -(above_NK - below_NK).log2().sum() / 8
     scales_nbytes = 1024 * 5 / 8
     assert wire.numel() <= 1.03 * float(ideal) + scales_nbytes + 150
+
+
+def test_damage_ends_in_an_error_or_in_other_numbers() -> None:
+    model_K, dice, caught = torch.full((16,), 22), random.Random(0), 0
+    wire, _ = coded(drawn(torch.full((64, 16), 1.5)), model_K)
+    for _ in range(300):
+        hurt = torch.cat([wire, torch.zeros(3, dtype=torch.uint8)])
+        hurt[dice.randrange(len(wire))] ^= dice.randrange(1, 256)
+        try:
+            coefficients.decode(hurt[: len(wire) + dice.randint(-3, 3)], 64, model_K, EVEN)
+        except CodingError:
+            caught += 1
+    assert caught > 250
 
 
 @pytest.mark.parametrize("length", [0, 3, 11])

@@ -25,6 +25,12 @@ from thinpipe.aqsgd.transform.weights import TokenWeights
 IDS = list(range(8))
 
 
+def test_a_choice_is_a_symbol() -> None:
+    choice = Choice(torch.arange(32) % (COARSEST + 1), torch.arange(32) // (COARSEST + 1))
+    assert choice.symbols.unique().numel() == 32
+    assert all(torch.equal(*pair) for pair in zip(Choice.of(choice.symbols), choice, strict=True))
+
+
 def test_what_counts_of_a_cache_is_rounded_alike_for_both_signs_of_a_step() -> None:
     held_NK = torch.arange(-20, 21, dtype=torch.int32)[:, None].repeat(1, 4)
     for share, quarters in enumerate(SHARES.tolist()):

@@ -22,10 +22,13 @@ SMALL = {"subset": 0.5, "topk": 0.3, "bits": 4}
 def test_the_global_copy_is_the_same_everywhere_in_bf16() -> None:
     options = {**SMALL, "delayed": False, "bucket_mb": 1e-4}
     replicas = Replicas(3, "cocktail", options, dtype=torch.bfloat16)
+    start = replicas.global_parameters()[0].clone()
     for _ in range(6):
         replicas.step()
         first, *others = replicas.global_parameters()
         assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(start, first)
+    assert not torch.equal(*replicas.parameters()[:2])
 
 
 def test_small_steps_survive_in_bf16() -> None:
@@ -132,6 +135,8 @@ def test_every_step_equals_a_simulation(options: dict[str, Any], delayed: bool) 
         replicas.step()
         simulated.step(step)
         assert_alike(replicas, simulated)
+        if options["topk"] == 1.0 and not delayed:  # nothing is left out
+            assert all(torch.equal(p, replicas.parameters()[0]) for p in replicas.parameters())
     before = replicas.global_parameters()[0]
     replicas.finish()
     simulated.apply()

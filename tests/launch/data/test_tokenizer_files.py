@@ -284,6 +284,7 @@ def test_bytes_of_the_longer_text_go_first(
 def test_every_length_is_cut_as_transformers_does(tmp_path: Path) -> None:
     whole = save_wordpieces(tmp_path, list("abcdefgh"))
     ours = load_tokenizer(str(tmp_path))
+    assert (ours.encode("a b"), ours.end) == (whole.encode("a b", add_special_tokens=False), 3)
     for text, other in (("a b c d e f g", "h a"), ("a", "b c d e f g"), ("a b c d", "e f g h")):
         for length in range(4, 14):
             theirs = whole(text, other, truncation="longest_first", max_length=length,

@@ -27,6 +27,7 @@ from thinpipe.pipeline.comm.gloo import GlooPeers, GlooTransport
 from thinpipe.pipeline.comm.gloo_link import GlooLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError
 from thinpipe.pipeline.wire.told import FORWARD
 
@@ -160,6 +161,8 @@ def peer_dies(rank: int, account: Path, begin: Callable[[int], Wait]) -> None:
     wait, waits = begin(rank), account.with_name("waits")
     if rank == 1:
         until(waits.exists)
+        if begin is in_an_exchange:
+            dist.recv(torch.empty(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8), 0)
         os._exit(9)
     start = time.monotonic()
     waits.touch()
@@ -173,8 +176,8 @@ def peer_dies(rank: int, account: Path, begin: Callable[[int], Wait]) -> None:
     ("begin", "edge"),
     [
         (on_a_link, "stage 0 -> stage 1: lost while waiting for microbatch 0 "),
-        (for_a_vector, "rank . -> rank .: lost in an exchange of control messages: "),
-        (in_an_exchange, "replica . -> replica .: lost in an exchange: "),
+        (for_a_vector, "rank (0 -> rank 1|1 -> rank 0): lost in an exchange of control messages: "),
+        (in_an_exchange, "replica (0 -> replica 1|1 -> replica 0): lost in an exchange: "),
     ],
 )
 def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(

@@ -56,12 +56,14 @@ class Loop:
         server.setblocking(False)
 
         def accept(_: int) -> None:
-            try:
-                for _ in range(at_once):
-                    take(*server.accept())
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptor is left for it
-                    time.sleep(_FULL_S)
+            for _ in range(at_once):
+                try:
+                    found = server.accept()
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE):  # no descriptor is left for it
+                        time.sleep(_FULL_S)
+                    return
+                take(*found)
 
         self.watch(server, READ, accept)
 

@@ -100,7 +100,8 @@ def read_state(sock: socket.socket) -> TcpState | None:
     except OSError:
         return None
     last_ack_ms, path_mtu, _, usual_us = struct.unpack_from("=4I", info, 56)
-    unsent_nbytes, round_trip_us = struct.unpack_from("=2I", info, 144)  # the least: not of load
+    # the least round trip: load does not count
+    unsent_nbytes, round_trip_us = struct.unpack_from("=2I", info, 144)
     segment_nbytes, _, segments = struct.unpack_from("=3I", info, 16)
     return TcpState(
         round_trip_s=round_trip_us / 1e6,

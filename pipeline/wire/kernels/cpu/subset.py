@@ -25,7 +25,10 @@ def deal(first: int, runs: int, keys: list[int], chosen_R: Tensor) -> None:
 
 @njit
 def _network(value: Any, keys: Any, low_bits: Any, high_bits: Any) -> Any:
-    """The Feistel network; 32-bit words in int64, of whose products the low half is kept."""
+    """The Feistel network, with the hash lowbias32 (C. Wellons).
+
+    32-bit words are in int64, of whose products the low half is kept.
+    """
     low_mask, high_mask, mask32 = (1 << low_bits) - 1, (1 << high_bits) - 1, 0xFFFFFFFF
     low, high = value & low_mask, value >> low_bits
     for i in range(keys.size):

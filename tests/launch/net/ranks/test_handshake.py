@@ -66,28 +66,28 @@ def test_ranks_say_at_once_for_whom_they_wait_and_why_it_is_in_vain(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(handshake, "_SAY_S", 0.0)
-    said: dict[int, list[str]] = {0: [], 1: []}
-    why = {0: "4 processes were started", 1: None}  # on rank 1 as well, if it is a wrong number
+    said: dict[int, list[str]] = {0: [], 2: []}
+    why = {0: "4 processes were started", 2: None}  # on rank 2 as well, if it is a wrong number
     place = f"127.0.0.1:{os.environ['MASTER_PORT']}"
-    absent = f"ranks 2, 3 did not join within .* s; are they started, and can they reach {place}"
+    absent = f"ranks 1, 3 did not join within .* s; are they started, and can they reach {place}"
 
     def come(rank: int) -> None:
         lobby = Lobby(4, PATIENCE_S, said[rank].append, why[rank])
         with lobby.connecting():
             store = open_store(rank, wait_s=PATIENCE_S)
-        with pytest.raises(HandshakeError, match=f"^{f'{why[0]}; ' * (1 - rank)}{absent}"):
+        with pytest.raises(HandshakeError, match=f"^{f'{why[0]}; ' * (rank == 0)}{absent}"):
             fresh_name(store, rank, 4, lobby, wait_s=3 if rank == 0 else PATIENCE_S)
 
     with ThreadPoolExecutor(1) as ranks:
-        second = ranks.submit(come, 1)
-        until(lambda: said[1])  # there is no store yet
+        second = ranks.submit(come, 2)
+        until(lambda: said[2])  # there is no store yet
         come(0)
         second.result()
     where = f"of 4 (WORLD_SIZE) at {place}, "
-    assert said[1][0].startswith(f"waiting for rank 0 {where}24")
-    assert said[1][-1].startswith(f"waiting for ranks 2, 3 {where}2")
+    assert said[2][0].startswith(f"waiting for rank 0 {where}24")
+    assert said[2][-1].startswith(f"waiting for ranks 1, 3 {where}2")
     last = said[0][-1]
-    assert last.startswith(f"{why[0]}; waiting to tell ranks 2, 3 {where}2")
+    assert last.startswith(f"{why[0]}; waiting to tell ranks 1, 3 {where}2")
     assert last.endswith(" s left (pipeline.peer_timeout_s)")
 
 

@@ -125,7 +125,8 @@ def test_threads_share_the_kernels() -> None:
     def work(_: int) -> bool:
         codes = room(50_000, 4, 128, poison=0)
         NUMBA.quantize(x, codes, noise=NOISE)
-        return torch.equal(codes.payload_BP, expected.payload_BP)
+        same_scales = torch.equal(codes.scale_BK, expected.scale_BK)
+        return same_scales and torch.equal(codes.payload_BP, expected.payload_BP)
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, range(20)))
