@@ -6,10 +6,11 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -166,24 +167,38 @@ class Records:
     Every line has `config`, `environment` and `result`, and can be read alone.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """`path` must be new or empty.
+    def __init__(self, path: Path | None, *, go_on: bool = False) -> None:
+        """`path` must be new or empty, unless this is to `go_on` with its results.
 
         Raises:
             ValueError: it holds the results of an earlier run.
         """
+        self._path, self._environment, self._lock = path, environment(), Lock()
+        self.results: list[Mapping[str, Any]] = []
         if path is not None and path.exists() and path.stat().st_size > 0:
-            raise ValueError(f"{path} already holds results; remove it or name another file")
-        self._path, self._environment = path, environment()
+            if not go_on:
+                raise ValueError(f"{path} already holds results; remove it or name another file")
+            self.results += read_results(path)
 
     def add(self, config: Mapping[str, Any], result: Mapping[str, Any] | Row) -> None:
         """Append one result; the file is complete after every call."""
-        if self._path is None:
-            return
         found = asdict(result) if isinstance(result, Row) else result
         record = {"config": config, "environment": self._environment, "result": found}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        with self._lock:
+            self.results.append(found)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+
+    def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Forget other results."""
+        self.results = list(filter(wanted, self.results))
+        if self._path is not None and self._path.exists():
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+            partial = self._path.with_suffix(".partial")
+            kept = (line for line in lines if wanted(json.loads(line)["result"]))
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(self._path)  # hours of work may be in it
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ import torch
 from benchmarks.fidelity.finetuning import Corpus, fine_tune
 from benchmarks.fidelity.tah_quant import TahQuant
 from benchmarks.harness import (
+    Records,
     Row,
     command_line,
-    environment,
     parse_options,
     summary,
     with_baseline,
@@ -155,9 +155,10 @@ def run_config(
     )
 
 
-def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace) -> list[Mapping[str, Any]]:
     """Measure what is missing of the rows that were asked for; returns all of them."""
-    known = {_key(row): row for row in _read(options.json)}
+    records = Records(options.json, go_on=True)
+    known = {_key(row): row for row in records.results}
     rows = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for lr in options.lr:
@@ -178,7 +179,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                         config = run_config(options, method, seed=seed, lr=lr, cuts=cuts)
                         base = known.get(_key({**about, "method": BASELINE, "cuts": 0}))
                         row = about | _measure(options, config, method, base)
-                        _append(options.json, row)
+                        records.add({}, row)
                         known[_key(about)] = row
                         print(_words(row), flush=True)
                     rows.append(known[_key(about)])
@@ -215,20 +216,7 @@ def _measure(
         "epoch_losses": epochs,
         "seconds": found.detail["seconds"],
         "boundary": METHODS[method],
-        "environment": environment(),
     }
-
-
-def _read(path: Path | None) -> list[dict[str, Any]]:
-    if path is None or not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _append(path: Path | None, row: Mapping[str, Any]) -> None:
-    if path is not None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

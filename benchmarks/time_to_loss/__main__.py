@@ -13,17 +13,15 @@ at most .01 nats above fp32's. Without `--smollm2` the task is a GPT-2 shape fro
 
 import argparse
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Any
 
-from benchmarks.harness import command_line, parse_options, write_tokenizer
+from benchmarks.harness import Records, command_line, parse_options, write_tokenizer
 from benchmarks.time_to_loss import losses, plan, seconds
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.tasks import (
@@ -44,34 +42,17 @@ _VOCABULARY = 5000
 _TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
 
-class _Rows:
-    """A file of rows, each with its `part`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, Lock()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._rows = [json.loads(line) for line in lines]
+class _Rows(Records):
+    """Each result has its `part`."""
 
     def of(self, part: str) -> list[dict[str, Any]]:
-        return [row for row in self._rows if row["part"] == part]
+        return [dict(row) for row in self.results if row["part"] == part]
 
     def has(self, part: str, **about: Any) -> bool:
         return any(about.items() <= row.items() for row in self.of(part))
 
-    def add(self, part: str, row: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._rows.append({"part": part, **row})
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self._rows[-1]) + "\n")
-
-    def replace(self, part: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Have no others of a part and a task."""
-        self._rows = [r for r in self._rows if (r["part"], r["task"]) != (part, task)]
-        self._rows += [{"part": part, **row} for row in rows]
-        text = "".join(json.dumps(row) + "\n" for row in self._rows)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self._path)  # hours of work are in it
+    def put(self, part: str, row: Mapping[str, Any]) -> None:
+        self.add({}, {"part": part, **row})
 
 
 def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
@@ -88,7 +69,7 @@ def _train(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
         except RuntimeError as error:  # at this rate
             print(f"{about}: failed\n{error}", flush=True)
             return
-        rows.add("losses", {**found, **about, "epochs": task.epochs})
+        rows.put("losses", {**found, **about, "epochs": task.epochs})
         print(f"{about}: held out {found['final']:.4f}", flush=True)
 
     pool = ThreadPoolExecutor(options.at_once)
@@ -129,7 +110,7 @@ def _add_new(rows: _Rows, found: Iterable[Mapping[str, Any]]) -> None:
     """Links are measured together, also those that a method has already."""
     for row in found:
         if not rows.has("seconds", **{name: row[name] for name in _TIMED if name in row}):
-            rows.add("seconds", row)
+            rows.put("seconds", row)
 
 
 def _untimed(
@@ -160,7 +141,7 @@ def _compare(options: argparse.Namespace, task: Task, rows: _Rows) -> None:
         for method in _wanted(options, METHODS[layout]):
             about = {"task": task.name, "layout": layout, "method": method, "rate": rate}
             if not rows.has("whole", **about):
-                rows.add("whole", about | losses.compare(task, layout, method, rate, texts=texts))
+                rows.put("whole", about | losses.compare(task, layout, method, rate, texts=texts))
 
 
 def _wanted(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -170,7 +151,7 @@ def _wanted(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, and print the tables."""
     options = _parse(arguments)
-    rows = _Rows(options.json)
+    rows = _Rows(options.json, go_on=True)
     with TemporaryDirectory() as folder:
         task = _task(options, Path(folder))
         if "losses" in options.parts:
@@ -184,7 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dilation = options.dilation
         timed = [r for r in rows.of("seconds") if r.get("dilation", dilation) == dilation]
         found = [row for row in compose(trained, timed) if row.task == task.name]
-        rows.replace("hours", task.name, [asdict(row) for row in found])
+        rows.keep(lambda row: (row["part"], row["task"]) != ("hours", task.name))
+        for row in found:
+            rows.put("hours", asdict(row))
         for name, layout, gpu in dict.fromkeys((row.task, row.layout, row.gpu) for row in found):
             print(f"\n{name}, {layout}, {gpu}\n\n{table(found, name, layout, gpu)}", flush=True)
     if "plan" in options.parts:

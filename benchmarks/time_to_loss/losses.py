@@ -14,7 +14,7 @@ from typing import Any
 
 import tomlkit
 
-from benchmarks.harness import card, environment
+from benchmarks.harness import card
 from benchmarks.time_to_loss.tasks import LAYOUTS, METHODS, LayoutName, Task
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
@@ -50,7 +50,6 @@ def measure(
         "steps": len(records),
         **_numbers(records),
         "card": card(),
-        "environment": environment(),
     }
 
 
@@ -66,7 +65,7 @@ def compare(
             runs.append(train(settings, Path(folder), *over))
     typical = {n: median(r.step_s for r in runs[0] if r.epoch == n) for n in (1, 2)}
     whole, composed = sum(r.step_s for r in runs[1]), sum(typical[r.epoch] for r in runs[1])
-    return {"seconds": whole, "composed": composed, "environment": environment()}
+    return {"seconds": whole, "composed": composed}
 
 
 def train(settings: dict[str, Any], folder: Path, *over: str) -> list[StepRecord]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from benchmarks.harness import Row, environment
+from benchmarks.harness import Row
 from benchmarks.links import ranks as cut_ranks
 from benchmarks.links.runners import METHODS as CUT_METHODS
 from benchmarks.links.runners import Method
@@ -262,7 +262,6 @@ def _about(
         "gpu": gpu,
         "rate_bps": rate_bps,
         "delay_ms": 1e3 * parse_time(delay),
-        "environment": environment(),
     }
 
 

@@ -22,6 +22,8 @@ from benchmarks.kernels import __main__ as kernels
 from benchmarks.links import __main__ as links
 from benchmarks.replicas import parity
 
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+
 
 def test_a_record_says_where_it_comes_from(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
@@ -40,6 +42,23 @@ def test_records_of_an_earlier_run_are_not_mixed_with_new_ones(tmp_path: Path) -
     Records(path).add({}, {})
     with pytest.raises(ValueError, match="already holds results"):
         Records(path)
+
+
+def test_a_benchmark_of_several_sittings_goes_on_and_may_replace_results(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for part in ("losses", "hours"):
+        Records(path, go_on=True).add({}, {"part": part})
+    records = Records(path, go_on=True)
+    assert records.results == [{"part": "losses"}, {"part": "hours"}]
+    records.keep(lambda row: row["part"] != "hours")
+    records.add({}, {"part": "hours", "new": True})
+    assert read_results(path) == records.results == [{"part": "losses"}, records.results[1]]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
+def test_recorded_results_have_one_schema(path: Path) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        assert json.loads(line).keys() == {"config", "environment", "result"}
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

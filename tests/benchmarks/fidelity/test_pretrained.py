@@ -38,7 +38,7 @@ def rows(folder: Path, *methods: str, more: tuple[str, ...] = ()) -> list[dict[s
         ]
     )
     lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line)["result"] for line in lines]
 
 
 @pytest.mark.slow
