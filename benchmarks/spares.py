@@ -105,9 +105,10 @@ def _steps_s(rate: str, steps: int, every: int = 0) -> list[float]:
 
 def spare(seed: int) -> Row:
     """How soon the run goes on once the spare is called."""
-    settings = (f"run.seed={seed}", "checkpoint.ram_every=5", "train.epochs=1000")
+    settings = [f"run.seed={seed}", "checkpoint.ram_every=5", "train.epochs=1000"]
+    settings.append("network.patience_s=3")
     text = _QUICKSTART.read_text(encoding="utf-8")
-    with hosts_run("100mbit", "1ms", text, *settings, "network.patience_s=3") as run:
+    with hosts_run("100mbit", "1ms", text, *settings, options=()) as run:  # it says what happens
         run.wait_for_step(8)
         said = run.log(HOSTS)
         said.touch()
