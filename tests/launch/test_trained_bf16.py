@@ -219,6 +219,6 @@ def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(
         assert torch.optim.Muon in used
         used.clear()
         typical_block_s(config(train={"optimizer": "tests.launch.test_optimizer:none_such"}))
-        assert used == {torch.optim.AdamW}  # nobody knows what a function makes of one block
+        assert [kind.__name__ for kind in used] == ["AdamW"]  # nobody knows what it makes of one
     finally:
         counted.remove()
