@@ -85,10 +85,7 @@ def several_machines(
             needed=0 if joins else hosts,
             listen=listen and _resolved(listen, "network.listen"),
             coordinator=None if coordinates else (address, port),
-            peers={
-                name: _resolved(parse_endpoint(where), f"network.peers.{name}")
-                for name, where in config.peers.items()
-            },
+            peers=_peers(config),
             patience_s=config.patience_s,
             store_port=server and server.getsockname()[1],
             waits=joins == "later",
@@ -147,6 +144,13 @@ def _chosen_interface(other: str) -> Interface:
         return interface_to(other)
     same = [own for own in named.addresses if family_of(own) == family_of(other)]
     return replace(named, address=same[0]) if same else interface_to(other)
+
+
+def _peers(config: NetworkConfig) -> dict[str, tuple[str, int]]:
+    return {
+        name: _resolved(parse_endpoint(where), f"network.peers.{name}")
+        for name, where in config.peers.items()
+    }
 
 
 def _resolved(where: tuple[str, int], setting: str) -> tuple[str, int]:

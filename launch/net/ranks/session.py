@@ -58,6 +58,10 @@ def speaks() -> bool:
     return _local_rank() == 0 and os.environ.get(SHOW) != "-1"
 
 
+def _transport(mesh: Mesh, wait_s: float) -> GlooTransport:
+    return GlooTransport(mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards)
+
+
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -237,9 +241,7 @@ def join(
         name_run(met, name)
     try:
         open_group(store, rank, world, wait_s=wait_s, joining=joining)
-        transport = GlooTransport(
-            mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
-        )
+        transport = _transport(mesh, wait_s)
         restart = restart_words(store.get(_BEFORE).decode())
         yield Session(store, transport, run_id, _local_rank(), restart, failures.apart, newcomer)
         transport.close()
