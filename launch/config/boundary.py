@@ -24,17 +24,13 @@ def _known_names(value: Any) -> Any:
 
 
 ForwardConfig = Annotated[
-    Annotated[
-        AqsgdConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
-        Field(discriminator="kind"),
-    ],
+    AqsgdConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
+    Field(discriminator="kind"),
     BeforeValidator(_known_names),
 ]
 BackwardConfig = Annotated[
-    Annotated[
-        GradientAqsgdConfig | DirectConfig | GradientTransformConfig | RawConfig | StatelessConfig,
-        Field(discriminator="kind"),
-    ],
+    GradientAqsgdConfig | DirectConfig | GradientTransformConfig | RawConfig | StatelessConfig,
+    Field(discriminator="kind"),
     BeforeValidator(_known_names),
 ]
 Spec = ForwardConfig | BackwardConfig

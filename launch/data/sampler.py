@@ -90,6 +90,8 @@ class _Stretch:
 
     def place(self, step: int) -> tuple[int, int]:
         """The epoch of a step, and how many of its steps, or of its rest's, come before."""
+        if step < 0:
+            raise ValueError(f"step = {step}: steps count from 0; use 0 or more")
         after = step - self._first - self._rest_steps
         if after < 0:
             return self.epoch, step - self._first
@@ -231,17 +233,13 @@ class EpochSampler:
             self._now = self._now.followed(change.step, share)
         self._replica = replica
         self._own = torch.arange(replica, n // replicas * replicas, replicas)
-        self.left_out = self._now.left_out
+        self.left_out, self.steps_per_epoch = self._now.left_out, self._now.per_epoch
 
     def all_ids(self) -> Tensor:
         """Return the ids of all samples of this replica (int64, 1-d), in ascending order."""
         rest = [] if self._now.rest is None else [self._now.rest[self._replica]]
         found: Tensor = torch.unique(torch.cat([self._own, *rest]))
         return found
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._now.per_epoch
 
     def steps_of(self, epoch: int) -> range:
         """Return the steps of an epoch, of which the last change left none before it."""
@@ -253,7 +251,7 @@ class EpochSampler:
 
     def epoch(self, step: int) -> int:
         """Return the epoch (from 0) of a global optimizer step (from 0), after the last change."""
-        return self._place(step)[0]
+        return self._now.place(step)[0]
 
     def ids(self, step: int) -> Tensor:
         """Return this replica's sample ids (int64, 1-d) of a global optimizer step.
@@ -261,7 +259,6 @@ class EpochSampler:
         Depends on nothing but the arguments here and of the constructor, so a resume needs no
         state.
         """
-        self._place(step)
         return self._now.ids(step, self._replica)
 
     def counted(self, step: int) -> int:
@@ -274,11 +271,6 @@ class EpochSampler:
         if self._now.rest is None or self.epoch(step) > self._now.epoch:
             return replicas * self.counted(step)
         return sum(self._now.counted(step, replica) for replica in range(replicas))
-
-    def _place(self, step: int) -> tuple[int, int]:
-        if step < 0:
-            raise ValueError(f"step = {step}: steps count from 0; use 0 or more")
-        return self._now.place(step)
 
 
 def shuffled(count: int, seed: int, purpose: str) -> Tensor:

@@ -44,7 +44,7 @@ def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
     """Devices of a rank: with several, no two ranks of a host share a GPU."""
     if per_rank == 1 or choose_device(name).type == "cpu":
         return [choose_device(name)] * per_rank
-    first = per_rank * _local_rank()
+    first = per_rank * local_rank()
     return [torch.device("cuda", first + index) for index in range(per_rank)]
 
 
@@ -147,8 +147,9 @@ def free_gpu_memory(per_rank: int = 1) -> int | None:
 
 
 def _own_gpu(per_rank: int = 1) -> torch.device:
-    return torch.device("cuda", per_rank * _local_rank() % gpu_count())
+    return torch.device("cuda", per_rank * local_rank() % gpu_count())
 
 
-def _local_rank() -> int:
+def local_rank() -> int:
+    """This process's number among the ranks of its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -43,6 +43,8 @@ _SCALE_NBYTES = 2  # bf16
 _CLIP = 2.25
 """Times the rms, at 1 and 2 bits. At 2 bits forward training ends 0.0185 above fp32 so, 0.0217
 without it (benchmarks/results/aqsgd_beyond_cpu_202611.md)."""
+_Part = tuple[Tensor, Codes]
+"""The values of a row's tiles with equally many bits, and their place in the message."""
 
 
 class _Flags(NamedTuple):
@@ -60,13 +62,6 @@ class _Flags(NamedTuple):
         else:
             order_BK = kind_BK.argsort(dim=1, stable=True)
         return Plan(order_BK.int(), self.turned_BK)
-
-
-class _Part(NamedTuple):
-    """The values of a row's tiles with equally many bits, and their place in the message."""
-
-    value_1M: Tensor
-    codes: Codes
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,7 @@ class Hadamard:
                     end = at + count * bits * TILE // 8
                     one, some = slice(row, row + 1), slice(k, k + count)
                     codes = Codes(wire_BW[one, at:end], scale_BK[one, some], bits, TILE)
-                    yield _Part(tiles_BKG[one, some].flatten(1), codes)
+                    yield tiles_BKG[one, some].flatten(1), codes
                     at, k = end, k + count
 
     @staticmethod

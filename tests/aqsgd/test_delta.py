@@ -1,7 +1,6 @@
 """AQ-SGD at one cut: two ends in one process, and in a pipeline under random delays."""
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.single_process import in_process
+from tests.aqsgd.delays import delay
+from tests.pipeline.wire.codecs import rows
 from tests.ranks import Ranks
 from tests.training import TOKENS, WIDTH, batch, config, start
 from thinpipe.aqsgd.coded_memory import CodedMemory
@@ -77,10 +78,6 @@ def test_every_further_visit_of_a_value_contracts_the_error(
         assert sender.memory.digest() == receiver.memory.digest()
 
 
-def rows(count: int, numel: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
-
-
 def test_tiles_code_a_change_with_a_smaller_error() -> None:
     x, memory = rows(2, 4096, 1), rows(2, 4096, 2)
     x[:, 5::64] += 9.0
@@ -139,20 +136,11 @@ EPOCHS = [batch(ids) for _ in range(3) for ids in ([0, 1, 2, 3, 4, 5, 6, 7], [8,
 def slow_down(built: Built) -> None:
     """Make every send, receive and access to the disk of this rank take a random time."""
     dice = random.Random(id(built))
-    slow: list[tuple[Any, str]] = []
     for channel in built.engine.channels:
-        slow += [(channel._link, "send"), (channel._link, "take")]
+        delay(channel._link, "send", "take", dice=dice, most_s=0.02)
         store = getattr(channel.codec.memory, "_store", None)
         if isinstance(store, DiskStore):
-            slow += [(store._file, "read"), (store._file, "write")]
-    for owner, name in slow:
-        method = getattr(owner, name)
-
-        def late(*args: Any, method: Any = method) -> Any:
-            time.sleep(dice.random() * 0.02)
-            return method(*args)
-
-        setattr(owner, name, late)
+            delay(store._file, "read", "write", dice=dice, most_s=0.02)
 
 
 def digests_in_every_tier(rank: int, runs: list[Any]) -> list[list[dict[int, str]]]:

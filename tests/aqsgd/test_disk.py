@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.aqsgd.delays import delay
 from tests.disk import full_disk
 from tests.ranks import run_ranks
 from thinpipe.aqsgd.disk import DiskStore, RowFile
@@ -186,19 +186,10 @@ def test_a_full_disk_is_noticed_before_the_first_step(tmp_path: Path) -> None:
     assert "No space left on device" in done.stderr
 
 
-def test_reads_and_writes_under_random_delays_never_mix_samples_up(
-    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_and_writes_under_random_delays_never_mix_samples_up(open_store: OpenStore) -> None:
     """The published code's race: a prefetch that shares buffers with the writes of its step."""
     store, dice = open_store(), random.Random(3)
-    for name in ("read", "write"):
-        method = getattr(store._file, name)
-
-        def late(*args: Any, method: Any = method) -> Any:
-            time.sleep(dice.random() * 2e-3)
-            return method(*args)
-
-        monkeypatch.setattr(store._file, name, late)
+    delay(store._file, "read", "write", dice=dice, most_s=2e-3)
     value: dict[int, int] = {}
     coming = dice.sample(range(12), 4)
     for step in range(120):

@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.aqsgd.delays import delay
 from thinpipe.aqsgd import coded_memory, delta
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
@@ -38,26 +38,15 @@ def make_end(tmp_path: Path) -> Iterator[MakeEnd]:
         store: Any = RamStore()
         if tier == "disk":
             nbytes = build_codec(form, WIDTH).capacity(TOKENS * WIDTH)
-            store = DiskStore(late(RowFile(tmp_path, nbytes), len(opened)))
+            file = RowFile(tmp_path, nbytes)
+            delay(file, "read", "write", dice=random.Random(len(opened)), most_s=1e-3)
+            store = DiskStore(file)
         opened.append(build_delta(spec, width=WIDTH, key=3, store=store, capacity=capacity))
         return opened[-1]
 
     yield make
     for end in opened:
         end.memory.release()
-
-
-def late(file: Any, seed: int) -> Any:
-    dice = random.Random(seed)
-    for name in ("read", "write"):
-        method = getattr(file, name)
-
-        def slow(*args: Any, method: Any = method) -> Any:
-            time.sleep(dice.random() * 1e-3)
-            return method(*args)
-
-        setattr(file, name, slow)
-    return file
 
 
 def step(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
 from thinpipe.launch.config.network import TAKEN, NetworkConfig, natural
+from thinpipe.launch.host.device import local_rank
 from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
 from thinpipe.launch.host.scratch import use_scratch_folder
 from thinpipe.launch.net.overlay.control import ADDRESS as OVERLAY
@@ -98,7 +99,7 @@ def ranks_here() -> Sequence[int]:
     """The ranks on this host, which launchers number consecutively unless the run places them."""
     if PLACED in os.environ:
         return [int(rank) for rank in os.environ[PLACED].split(",")]
-    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    first = int(os.environ["RANK"]) - local_rank()
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

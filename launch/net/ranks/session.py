@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.device import local_rank
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.signals import STOP_ALL, handled
 from thinpipe.launch.host.terminal import end_now, print_error
@@ -55,15 +56,7 @@ SHOW = "THINPIPE_SHOW"
 
 def speaks() -> bool:
     """Whether this rank tells the user of its host what goes on, if it is no failure."""
-    return _local_rank() == 0 and os.environ.get(SHOW) != "-1"
-
-
-def _transport(mesh: Mesh, wait_s: float) -> GlooTransport:
-    return GlooTransport(mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards)
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank() == 0 and os.environ.get(SHOW) != "-1"
 
 
 def tell(text: str) -> None:
@@ -241,9 +234,10 @@ def join(
         name_run(met, name)
     try:
         open_group(store, rank, world, wait_s=wait_s, joining=joining)
-        transport = _transport(mesh, wait_s)
+        ranks, replicas, shards = mesh.pipeline_ranks, mesh.replicas, mesh.shards
+        transport = GlooTransport(ranks, replicas, timeout_s=wait_s, shards=shards)
         restart = restart_words(store.get(_BEFORE).decode())
-        yield Session(store, transport, run_id, _local_rank(), restart, failures.apart, newcomer)
+        yield Session(store, transport, run_id, local_rank(), restart, failures.apart, newcomer)
         transport.close()
     except Exception as error:
         failures.end(error)

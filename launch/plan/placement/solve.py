@@ -78,7 +78,7 @@ def solve_step(
     tries = min(_MOST_SIMULATIONS, _ACTIONS // actions)
     likely = sorted(_starts(cluster, workload, seed), key=estimated)[:_SIMULATED_STARTS]
     starts = sorted(likely, key=lambda place_D: model(grid(place_D)).step_s)
-    most = min(_MOST_MOVES, _MOVES_PER_DEVICE * cluster.devices, _PAIRS // replicas**2)
+    moves = max(1000, min(_MOST_MOVES, _MOVES_PER_DEVICE * cluster.devices, _PAIRS // replicas**2))
     begin_s, done = time.perf_counter(), 0
     best, best_D = refined(starts[0], seed)
     while done < rounds if seconds is None else time.perf_counter() - begin_s < seconds:
@@ -86,7 +86,6 @@ def solve_step(
         draw = (seed * 1_000_003 + done * 7919) % 2**31
         turn = done % len(_HEATS)
         start_D = starts[min((done - 1) % _KEPT, len(starts) - 1)] if turn else best_D
-        moves = max(1000, most)
         place_D = anneal_step(devices, plan, start_D, replicas, moves, draw, _HEATS[turn])
         cost, place_D = refined(place_D, draw)
         if cost < best:

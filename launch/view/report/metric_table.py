@@ -151,14 +151,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
     for count in record.wire:
         place = f"cut_{count.cut}_{count.direction}"
         found[f"bytes/{place}"] = count.nbytes
-        measured = {
-            "error": count.error,
-            "channel_error": count.channel_error,
-            "channel_change": count.channel_change,
-            "largest_share": count.largest_share,
-        }
-        for name, value in measured.items():
-            if value is not None:
-                found[f"{name}/{place}"] = value
+        for name in ("error", "channel_error", "channel_change", "largest_share"):
+            if (measured := getattr(count, name)) is not None:
+                found[f"{name}/{place}"] = measured
     found |= {f"eval/{name}": value for name, value in (record.eval or {}).items()}
     return found | {f"own/{name}": value for name, value in record.own.items()}

@@ -26,7 +26,14 @@ class Traffic(TypedDict):
     ratio_fp32: float | None
 
 
-class WireTraffic(Traffic):
+class _Named(TypedDict):
+    worst_error: float | None
+    worst_channel: int | None
+    largest_channel: int | None
+    largest_share: float | None
+
+
+class WireTraffic(Traffic, _Named):
     """The traffic of one cut in one direction over the whole run.
 
     What was measured of its values (`ErrorStats`) are means over the last epoch. The worst channel
@@ -41,10 +48,6 @@ class WireTraffic(Traffic):
     cosine: float | None
     channel_error: float | None
     channel_change: float | None
-    worst_error: float | None
-    worst_channel: int | None
-    largest_channel: int | None
-    largest_share: float | None
     massive_tokens: float | None
     gain: float | None
     dimensions: float | None
@@ -108,6 +111,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
         raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
     wire = [_wire_traffic(info, records, key) for key in info.wire_keys(records)]
     last_epoch = [record.loss for record in records if record.epoch == records[-1].epoch]
+    finite = [loss for loss in last_epoch if math.isfinite(loss)]
     evaluations = [record.eval for record in records if record.eval is not None]
     return Summary(
         name=info.name,
@@ -122,7 +126,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
         tokens=sum(record.tokens for record in records),
         unit=info.unit,
         first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
-        final_loss=_mean_of_finite(last_epoch),
+        final_loss=_mean_of_known(finite),
         eval={k: v if math.isfinite(v) else None for k, v in evaluations[-1].items()}
         if evaluations
         else None,
@@ -186,11 +190,6 @@ def _samples(records: Sequence[StepRecord]) -> dict[str, int]:
     return {epoch: count for epoch, count in found.items() if epoch not in unknown}
 
 
-def _mean_of_finite(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else None
-
-
 def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) -> WireTraffic:
     counts = {
         record.step: count
@@ -220,13 +219,6 @@ def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) ->
         dimensions=_mean_of_known([count.dimensions for count in measured]),
         **traffic,
     )
-
-
-class _Named(TypedDict):
-    worst_error: float | None
-    worst_channel: int | None
-    largest_channel: int | None
-    largest_share: float | None
 
 
 def _named_channels(measured: Sequence[WireTotal]) -> _Named:

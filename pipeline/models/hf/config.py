@@ -61,6 +61,7 @@ class HuggingFaceConfig(TokenModel):
     """
 
     tag: ClassVar = "folder"
+    caches_keys: ClassVar[bool] = True
 
     pretrained: str | None = None
     config: str | None = None
@@ -322,10 +323,6 @@ class HuggingFaceConfig(TokenModel):
         whole.tie_weights()  # to_empty gave every parameter memory of its own
         initialise(whole, seed=0, tied_to=())  # buffers that no file holds
         return whole
-
-    @property
-    def caches_keys(self) -> bool:
-        return True
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
         found = super().notices(cut=cut, ties=ties, tokenizer=tokenizer)
