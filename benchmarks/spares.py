@@ -6,8 +6,9 @@ Emulated hosts with 1 ms between them, each with a launcher, a relay and a stage
 
 *Copies*: four stages, GPT2-XL's messages in 4 and 8 bits, compute slept, 32 microbatches, and 300
 MB of weights and optimizer per stage. A copy costs what a step takes longer than without copies.
-`share` is that, of all time. *Spare*: the quickstart's model on four hosts, and a fifth that waits.
-A machine is killed; `spare s` is from the spare's call to the end of the next step.
+`share` is that, of all time; `cores busy` is of the busiest step. *Spare*: the quickstart's model
+on four hosts, and a fifth that waits. A machine is killed; `spare s` is from the spare's call to
+the end of the next step.
 """
 
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ from tests.waiting import until
 
 _PAPER = PaperShape()
 _VALUES = 25_000_000  # of a stage: 300 MB with AdamW's moments
-_COLUMNS = {**dict.fromkeys(("step s", "a copy s", "spare s"), ".2f"), "share": ".3f"}
+_COLUMNS = dict.fromkeys(("step s", "a copy s", "share", "cores busy", "spare s"), ".2f")
 _QUICKSTART = Path(__file__).parents[1] / "examples/quickstart.toml"
 _COPIED = """
 [model]
@@ -86,21 +88,28 @@ def model() -> nn.Sequential:
 def copies(given: Namespace) -> Iterator[Row]:
     """Steps at each rate without copies, and with one every so many steps."""
     for rate in given.rates:
-        usual_s = median(_steps_s(rate, given.steps))
-        yield Row("copies", {"step s": usual_s}, {"rate": rate, "every": "never"})
+        steps_s, busy = _steps(rate, given.steps)
+        usual_s, numbers = median(steps_s), {"cores busy": busy}
+        yield Row("copies", {"step s": usual_s, **numbers}, {"rate": rate, "every": "never"})
         for every in given.every:
             # whole periods, without the first, whose copy is made as the run begins
-            mean_s = fmean(_steps_s(rate, max(given.steps // every, 1) * every, every))
-            more_s = every * (mean_s - usual_s)
+            steps_s, busy = _steps(rate, max(given.steps // every, 1) * every, every)
+            more_s = every * ((mean_s := fmean(steps_s)) - usual_s)
             numbers = {"step s": mean_s, "a copy s": more_s, "share": more_s / every / mean_s}
+            numbers["cores busy"] = busy
             yield Row("copies", numbers, {"rate": rate, "every": every})
 
 
-def _steps_s(rate: str, steps: int, every: int = 0) -> list[float]:
+def _steps(rate: str, steps: int, every: int = 0) -> tuple[list[float], float]:
+    """Seconds of each, and how busy all cores were in the busiest."""
     with hosts_run(rate, "1ms", _COPIED, *[f"checkpoint.ram_every={every}"] * bool(every)) as run:
         first = max(every, 2)
-        run.wait_for_step(first + steps)
-        return [record.step_s for record in run.records()[first : first + steps]]
+        busy = list[float]()
+        for step in range(first, first + steps + 1):
+            run.wait_for_step(step)
+            busy.append(psutil.cpu_percent() / 100)
+        seconds = [record.step_s for record in run.records()[first : first + steps]]
+        return seconds, max(busy[1:])
 
 
 def spare(seed: int) -> Row:

@@ -109,10 +109,8 @@ class Checkpoints:
         """Go on where others are."""
         self._serial, self._generation, self._last_step = serial, generation, last_step
 
-    def start(self, step: int, *, last: bool = False) -> None:
+    def start(self, step: int) -> None:
         """Save as `root/step-<step>` while training continues; `step` optimizer steps are done.
-
-        After the `last`, `save_last` tries again, and says it if that fails too.
 
         Waits for the save before it, and for the copy of the state. Memories on disk are too large
         to copy: they are written before this returns.
@@ -134,7 +132,7 @@ class Checkpoints:
         if not self._memories_on_disk:
             state = snapshot(state, self._copied)
             self._copied = without_rows(state)
-        self._under_way = self._thread.submit(self._run, transaction, step, state, last)
+        self._under_way = self._thread.submit(self._run, transaction, step, state, step)
         if self._memories_on_disk:
             self.wait()
         self._stall_s += time.perf_counter() - began_s
@@ -157,10 +155,10 @@ class Checkpoints:
         due_s = self._retry_at_s
         return not under_way and due_s is not None and time.monotonic() >= due_s
 
-    def save(self, step: int) -> bool:
-        """Save before the run stops, and wait for it; False, after a warning, if it failed."""
+    def save(self, step: int, *, warns: bool = True) -> bool:
+        """Save without a copy, while nothing trains; False if it failed, which it `warns` of."""
         saved = self._save(step)
-        if not saved and self._session.local_rank == 0:
+        if warns and not saved and self._session.local_rank == 0:
             _log.warning("step %d was not saved: %s (%s)", step, self._problem, self._saved())
         return saved
 
@@ -172,7 +170,7 @@ class Checkpoints:
         gather = self._gather_in_background if self._generation else self._gather
         transaction = self._transaction(step, gather)
         state = collect(self._built, memories=step != self.end)
-        saved = self._run(transaction, step, state, last=True)
+        saved = self._run(transaction, step, state, None)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
@@ -253,14 +251,14 @@ class Checkpoints:
         save = Save(step, self._session.run_id, self._serial, self.facts, keep, copies, best)
         return Transaction(self._where, save, gather, peers)
 
-    def _run(self, transaction: Transaction, step: int, state: Any, last: bool) -> bool:
-        """Remember what was saved, or warn at once unless it is the last; whether it was."""
+    def _run(self, transaction: Transaction, step: int, state: Any, retries: int | None) -> bool:
+        """Remember what was saved; whether it was. Or say that this step is saved later."""
         problem = transaction.run(state)
         if problem is None:
             self._problem = None
             self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
             return True
-        return self._failed(problem, None if last else step)
+        return self._failed(problem, retries)
 
     def _failed(self, problem: str, step: int | None) -> bool:
         self._problem = problem

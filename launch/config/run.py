@@ -115,6 +115,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return ""
 
     @property
+    def saves_in_training(self) -> bool:
+        """Whether checkpoints are written while it trains, not only at the end."""
+        saves, judged = (
+            self.checkpoint,
+            self.eval.best is not None or self.eval.patience is not None,
+        )
+        often = saves.every_steps is not None or saves.every_epochs < self.train.epochs
+        return often or judged or bool(self.goes_on_by)
+
+    @property
     def method_options(self) -> BaseModel:
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 

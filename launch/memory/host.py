@@ -157,7 +157,9 @@ def _counted(
     on_cpu = device_type(config.pipeline.device) == "cpu"
     in_ram = held if on_cpu else [_offloaded(config, each) for each in held]
     model = functools.reduce(ModelMemory.plus, in_ram, ModelMemory())
-    saved = [0 if config.memory.tier == "disk" else own.saved for own in held]
+    # what is on a GPU is saved through RAM
+    copies = config.memory.tier != "disk" and (config.saves_in_training or not on_cpu)
+    saved = [own.saved if copies else 0 for own in held]
     cached = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, cached, strict=True))
     libraries = config.model.libraries + (config.train.optimizer == "adamw8bit")
@@ -211,7 +213,9 @@ def check_host(
 
 def _notices(config: RunConfig, needed: HostNeeds) -> list[str]:
     own = host_notices(config.pipeline.device, config.pipeline.precision)
-    return [*space_notices(config.run.path, config.checkpoint.keep, needed.parts), *own]
+    if config.saves_in_training:
+        own = [*space_notices(config.run.path, config.checkpoint.keep, needed.parts), *own]
+    return own
 
 
 def gpu_nbytes(

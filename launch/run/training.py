@@ -310,7 +310,10 @@ class Training:
         if done > self.start and self._save_due(epoch, done):
             self.together.passes("a checkpoint", done)
             self.records.flush()
-            self._checkpoints.start(done, last=done == self.steps)
+            if done < self.steps:
+                self._checkpoints.start(done)
+            else:  # nothing trains meanwhile, so no copy is needed; `finish` tries again
+                self._all_do(lambda: self._checkpoints.save(done, warns=False))
 
     def _save_due(self, epoch: int, done: int) -> bool:
         options = self._config.checkpoint

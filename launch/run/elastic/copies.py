@@ -88,7 +88,8 @@ class RamCopies:
         self._queue, self._latest, self._next = SimpleQueue(), None, step
         with self._changes:
             self._change = change
-            self._drop_all_but(step, step)
+            self.own = {at: state for at, state in self.own.items() if at == step}
+            self.kept = {at: packed for at, packed in self.kept.items() if at[1] == step}
         self._start(self._send, change, place, self._queue)
         for source, keeper in enumerate(keepers(hosts)):
             if keeper == place:
@@ -118,15 +119,16 @@ class RamCopies:
         good, self._latest = (step if self._latest is None else self._latest), step
         with self._changes:
             over = [own for own in self.own if own not in (good, step)]
-            into = self.own.pop(over[0]) if over else self.own.get(step)
-            self._drop_all_but(good, step)  # two of its own in RAM, never three
+            into = self.own.pop(over[0]) if over else self.own.get(step)  # two in RAM, never three
         self.own[step] = snapshot(collect(), into)
         self._queue.put(step)
         return ""
 
-    def _drop_all_but(self, *steps: int) -> None:
-        self.own = {step: state for step, state in self.own.items() if step in steps}
-        self.kept = {at: packed for at, packed in self.kept.items() if at[1] in steps}
+    def _unneeded(self, source: int) -> dict[str, Tensor]:
+        """What it kept for a place before the newest, which all have if another one is sent."""
+        with self._changes:
+            kept = sorted(at for at in self.kept if at[0] == source)
+            return self.kept.pop(kept[0]).tensors if len(kept) > 1 else {}
 
     def _has_come(self, step: int) -> bool:
         """Whether every rank holds the copy that it keeps."""
@@ -157,7 +159,9 @@ class RamCopies:
                 header = receive_header(receive, free_memory())
                 if not header:
                     continue
-                tensors = receive_tensors(receive, header, free_memory())
+                into = self._unneeded(source)
+                most = free_memory() + sum(tensor.nbytes for tensor in into.values())
+                tensors = receive_tensors(receive, header, most, into=into)
                 if _digest(tensors) != header["digest"]:
                     raise ValueError(f"the copy of rank {source} came damaged")
                 with self._changes:

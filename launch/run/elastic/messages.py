@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def send_message(move: Move, header: dict[str, Any], tensors: Iterable[Tensor] =
     move(text)
     sent = text.numel()
     for piece in in_pieces(tensors, _PIECE_NBYTES):
-        data = torch.cat(piece)
+        data = piece[0] if len(piece) == 1 else torch.cat(piece)
         move(data)
         sent += data.numel()
     return sent
@@ -57,23 +58,33 @@ def receive_header(move: Move, most: int) -> dict[str, Any]:
 
 
 def receive_tensors(
-    move: Move, header: dict[str, Any], most: int, came: Tell = lambda _: None
+    move: Move,
+    header: dict[str, Any],
+    most: int,
+    came: Tell = lambda _: None,
+    into: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Take the tensors of a header; `came` is told after each piece how many bytes are left.
+
+    Those of `into` are filled again where they fit: new memory costs as much CPU as what is sent.
 
     Raises:
         TransportError: the other end is gone.
         ValueError: more than `most` bytes are offered.
     """
     # on "meta" nothing is allocated: sizes are checked first
-    offered = make_described(0, header["tensors"], "meta").values()
-    left = sum(tensor.nbytes for tensor in offered)
+    offered = make_described(0, header["tensors"], "meta")
+    left = sum(tensor.nbytes for tensor in offered.values())
     _check(left, most)
-    tensors = make_described(0, header["tensors"])
+    tensors = {name: _refilled(tensor, into.get(name)) for name, tensor in offered.items()}
     for piece in in_pieces(tensors.values(), _PIECE_NBYTES):
-        data = torch.empty(sum(part.numel() for part in piece), dtype=torch.uint8)
-        move(data)
-        fill(piece, data)
+        if len(piece) == 1:
+            (data,) = piece
+            move(data)
+        else:
+            data = torch.empty(sum(part.numel() for part in piece), dtype=torch.uint8)
+            move(data)
+            fill(piece, data)
         left -= data.nbytes
         came(left)
     return tensors
@@ -113,6 +124,11 @@ def with_zeros(parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
     flat = torch.zeros(parameter.numel(), dtype=values.dtype)
     flat[there] = values
     return flat.view_as(parameter).to(parameter.device)
+
+
+def _refilled(offered: Tensor, before: Tensor | None) -> Tensor:
+    same = before is not None and (before.shape, before.dtype) == (offered.shape, offered.dtype)
+    return before if same else torch.empty_like(offered, device="cpu")  # type: ignore[return-value]
 
 
 def _check(nbytes: int, most: int) -> None:
