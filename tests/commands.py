@@ -40,20 +40,30 @@ class Command:
         assert self._process.pid is not None
         return self._process.pid
 
-    def done(self, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-        """Wait for the end."""
+    def done(
+        self, timeout: float = PATIENCE_S, *, code: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for the end, with this exit code if one is given."""
         self._process.join(timeout)
-        code = self._process.exitcode
+        found = self._process.exitcode
         self.kill()
-        assert code is not None, f"runs on after {timeout} s"
+        assert found is not None, f"runs on after {timeout} s"
         written = [path.read_text(encoding="utf-8") for path in (self._out, self._err)]
         self._folder.cleanup()
-        return subprocess.CompletedProcess(self.args, code, *written)
+        assert code in (None, found), written
+        return subprocess.CompletedProcess(self.args, found, *written)
 
     def kill(self) -> None:
         """End it, which ends its ranks too."""
         self._process.kill()
         self._process.join()
+
+
+def run(
+    *arguments: object, code: int | None = 0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`thinpipe <arguments>`, which ends with this exit code, if one is given."""
+    return Command(*arguments, environment=environment).done(code=code)
 
 
 def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[str, str]) -> None:

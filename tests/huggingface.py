@@ -135,6 +135,8 @@ def _made(name: str, changed: str) -> tuple[Any, tempfile.TemporaryDirectory[str
 
 
 def section(name: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """The [model] section of a run with a model that `saved_model` saved."""
+    """The [model] section of a run with a model that `saved_model` saves if none is there yet."""
+    if not (folder / "config.json").exists():
+        saved_model(name, folder)
     encoder = {"task": "classification", "classes": CLASSES} if name in ENCODERS else {}
     return {"pretrained": str(folder), **encoder, **more}

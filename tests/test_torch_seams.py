@@ -1,7 +1,6 @@
 """Every private name of torch that we lean on: a torch upgrade fails here first, in words."""
 
 import inspect
-import subprocess
 import sys
 from typing import Any, get_args
 
@@ -14,6 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.programs import ran
 from thinpipe.pipeline.schedule import CompressedStage
 from thinpipe.pipeline.wire.told import ScheduleName
 
@@ -123,8 +123,7 @@ optimizer.zero_grad()
 optimizer.load_state_dict(optimizer.state_dict())
 sys.exit(", ".join({"torch._dynamo", "sympy", "numba"} & sys.modules.keys()) or 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    ran(sys.executable, "-c", code)
 
 
 def test_constructors_can_be_recorded() -> None:

@@ -1,16 +1,17 @@
 """The wheel: one importable name, and it trains where only it is installed."""
 
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import thinpipe
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = ("build", "runs", "benchmarks", "docs", "tests", "*.egg-info", "__pycache__", ".*")
@@ -79,12 +80,9 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     (folder / "text.txt").write_text("one and one is two\n" * 99)
     for name in ("thinpipe", "launch", "pipeline"):
         (folder / f"{name}.py").write_text("raise SystemExit('not ours')\n")
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    where = [sys.executable, "-P", "-c", "import thinpipe; print(thinpipe.__file__)"]
-    found = subprocess.check_output(where, cwd=folder, env=environment, text=True)
+    python = partial(ran, sys.executable, "-P", cwd=folder, PYTHONPATH=str(installed))
+    found = python("-c", "import thinpipe; print(thinpipe.__file__)").stdout
     assert Path(found.strip()).is_relative_to(installed)
-    command = [sys.executable, "-P", str(installed / "bin" / "thinpipe"), "train", "run.toml"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python(installed / "bin" / "thinpipe", "train", "run.toml")
     assert (folder / "runs" / "run" / "report.html").is_file()
     assert "not ours" not in done.stdout + done.stderr

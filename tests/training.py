@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.build import build
 from thinpipe.launch.checkpoint.reshard import Layout
 from thinpipe.launch.checkpoint.resume import choose
@@ -35,7 +36,7 @@ SCHEDULES = [
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:
-    """A tiny model; sections are merged over these values."""
+    """A tiny model, or one from a folder; sections are merged over these values."""
     base: dict[str, Any] = {
         "model": {"layers": 4, "width": WIDTH, "heads": 2, "context": TOKENS},
         "data": {"sequence_length": TOKENS},
@@ -43,9 +44,17 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         "boundary": [{"forward": RAW, "backward": RAW}],
         "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
     }
+    if {"pretrained", "config"} & sections.get("model", {}).keys():
+        base["model"] = {}  # it has its own shape
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(base)
+
+
+def exchange(method: str, **wanted: Any) -> dict[str, Any]:
+    """The section [gradcomp] of a method, with those of the wanted settings that it has."""
+    fields = load_method(method).Config.model_fields
+    return {"method": method, method: {n: v for n, v in wanted.items() if n in fields}}
 
 
 def batch(ids: list[int], tokens: int = TOKENS) -> Batch:

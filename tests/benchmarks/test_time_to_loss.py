@@ -1,7 +1,6 @@
 """Hours to a loss: what is run, what slept stages send, and how hours are summed up."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +17,14 @@ from benchmarks.time_to_loss.__main__ import main
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
+from tests.texts import write_words
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.run import RunConfig
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
-    for name, seed in (("train", 1), ("eval", 2)):
-        text = "".join(random.Random(seed).choices(words, k=15_000))
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder / "train", folder / "eval"
+    return write_words(tmp_path_factory.mktemp("texts"), 15_000)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.launch.test_train import RUN
 from tests.shaped import shaped
+from tests.texts import write_run
 from thinpipe.launch.lab.commands import run_command
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -44,9 +45,7 @@ def net() -> Iterator[ShapedNetwork]:
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with run.toml, three stages."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path / "run", text=text))
+    write_run(tmp_path, RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from tests.launch.test_train import RUN
 from tests.often import mostly_slow
+from tests.texts import write_squares
 from thinpipe.launch.cli import all_commands, app
 from thinpipe.launch.config.cli_options import run_app
 from thinpipe.launch.lab.cli import set_app
@@ -161,8 +162,7 @@ def test_quick_commands_succeed_as_they_stand(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = "".join(f"{n} squared is {n * n}.\n" for n in range(4000))
-    Path("text.txt").write_text(text)
+    write_squares(Path("text.txt"))
     Path("run.toml").write_text(RUN.format(folder="run", text="text.txt").replace("[1, 3]", "[2]"))
     (hosts,) = re.findall(
         r"```toml\n(# hosts.toml.*?)```",

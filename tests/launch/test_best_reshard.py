@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import Command
+from tests.commands import run
+from tests.texts import write_run
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.trained.model import load
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -49,18 +50,13 @@ keep = 1
 @pytest.mark.parametrize("lr", [1.0, 0.01])
 def test_the_best_step_survives_resharding(tmp_path: Path, lr: float) -> None:
     """By a low rate the last step is the best one, by a high rate one of before."""
-    (tmp_path / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(400)))
-    run_file, folder = tmp_path / "run.toml", tmp_path / "run"
-    text = RUN.format(folder=folder, text=tmp_path / "text.txt", lr=lr)
-    run_file.write_text(text)
-    done = Command("train", run_file).done()
-    assert done.returncode == 0, done.stderr
+    run_file, folder = write_run(tmp_path, RUN, lines=400, lr=lr), tmp_path / "run"
+    run("train", run_file)
     first = _best(folder)
     assert files.best(folder / "checkpoints") == first
     before = _weights(folder, "best")
     longer = ["--resume", "--set", "train.epochs=4", "--set", "pipeline.cuts=[1, 3]"]
-    done = Command("train", run_file, *longer).done()
-    assert done.returncode == 0, done.stderr
+    done = run("train", run_file, *longer)
     last = _best(folder)
     assert files.best(folder / "checkpoints") == last
     assert (last == 8) == (lr < 1)

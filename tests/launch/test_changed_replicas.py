@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command
+from tests.texts import write_run
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
 pytestmark = pytest.mark.dist
@@ -40,17 +41,15 @@ keep = 9
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
-    text.write_text("".join(f"{n} squared is {n * n}.\\n" for n in range(4000)))
-    path.write_text(RUN.format(folder=tmp_path / "run", text=text))
-    return path
+    return write_run(tmp_path, RUN)
 
 
 def train(run_file: Path, replicas: int, step: int | None = None) -> tuple[str, list[StepRecord]]:
     """What it says, and its steps; from the checkpoint of a step if there is one."""
     resume = [] if step is None else ["--resume", "--step", step]
-    done = Command("train", run_file, *resume, "--set", f"pipeline.replicas={replicas}").done()
-    assert done.returncode == 0, done.stderr
+    done = Command("train", run_file, *resume, "--set", f"pipeline.replicas={replicas}").done(
+        code=0
+    )
     return done.stdout, read_metrics(run_file.parent / "run" / "metrics.jsonl")
 
 

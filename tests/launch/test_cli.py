@@ -1,13 +1,14 @@
 """What needs no model is answered without importing torch, and as the commands would."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.invoking import said
+from tests.programs import ran
 from thinpipe.launch import cli, completion
 from thinpipe.launch.cli import all_commands
 
@@ -85,14 +86,7 @@ for words in json.loads(sys.argv[1]):
     os.wait()
 """
     commands = json.dumps([words for words, *_ in QUICK.values()])
-    done = subprocess.run(
-        [sys.executable, "-c", code, commands],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-        timeout=120,
-    )
+    done = ran(sys.executable, "-c", code, commands, cwd=tmp_path)
     answers = done.stdout.split("code ")
     for (name, (_, exit_code, words)), answer, ended in zip(
         QUICK.items(), answers, answers[1:], strict=False
@@ -119,20 +113,11 @@ def test_an_option_that_a_parser_knows_is_never_rejected_before(tmp_path: Path) 
     "words", [["--prompt", "--help me"], ["--prompt=--x"], ["--prompt", "--x"]]
 )
 def test_the_value_of_an_option_may_look_like_one(words: list[str], tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from thinpipe.launch.cli import app
-
-    done = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
-    assert "holds no config.toml" in done.stderr
+    assert "holds no config.toml" in said("generate", tmp_path, *words, code=2)
 
 
 def test_the_package_itself_is_the_command() -> None:
-    both = [
-        subprocess.run(
-            [sys.executable, "-m", name, "--version"], capture_output=True, text=True, check=True
-        ).stdout
-        for name in ("thinpipe", "thinpipe.launch")
-    ]
-    assert both[0] == both[1]
-    assert both[0].startswith("thinpipe ")
+    names = ("thinpipe", "thinpipe.launch")
+    one, other = (ran(sys.executable, "-m", name, "--version").stdout for name in names)
+    assert one == other
+    assert one.startswith("thinpipe ")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import ran
 from thinpipe.launch import completion
 from thinpipe.launch.cli import all_commands
 
@@ -20,13 +21,8 @@ def test_the_list_is_that_of_the_code() -> None:
 
 def answer(words: str, *options: str) -> subprocess.CompletedProcess[str]:
     asked = {"COMP_WORDS": f"thinpipe {words}", "COMP_CWORD": str(len(words.split()))}
-    return subprocess.run(
-        [sys.executable, *options, "-m", "thinpipe.launch"],
-        env={**os.environ, **asked, "_THINPIPE_COMPLETE": "complete_bash"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    asked["_THINPIPE_COMPLETE"] = "complete_bash"
+    return ran(sys.executable, *options, "-m", "thinpipe.launch", **asked)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +43,10 @@ def test_nobody_waits_for_torch() -> None:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_after_the_installation(tmp_path: Path) -> None:
     place = Path(sys.executable).parent
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{place}:{os.environ['PATH']}"}
+    environment = {"HOME": str(tmp_path), "PATH": f"{place}:{os.environ['PATH']}"}
     # the shell is the one that is named, not the one that runs the tests
     environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
-    words = [f"{place}/thinpipe", "--install-completion", "bash"]
-    subprocess.run(words, env=environment, check=True, capture_output=True)
+    ran(f"{place}/thinpipe", "--install-completion", "bash", **environment)
     (installed,) = (tmp_path / ".bash_completions").iterdir()
     assert str(installed) in (tmp_path / ".bashrc").read_text(encoding="utf-8")
     typed = f"""
@@ -61,5 +56,5 @@ def test_bash_completes_after_the_installation(tmp_path: Path) -> None:
         $function "{place}/thinpipe"
         echo "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run(["bash", "-c", typed], env=environment, capture_output=True, text=True)
+    done = ran("bash", "-c", typed, code=None, **environment)
     assert done.stdout.strip() == "generate", done.stderr

@@ -1,6 +1,5 @@
 """Whole runs where people's machines differ: a container that hides and forbids, an odd disk."""
 
-import os
 import shutil
 import subprocess
 import tempfile
@@ -11,6 +10,7 @@ import pytest
 
 from tests.launch.host.test_disk import faults
 from tests.launch.test_train import command, run_file
+from tests.programs import ran
 from thinpipe.launch.checkpoint import files
 
 __all__ = ["faults", "run_file"]
@@ -54,14 +54,7 @@ def test_a_run_in_a_container_that_hides_and_forbids_nearly_everything(
     (temporary / "run.toml").write_text(text.replace(str(tmp_path), str(temporary)))
     shutil.copy(tmp_path / "text.txt", temporary)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONTAINER, "sh"]
-    done = subprocess.run(
-        [*words, str(folder), *command(temporary / "run.toml")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(*words, folder, *command(temporary / "run.toml"))
     assert done.stdout.count("note: compiled kernels cannot be kept (") == 1
     assert "Traceback" not in done.stderr
     assert "step-15" in done.stdout.splitlines()
@@ -72,15 +65,7 @@ def test_a_run_on_a_disk_without_locks_flushed_folders_and_replacing_renames(
 ) -> None:
     changed = {"LD_PRELOAD": str(faults), "FAULT_PATH": str(tmp_path / "run")}
     changed["FAULT"] = "flock=37,fsync=22,rename=17"
-    done = subprocess.run(
-        command(run_file),
-        env={**os.environ, **changed, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(*command(run_file), **changed, OMP_NUM_THREADS="1")
     assert done.stderr.count("its file system has no locks; start no other run in it") == 1
     assert done.stderr.count("its file system cannot flush a folder") == 1
     assert "report.html: " not in done.stderr

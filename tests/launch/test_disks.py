@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Command
+from tests.commands import run
 from tests.disk import full_disk
 from tests.launch.test_train import run_file
 from thinpipe.launch.checkpoint import files
@@ -42,8 +42,8 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def train(run_file: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return Command("train", run_file, "--set", f"run.folder={folder}", *arguments).done()
+def rejected(run_file: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("train", run_file, "--set", f"run.folder={folder}", *arguments, code=2)
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
@@ -51,8 +51,7 @@ def test_a_checkpoint_that_cannot_fit_is_rejected_before_the_first_step(
     run_file: Path, mount: Mount, dry: tuple[str, ...]
 ) -> None:
     place = mount("size=200k")
-    done = train(run_file, place / "run", *dry)
-    assert done.returncode == 2
+    done = rejected(run_file, place / "run", *dry)
     assert "step  1" not in done.stdout
     assert f"run.folder = {place / 'run'}: a checkpoint takes " in done.stderr
     assert "205 kB free; free disk space, or name a folder on a larger disk" in done.stderr
@@ -61,8 +60,7 @@ def test_a_checkpoint_that_cannot_fit_is_rejected_before_the_first_step(
 @pytest.mark.slow
 def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mount: Mount) -> None:
     place = mount("size=1300k")
-    done = train(run_file, place / "run", "--set", "train.decay=none")
-    assert done.returncode == 2
+    done = rejected(run_file, place / "run", "--set", "train.decay=none")
     assert "note: checkpoint.keep = 9: those still to come" in done.stdout
     assert files.steps(place / "run" / "checkpoints") == [4, 8]
     *_, before, last = done.stderr.splitlines()
@@ -76,10 +74,8 @@ def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mo
 @pytest.mark.slow
 def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, mount: Mount) -> None:
     place = mount("size=410k")
-    done = train(
-        run_file, place / "run", "--set", "checkpoint.every_steps=99", "--set", "train.decay=none"
-    )
-    assert done.returncode == 2
+    seldom = ["--set", "checkpoint.every_steps=99", "--set", "train.decay=none"]
+    done = rejected(run_file, place / "run", *seldom)
     assert "retried" not in done.stderr
     *_, last = done.stderr.splitlines()
     assert last.endswith("free disk space; nothing is saved yet; then train again"), last
@@ -96,9 +92,7 @@ def test_a_folder_that_takes_no_files_is_rejected_before_the_start(
     run_file: Path, mount: Mount, options: str, words: str
 ) -> None:
     place = mount(options)
-    done = train(run_file, place / "run", "--dry-run")
-    assert done.returncode == 2
-    assert words in done.stderr
+    assert words in rejected(run_file, place / "run", "--dry-run").stderr
 
 
 def test_a_file_size_limit_below_a_part_is_rejected(run_file: Path) -> None:
@@ -121,6 +115,5 @@ def test_any_name_of_a_folder_will_do(
     )
     run_file.write_text(text)
     monkeypatch.chdir(tmp_path)
-    done = Command("train", run_file, "--set", "train.epochs=1").done()
-    assert done.returncode == 0, done.stderr
+    run("train", run_file, "--set", "train.epochs=1")
     assert files.steps(tmp_path / "disk" / name / "checkpoints") == [4, 5]

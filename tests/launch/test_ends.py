@@ -56,8 +56,7 @@ def long_run(run_file: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]
 def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
     run_file: Path, long_run: subprocess.Popen[str]
 ) -> None:
-    done = thinpipe(run_file)
-    assert done.returncode == 2
+    done = thinpipe(run_file, code=2)
     ranks = ranks_of(long_run.pid)
     assert f"another run is using it (process {ranks[0]} on " in done.stderr
     assert long_run.poll() is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import share, start
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.corpus import check_data
@@ -40,8 +40,8 @@ def _train(rank: int) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_small_examples_train(ranks: Ranks) -> None:
-    found = ranks(4, _train)
+def test_small_examples_train() -> None:
+    found = run_ranks(4, _train)
     chance = (math.log(257), math.log(2), math.log(257))
     for place, expected in enumerate(chance):
         first, *_, last = losses = found[0][place]

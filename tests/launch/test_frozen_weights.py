@@ -45,13 +45,7 @@ MOSTLY = mostly_slow(FORMATS, {"bf16", "nf4"}.__contains__)
 def bf16_run(
     folder: Path, cuts: list[int], name: str = "llama", weights: str | None = None, **model: Any
 ) -> RunConfig:
-    run = lora_run(folder, cuts, name, **model)
-    pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": "bf16"}
-    chosen = {
-        **run.model.model_dump(exclude_none=True),
-        **({"weights": weights} if weights else {}),
-    }
-    return run.updated(pipeline=pipeline, model=chosen)
+    return lora_run(folder, cuts, name, pipeline={"precision": "bf16"}, weights=weights, **model)
 
 
 def save_in_bf16(name: str, folder: Path) -> None:
@@ -96,7 +90,6 @@ def test_bf16_files_train_the_same_bits_as_with_fp32_weights(name: str, tmp_path
 def test_a_run_resumes_bit_for_bit_also_with_other_cuts(
     form: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    saved_model("llama-tied", tmp_path / "source")
     run = bf16_run(tmp_path, [2, 4], "llama-tied", weights=form, **more)
     losses, after = trained_and_saved(run)
     assert all(".lora_" in name for name in saved_names(run))
@@ -111,7 +104,6 @@ def test_a_run_resumes_bit_for_bit_also_with_other_cuts(
 
 @pytest.mark.parametrize("form", mostly_slow(FORMATS, {"nf4", "int8"}.__contains__))
 def test_what_is_counted_is_what_a_stage_holds(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = bf16_run(tmp_path, [2, 4], weights=form)
     counted = [own.weights for own in rank_memory(run)]
     with in_process(run, total_steps=9) as built:
@@ -165,7 +157,6 @@ def test_no_rank_holds_its_stage_in_fp32_while_it_loads(form: str, tmp_path: Pat
 
 @pytest.mark.parametrize("form", MOSTLY)
 def test_exports_give_the_model_that_was_trained(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = bf16_run(tmp_path, [3], weights=form)
     trained_and_saved(run)
     tokens = torch.arange(12)[None] % 250
@@ -191,7 +182,6 @@ def test_exports_give_the_model_that_was_trained(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("form", mostly_slow(FORMATS, "nf4".__eq__))
 def test_adapters_may_go_on_over_the_same_base_in_another_dtype(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = bf16_run(tmp_path, [3], weights=form)
     trained_and_saved(run)
     new = bf16_run(tmp_path, [3], weights="fp32", from_run=str(run.run.path))
@@ -210,7 +200,6 @@ def test_adapters_may_go_on_over_the_same_base_in_another_dtype(form: str, tmp_p
 )
 def test_families_train_from_codes(case: tuple[str, str], tmp_path: Path) -> None:
     name, form = case
-    saved_model(name, tmp_path / "source")
     lora = {"rank": 2, **({"targets": ["out_proj"]} if name == "qwen3-next" else {})}
     run = bf16_run(tmp_path, [3], name, form, lora=lora)
     losses, trained = losses_of(run)
@@ -221,7 +210,6 @@ def test_families_train_from_codes(case: tuple[str, str], tmp_path: Path) -> Non
 
 
 def test_a_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
-    saved_model("gpt2", tmp_path / "source")
     run = bf16_run(tmp_path, [3], "gpt2", "nf4")
     message = 'model.weights = "nf4": the blocks of gpt2 have no nn.Linear'
     for check in (run.model.check_files, lambda: rank_memory(run)):
@@ -230,7 +218,6 @@ def test_a_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_model("llama", tmp_path / "source")
     run = bf16_run(tmp_path, [3], weights="nf4")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r'pip install "thinpipe\[quantized\]"; or use "bf16"'):
@@ -250,25 +237,17 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_cannot_be_is_rejected_by_name(
     model: dict[str, Any], precision: str, message: str, tmp_path: Path
 ) -> None:
-    saved_model("llama", tmp_path / "source")
-    run = lora_run(tmp_path, [3])
-    pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": precision}
     model = {k: str(tmp_path / "source") if v == "SAME" else v for k, v in model.items()}
-    section = {**run.model.model_dump(exclude_none=True), **model}
     with pytest.raises(ValidationError, match=re.escape(message)):
-        run.updated(pipeline=pipeline, model=section)
+        lora_run(tmp_path, [3], pipeline={"precision": precision}, **model)
 
 
 def test_shards_keep_fp32(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
-    run = lora_run(tmp_path, [3])
-    pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": "bf16", "shards": 2}
-    assert run.updated(pipeline=pipeline).model.weights is None
+    pipeline = {"precision": "bf16", "shards": 2}
+    assert lora_run(tmp_path, [3], pipeline=pipeline).model.weights is None
     message = 'model.weights = "bf16" with pipeline.shards = 2: shards exchange weights in fp32'
     with pytest.raises(ValidationError, match=re.escape(message)):
-        run.updated(
-            pipeline=pipeline, model={**run.model.model_dump(exclude_none=True), "weights": "bf16"}
-        )
+        lora_run(tmp_path, [3], pipeline=pipeline, weights="bf16")
 
 
 @pytest.mark.parametrize(

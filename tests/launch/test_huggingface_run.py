@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.single_process import in_process
-from tests.huggingface import CLASSES, VOCAB, saved_model, section
-from tests.ranks import Ranks
-from tests.training import RAW, TORCH_2_13, checkpoints, config, share, start, weights
+from tests.huggingface import CLASSES, VOCAB, section
+from tests.ranks import run_ranks
+from tests.training import TORCH_2_13, checkpoints, config, share, start, weights
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch
@@ -33,17 +33,12 @@ def batches(*, classes: int | None) -> list[Batch]:
 
 def run_config(model: dict[str, Any]) -> RunConfig:
     labels = {"text_field": "text", "label_field": "label"} if "classes" in model else {}
-    base = config().model_dump(mode="json", exclude_none=True)
-    return RunConfig.model_validate(
-        {
-            **base,
-            "model": model,
-            "run": {"folder": f"{model['pretrained']}-run"},
-            "data": {"sequence_length": TOKENS, **labels},
-            "pipeline": {**base["pipeline"], "cuts": (3,)},
-            "boundary": [{"forward": RAW, "backward": RAW}],
-            "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none", "clip_norm": 0},
-        }
+    return config(
+        model=model,
+        run={"folder": f"{model['pretrained']}-run"},
+        data={"sequence_length": TOKENS, **labels},
+        pipeline={"cuts": (3,)},
+        train={"clip_norm": 0},
     )
 
 
@@ -75,19 +70,15 @@ def in_one_process(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.dist
-def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None:
-    runs = []
-    for name in ("llama", "bert"):
-        saved_model(name, tmp_path / name)
-        runs.append(run_config(section(name, tmp_path / name)))
-    saved_model("gpt2", tmp_path / "gpt2")
+def test_ranks_train_what_one_process_does(tmp_path: Path) -> None:
+    runs = [run_config(section(name, tmp_path / name)) for name in ("llama", "bert")]
     runs.append(run_config(section("gpt2", tmp_path / "gpt2", tie_embeddings="exact")))
     frozen = [
         run_config(section("gpt2", tmp_path / "gpt2", tie_embeddings=tie, lora={"rank": 2}))
         for tie in ("exact", "untied")
     ]
     frozen = [run.updated(run={"folder": f"{run.run.path}-lora"}) for run in frozen]
-    results = ranks(2, _train, [*runs, *frozen])
+    results = run_ranks(2, _train, [*runs, *frozen])
     _check_that_a_frozen_tie_is_not_exchanged(frozen, results)
     for place, run in enumerate(runs[:2]):
         losses, expected = in_one_process(run)
@@ -118,7 +109,7 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.dist
 @TORCH_2_13
-def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_may_be_held_by_several_ranks(tmp_path: Path) -> None:
     """LoRA, tied weights, classifiers; exported from the parts of all shards."""
     more: dict[str, dict[str, Any]] = {
         "gpt2": {"lora": {"rank": 2}, "activation_checkpointing": True},
@@ -126,14 +117,13 @@ def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> No
     }
     runs: dict[str, list[RunConfig]] = {"shards": [], "replicas": []}
     for name, settings in more.items():
-        saved_model(name, tmp_path / name)
         base = run_config(section(name, tmp_path / name, **settings))
         for way, found in runs.items():
             fields = base.model_dump(exclude_none=True)
             fields["pipeline"] |= {way: 2}
             fields["run"]["folder"] = str(tmp_path / f"{name}-{way}")
             found.append(RunConfig.model_validate(fields))
-    first, *_ = ranks(4, _train, [*runs["shards"], *runs["replicas"]])
+    first, *_ = run_ranks(4, _train, [*runs["shards"], *runs["replicas"]])
     for place, pair in enumerate(zip(*runs.values(), strict=True)):
         assert first[place][0] == first[place + len(more)][0]
         exported = []
@@ -152,7 +142,6 @@ def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> No
     [("gpt2", {"lora": {"rank": 2}}), pytest.param("bert", {}, marks=pytest.mark.slow)],
 )
 def test_stages_may_be_spread_over_devices(name: str, more: dict[str, Any], tmp_path: Path) -> None:
-    saved_model(name, tmp_path / name)
     run = run_config(section(name, tmp_path / name, **more))
     base = run.model_dump(exclude_none=True)
     (losses, expected), (found, split) = (
@@ -182,7 +171,6 @@ def _check_that_a_frozen_tie_is_not_exchanged(runs: list[RunConfig], results: An
 
 @pytest.mark.slow
 def test_a_classifier_learns_through_compressed_cuts(tmp_path: Path) -> None:
-    saved_model("bert", tmp_path)
     base = run_config(section("bert", tmp_path)).model_dump(mode="json", exclude_none=True)
     train = {**base["train"], "lr": 3e-3}
     run = RunConfig.model_validate(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import Command
+from tests.commands import run
 from tests.huggingface import saved_model
 
 ANSWERS = Path(__file__).with_name("mistakes.jsonl")
@@ -122,8 +122,7 @@ def train_once(folder: Path) -> Path:
         write_good(folder)
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            done = Command("train", "run.toml", "--show", -1, "--set", "run.name=done").done()
-        assert done.returncode == 0, done.stderr
+            run("train", "run.toml", "--show", -1, "--set", "run.name=done")
     return folder / "runs"
 
 
@@ -142,7 +141,7 @@ def problem(mistake: dict[str, Any], folder: Path) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         environment = {"COLUMNS": "200", **mistake.get("environment", {})}
-        done = Command(*shlex.split(mistake["command"]), environment=environment).done()
+        done = run(*shlex.split(mistake["command"]), code=None, environment=environment)
     said = done.stderr.replace(str(folder), ".")
     missing = [words for words in mistake["words"] if words not in said]
     if done.returncode == 2 and not missing and "Traceback" not in said:

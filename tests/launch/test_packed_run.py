@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.huggingface import saved_model, section
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import checkpoints, config, restore, start, weights
 from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.components import Built
@@ -23,27 +23,16 @@ STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is s
 
 
 def run_config(folder: Path, **pipeline: Any) -> RunConfig:
-    base = config().model_dump(mode="json", exclude_none=True)
-    return RunConfig.model_validate(
-        {
-            **base,
-            "run": {"folder": str(folder / "run")},
-            "model": section("gptj", folder / "source"),
-            "data": {
-                "path": str(folder / "rows.jsonl"),
-                "prompt_field": "prompt",
-                "response_field": "response",
-                "packing": True,
-                "objective": "prefix",
-                "sequence_length": 32,
-                "train_sequences": 16,
-                "eval_sequences": "all",
-            },
-            "pipeline": {**base["pipeline"], "cuts": [2], "replicas": 2, **pipeline},
-            "boundary": [{"forward": {"kind": "aqsgd", "bits": 3}}],
-            "gradcomp": {"method": "cocktail", "cocktail": {"subset": 0.5, "warmup_steps": 1}},
-            "train": {"batch_size": 4, "warmup_steps": 0, "decay": "linear"},
-        }
+    fields = {"prompt_field": "prompt", "response_field": "response", "objective": "prefix"}
+    sizes = {"sequence_length": 32, "train_sequences": 16, "eval_sequences": "all"}
+    return config(
+        run={"folder": str(folder / "run")},
+        model=section("gptj", folder / "source"),
+        data={"path": str(folder / "rows.jsonl"), "packing": True, **fields, **sizes},
+        pipeline={"cuts": [2], "replicas": 2, **pipeline},
+        boundary=[{"forward": {"kind": "aqsgd", "bits": 3}}],  # type: ignore[arg-type]
+        gradcomp={"method": "cocktail", "cocktail": {"subset": 0.5, "warmup_steps": 1}},
+        train={"batch_size": 4, "decay": "linear"},
     )
 
 
@@ -132,9 +121,9 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_packed_run_resumes_bit_for_bit_is_exported_and_moves(ranks: Ranks, folder: Path) -> None:
+def test_a_packed_run_resumes_bit_for_bit_is_exported_and_moves(folder: Path) -> None:
     run = run_config(folder)
-    found = ranks(4, _save_and_resume, run)
+    found = run_ranks(4, _save_and_resume, run)
     for _, through, again in found:
         assert again["losses"] == through["losses"]
         for what in ("weights", "global", "moments"):
@@ -144,7 +133,7 @@ def test_a_packed_run_resumes_bit_for_bit_is_exported_and_moves(ranks: Ranks, fo
     for saved, _, _ in found:  # replicas differ from the model that is exported
         assert_equal(saved["global"], {name: tensors[name] for name in saved["global"]})
         assert any(not torch.equal(w, tensors[name]) for name, w in saved["weights"].items())
-    moved = ranks(3, _resume, run_config(folder, cuts=[1, 4], replicas=1))
+    moved = run_ranks(3, _resume, run_config(folder, cuts=[1, 4], replicas=1))
     for now, before in (("weights", "global"), ("moments", "moments")):
         parts = {name: value for restored, _ in moved for name, value in restored[now].items()}
         assert_equal(parts, found[0][0][before] | found[1][0][before])

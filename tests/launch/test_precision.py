@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.single_process import in_process
-from tests.huggingface import saved_model
 from tests.launch.checkpoint.test_base import lora_run, step
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.checkpoint.reshard import module_of
@@ -42,11 +41,8 @@ def test_a_run_has_the_dtypes_of_the_table(
     precision, form = COLUMNS[column]
     if form is not None:
         pytest.importorskip("bitsandbytes")
-    saved_model("llama", tmp_path / "source")
-    run = lora_run(tmp_path, [3])
-    pipeline = {**run.pipeline.model_dump(exclude_none=True), "precision": precision}
-    model = {**run.model.model_dump(exclude_none=True), "weights": form}
-    run = run.updated(pipeline=pipeline, model=model).with_train(clip_norm=1e-6)
+    run = lora_run(tmp_path, [3], pipeline={"precision": precision}, weights=form)
+    run = run.with_train(clip_norm=1e-6)
     seen: Seen = {}
     with in_process(run, total_steps=9) as built:
         _note_weights(built, seen)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.commands import Command
+from tests.commands import run
+from tests.texts import write_squares
 from tests.training import config as made
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume
@@ -52,8 +53,7 @@ for _name in ("a spare", "a part of a replica"):
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(1000)))
+    text, path = write_squares(tmp_path / "text.txt", 1000), tmp_path / "run.toml"
     sizes = {"path": str(text), "train_sequences": 24, "eval_sequences": 8}
     write_config(made(data=sizes, run={"folder": str(tmp_path / "run")}), path)
     return path
@@ -72,8 +72,7 @@ def test_each_start_rejects_what_cannot_start(run_file: Path, mistake: str, how:
     settings, message = MISTAKES[mistake]
     places = {"file": run_file, "folder": run_file.parent}
     words = [word for text in settings for word in ("--set", text.format(**places))]
-    done = Command("train", run_file, *HOW[how], *words).done()
-    assert done.returncode == 2, done.stderr
+    done = run("train", run_file, *HOW[how], *words, code=2)
     assert message in done.stderr
     assert "starting" not in done.stdout
     assert not (run_file.parent / "run").exists()

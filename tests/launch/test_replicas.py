@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from tests.huggingface import saved_model, section
-from tests.ranks import Ranks
-from tests.training import batch, config, share, start, weights
-from thinpipe.gradcomp.registry import load_method, method_names
+from tests.ranks import run_ranks
+from tests.training import batch, config, exchange, share, start, weights
+from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.models.transformer import build_layers
@@ -56,8 +56,6 @@ def train(rank: int, stop_at: int | None) -> Any:
 
 @pytest.fixture(scope="module")
 def trained() -> Any:
-    from tests.ranks import run_ranks
-
     return run_ranks(4, train, None)
 
 
@@ -91,8 +89,8 @@ def test_every_class_of_bytes_is_counted_apart(trained: Any) -> None:
     assert control_bytes > 0
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, trained: Any) -> None:
-    for whole, resumed in zip(trained, ranks(4, train, 4), strict=True):
+def test_a_resumed_run_goes_on_bit_for_bit(trained: Any) -> None:
+    for whole, resumed in zip(trained, run_ranks(4, train, 4), strict=True):
         assert whole["losses"] == resumed["losses"]
         for kind in ("local", "global"):
             for name, weight in whole[kind].items():
@@ -104,13 +102,11 @@ SMALL: dict[str, Any] = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup
 
 def run_of(method: str) -> Any:
     """A smaller run with another method, which exchanges at least every other step."""
-    fields = load_method(method).Config.model_fields
-    options = {name: value for name, value in SMALL.items() if name in fields}
     return config(
         model={"layers": 2},
         pipeline={"cuts": [1], "replicas": 2, "microbatches": 2},
         boundary=AQSGD,
-        gradcomp={"method": method, method: options},
+        gradcomp=exchange(method, **SMALL),
     )
 
 
@@ -138,11 +134,11 @@ def train_tied_and_adapted(rank: int, models: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_method_trains_tied_weights_and_adapters(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_method_trains_tied_weights_and_adapters(tmp_path: Path) -> None:
     """GPT-2, whose head is its embedding; with LoRA the adapters move and nothing else."""
     saved_model("gpt2", tmp_path, vocab_size=256)
     plain, adapted = section("gpt2", tmp_path), section("gpt2", tmp_path, lora={"rank": 2})
-    found = ranks(2, train_tied_and_adapted, {"tied": plain, "LoRA": adapted})
+    found = run_ranks(2, train_tied_and_adapted, {"tied": plain, "LoRA": adapted})
     for name, (losses, moved, loss, tied) in found[0].items():
         assert all(map(math.isfinite, losses)), name
         assert tied, name

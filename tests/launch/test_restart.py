@@ -4,16 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.commands import PATIENCE_S
-from tests.launch.test_train import ranks_of, run_file, thinpipe, wait_until
+from tests.launch.test_train import command, ranks_of, run_file, thinpipe
 from tests.ports import free_port
 from tests.processes import named
+from tests.programs import ran
+from tests.waiting import until
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.net.ranks.network import ROUND
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -41,37 +42,17 @@ def test_what_a_restart_cannot_change_is_not_tried_again(run_file: Path) -> None
     assert parts
     for part in parts:
         part.write_bytes(part.read_bytes()[:100])
-    words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(run_file)]
-    words += ["--resume", "--max-restarts", "3"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 2, done.stderr
+    done = ran(*command(run_file, "--resume", "--max-restarts", "3"), code=2)
     assert done.stderr.count("no step is whole") == 1, done.stderr
     assert "not restarted: a restart would end the same way" in done.stderr
 
 
 def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
-    command = [
-        *(
-            sys.executable,
-            "-P",
-            "-m",
-            "thinpipe.launch",
-            "train",
-            str(run),
-            "--set",
-            "pipeline.cuts=[2]",
-        ),
-        *("--set", "train.epochs=100", "--set", "checkpoint.every_steps=50"),
-        *("--max-restarts", "1", *meeting),
-    ]
+    settings = ("pipeline.cuts=[2]", "train.epochs=100", "checkpoint.every_steps=50")
+    words = command(run, *(f"--set={one}" for one in settings), "--max-restarts", 1, *meeting)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        return subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return subprocess.Popen(words, stdout=out, stderr=out, text=True, env=environment)
 
 
 @pytest.mark.slow
@@ -91,16 +72,12 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
 
     nodes = [begin(0)]
     try:
-        wait_until(
-            lambda: "waiting for 2 machines" in logs[0].read_text(encoding="utf-8"), PATIENCE_S
-        )
+        until(lambda: "waiting for 2 machines" in logs[0].read_text(encoding="utf-8"))
         nodes.append(begin(1))
         latest = run_file.parent / "run" / "checkpoints" / "latest"
-        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
+        until(lambda: latest.exists() or any(n.poll() for n in nodes))
         nodes[1].kill()
-        wait_until(
-            lambda: "waiting for machine b, " in logs[0].read_text(encoding="utf-8"), PATIENCE_S
-        )
+        until(lambda: "waiting for machine b, " in logs[0].read_text(encoding="utf-8"))
         if comes_back:
             nodes.append(begin(2))
         if end == "Ctrl-C":
@@ -160,10 +137,10 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
 
     try:
         latest = folder / "checkpoints" / "latest"
-        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
+        until(lambda: latest.exists() or any(n.poll() for n in nodes))
         assert latest.exists(), said()
         found: list[int] = []
-        wait_until(lambda: found.extend(victims_of(nodes[-1].pid, victim)) or found, PATIENCE_S)
+        until(lambda: found.extend(victims_of(nodes[-1].pid, victim)) or found)
         os.kill(found[0], signal.SIGKILL)
         assert [process.wait(timeout=PATIENCE_S) for process in nodes] == [0] * machines, said()
     finally:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import RAW, TORCH_2_13, batch, config, share, start
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.gradcomp.sharded.config import ShardsConfig
@@ -73,7 +73,7 @@ def train(rank: int, runs: Sequence[tuple[str, RunConfig]]) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def all_start(ranks: Ranks, runs: Sequence[tuple[str, RunConfig]]) -> None:
+def all_start(runs: Sequence[tuple[str, RunConfig]]) -> None:
     """As `thinpipe train` does: what a run needs is counted first."""
     for name, run in runs:
         try:
@@ -81,7 +81,7 @@ def all_start(ranks: Ranks, runs: Sequence[tuple[str, RunConfig]]) -> None:
             check_host(run, 4, range(run.world_size))
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
-    ranks(2, train, runs)
+    run_ranks(2, train, runs)
 
 
 def small(**sections: Any) -> RunConfig:
@@ -90,7 +90,7 @@ def small(**sections: Any) -> RunConfig:
 
 
 @pytest.mark.slow
-def test_every_choice_of_every_method_starts(ranks: Ranks) -> None:
+def test_every_choice_of_every_method_starts() -> None:
     runs = []
     for method in method_names():
         fields = load_method(method).Config.model_fields
@@ -102,12 +102,12 @@ def test_every_choice_of_every_method_starts(ranks: Ranks) -> None:
 
         found = variants(load_method(method).Config, make)
         runs += [(f"{method} {name}", run) for name, run in found]
-    all_start(ranks, runs)
+    all_start(runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
+def test_every_choice_of_every_boundary_starts(way: str) -> None:
     runs = []
     for kind in get_args(BoundaryConfig.model_fields[way].annotation):
         tag = kind.model_fields["kind"].default
@@ -117,13 +117,13 @@ def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
             return small(pipeline={"cuts": [1]}, boundary=[both])
 
         runs += [(f"{tag} {name}", run) for name, run in variants(kind, make)]
-    all_start(ranks, runs)
+    all_start(runs)
 
 
 @pytest.mark.slow
 @TORCH_2_13
-def test_every_choice_of_shards_starts(ranks: Ranks) -> None:
+def test_every_choice_of_shards_starts() -> None:
     def make(options: Options) -> RunConfig:
         return small(pipeline={"shards": 2}, shards=options)
 
-    all_start(ranks, [*variants(ShardsConfig, make)])
+    all_start([*variants(ShardsConfig, make)])

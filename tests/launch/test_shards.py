@@ -14,7 +14,7 @@ from psutil import Process
 from pydantic import ValidationError
 
 from tests.often import mostly_slow
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, config, share, start, train_steps, weights
 from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.checkpoint.contents import collect, distribute
@@ -46,12 +46,12 @@ def train_both(rank: int, sharded: RunConfig, plain: RunConfig) -> Any:
     return [train_steps(rank, run, BATCHES) for run in (sharded, plain)]
 
 
-def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool = True) -> None:
+def compare(sharded: RunConfig, plain: RunConfig, *, exact: bool = True) -> None:
     """Both runs have equal losses and weights; `plain` has replicas for shards.
 
     Both compute from tensors of the same shapes, at the same alignment, on one thread each.
     """
-    found, expected = zip(*ranks(plain.world_size, train_both, sharded, plain), strict=True)
+    found, expected = zip(*run_ranks(plain.world_size, train_both, sharded, plain), strict=True)
     losses = expected[0][0]
     assert all(result[0] == found[0][0] for result in found)
     assert found[0][0] == (losses if exact else pytest.approx(losses, rel=1e-5))
@@ -64,12 +64,11 @@ def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool =
 
 
 @pytest.mark.parametrize("schedule", mostly_slow(["1F1B", "Deep1F1B", "GPipe"], "Deep1F1B".__eq__))
-def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
+def test_shards_are_replicas_bit_for_bit(schedule: str) -> None:
     # with seeds 8 and 9 the factor that clips depended on who held which part, when its norm was
     # computed in fp32; with others it did not, here
     both = {"train": {"accumulate": 2}, "boundary": AQSGD, "run": {"seed": 9}}
     compare(
-        ranks,
         config(pipeline={"schedule": schedule, "shards": 2}, **both),
         config(pipeline={"schedule": schedule, "replicas": 2}, **both),
     )
@@ -86,21 +85,19 @@ def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
     ],
     ids=["tied", "checkpointed", "one-stage", "interleaved"],
 )
-def test_other_features_work_on_shards(ranks: Ranks, sections: Any) -> None:
+def test_other_features_work_on_shards(sections: Any) -> None:
     pipeline = sections.get("pipeline", {})
     compare(
-        ranks,
         config(**{**sections, "pipeline": {**pipeline, "shards": 2}}),
         config(**{**sections, "pipeline": {**pipeline, "replicas": 2}}),
     )
 
 
 @pytest.mark.slow
-def test_gathering_for_every_microbatch_changes_the_order_of_sums_alone(ranks: Ranks) -> None:
+def test_gathering_for_every_microbatch_changes_the_order_of_sums_alone() -> None:
     """Uneven parts too: 257 rows, and 3 heads' worth of 15 columns."""
     odd = {"model": {"vocab": 257, "width": 15, "heads": 3}, "pipeline": {"cuts": []}}
     compare(
-        ranks,
         config(**odd | {"pipeline": {"cuts": [], "shards": 2}}, shards={"gather": "microbatch"}),
         config(**odd | {"pipeline": {"cuts": [], "replicas": 2}}),
         exact=False,
@@ -124,12 +121,12 @@ def _both_evaluated(rank: int, *runs: RunConfig) -> Any:
 
 
 @pytest.mark.slow
-def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
+def test_evaluation_is_of_the_weights_that_are_kept() -> None:
     """With quantized weights it is not that of what training computes with."""
     qsdp = {"method": "qsdp", "weight_bits": 2, "keep_below": 0, "gradient_bits": 32}
     sharded = config(pipeline={"shards": 2}, shards=qsdp, train={"lr": 1e-30})
     plain = config(pipeline={"replicas": 2}, train={"lr": 1e-30})
-    ((found, quantized), (expected, exact)), *_ = ranks(4, _both_evaluated, sharded, plain)
+    ((found, quantized), (expected, exact)), *_ = run_ranks(4, _both_evaluated, sharded, plain)
     assert found == pytest.approx(expected, rel=1e-6)
     assert abs(quantized - exact) > 1e-3
 
@@ -167,10 +164,10 @@ def _train_beside_exact(rank: int, run: RunConfig, plain: RunConfig) -> Any:
 
 
 @pytest.mark.slow
-def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
+def test_all_links_compressed_goes_on_bit_for_bit() -> None:
     """AQ-SGD across cuts, QSDP between shards, Cocktail between replicas."""
     plain = config(pipeline={"cuts": [2], "shards": 2, "replicas": 2})
-    found = ranks(8, _train_beside_exact, config(**QSDP), plain)
+    found = run_ranks(8, _train_beside_exact, config(**QSDP), plain)
     exact = [one for *_, one in found]
     for (*_, last), same, _ in found:
         assert same
@@ -186,8 +183,8 @@ DIFFERENCES: dict[str, Any] = {
 }
 
 
-def test_remembered_weights_survive_a_restart_bit_for_bit(ranks: Ranks) -> None:
-    for (*_, last), same in ranks(2, _train, config(**DIFFERENCES)):
+def test_remembered_weights_survive_a_restart_bit_for_bit() -> None:
+    for (*_, last), same in run_ranks(2, _train, config(**DIFFERENCES)):
         assert same
         assert last.weight_bytes < 0.5 * last.gradient_bytes
 
@@ -217,10 +214,8 @@ def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
-    ranks: Ranks, gather: str
-) -> None:
-    for found in ranks(4, _launched, gather):
+def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(gather: str) -> None:
+    for found in run_ranks(4, _launched, gather):
         assert len(found) == len(BATCHES)
         assert all(launched == buckets > 4 for launched, buckets in found)
 
@@ -235,9 +230,9 @@ def _given_back(rank: int, run: RunConfig) -> float:
     return (held - Process().memory_info().rss) / 100e6
 
 
-def test_blocks_that_are_freed_leave_memory(ranks: Ranks) -> None:
+def test_blocks_that_are_freed_leave_memory() -> None:
     run = config(pipeline={"cuts": [], "shards": 2})
-    assert min(ranks(2, _given_back, run)) > 0.9
+    assert min(run_ranks(2, _given_back, run)) > 0.9
 
 
 def _end_in_exchange(shards: StageShards, number: int) -> None:
@@ -269,10 +264,10 @@ def _without_one(rank: int, gather: str, found: Path) -> None:
 
 @pytest.mark.parametrize("gather", [pytest.param("step", marks=pytest.mark.slow), "microbatch"])
 def test_a_shard_that_is_lost_during_a_forward_or_backward_is_named(
-    ranks: Ranks, gather: str, tmp_path: Path
+    gather: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match="rank 1: ended without a result") as error:
-        ranks(2, _without_one, gather, tmp_path / "said")
+        run_ranks(2, _without_one, gather, tmp_path / "said")
     assert "rank 0" not in str(error.value)
     assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
@@ -319,8 +314,8 @@ def test_settings_that_do_nothing_are_noted() -> None:
     assert notices(4, ranks_per_site=4) == ""
 
 
-def test_one_shard_is_a_run_without_shards(ranks: Ranks) -> None:
+def test_one_shard_is_a_run_without_shards() -> None:
     plain = config(pipeline={"cuts": []})
     same = config(pipeline={"cuts": [], "shards": 1}, shards={"method": "qsdp"})
-    ((found, expected),) = ranks(1, train_both, same, plain)
+    ((found, expected),) = run_ranks(1, train_both, same, plain)
     assert found[0] == expected[0]

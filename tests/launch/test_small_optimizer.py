@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.single_process import in_process
 from tests.launch.checkpoint.test_base import resumed, step
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, checkpoints, config, train_steps, weights
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.config.run import RunConfig
@@ -88,7 +88,7 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_exchanges_work_with_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_exchanges_work_with_it(tmp_path: Path) -> None:
     methods = ("allreduce", "cocktail")
     runs = [
         run_config(tmp_path, [], optimizer=optimizer).updated(
@@ -98,7 +98,7 @@ def test_exchanges_work_with_it(ranks: Ranks, tmp_path: Path) -> None:
         for method in methods
         for optimizer in ("adamw8bit", "adamw")
     ]
-    first, second = ranks(2, _train, runs)
+    first, second = run_ranks(2, _train, runs)
     for place, method in enumerate(methods):
         (losses, own), (exact, _) = first[2 * place : 2 * place + 2]
         others, other = second[2 * place]

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.huggingface import saved_model
 from tests.launch.checkpoint.test_base import resumed, step, trained_and_saved
 from tests.launch.test_frozen_weights import bf16_run
 from tests.launch.test_trained_bf16 import losses_of, narrow_run
@@ -33,7 +32,6 @@ def run_of(form: str, folder: Path, **pipeline: Any) -> RunConfig:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_they_train_as_on_a_cpu(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     card, cpu = (losses_of(run_of(form, tmp_path, device=name), 6) for name in ("cuda", "cpu"))
     assert card == pytest.approx(cpu, abs=0.03)
     assert min(card) < card[0]
@@ -41,7 +39,6 @@ def test_they_train_as_on_a_cpu(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_lies_in_ram_trains_the_same_bits(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     runs = [run_of(form, tmp_path, device="cuda", offload=offload) for offload in (False, True)]
     held, moved = (losses_of(run, 6) for run in runs)
     assert held == moved
@@ -49,7 +46,6 @@ def test_what_lies_in_ram_trains_the_same_bits(form: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_run_resumes_bit_for_bit(form: str, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = run_of(form, tmp_path, device="cuda")
     losses, after = trained_and_saved(run)
     with resumed(run) as built:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Command
+from tests.commands import run
+from tests.texts import write_run
 from thinpipe.launch.view.report.metrics import read_metrics
 
+pytestmark = pytest.mark.dist
 RUN = """
 [run]
 folder = "{folder}"
@@ -43,54 +45,46 @@ keep = 9
 """
 
 
+def _write_run(folder: Path, rows: int) -> Path:
+    """Of a stream of so many rows."""
+    texts = [f"{n} squared is {n * n}, and {n} doubled {2 * n}." for n in range(rows)]
+    stream = folder / "rows.jsonl"
+    stream.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return write_run(folder, RUN, rows=stream)
+
+
 def _losses(folder: Path) -> list[float]:
     return [record.loss for record in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_run_over_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
-    rows = [{"text": f"{n} squared is {n * n}, and {n} doubled {2 * n}."} for n in range(400)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN.format(folder=tmp_path / "whole", rows=tmp_path / "rows.jsonl"))
-    done = Command("train", run_file).done()
-    assert done.returncode == 0, done.stderr
-    whole = _losses(tmp_path / "whole")
+    run_file = _write_run(tmp_path, 400)
+    run("train", run_file)
+    whole = _losses(tmp_path / "run")
     assert len(whole) == 8
     again = ["--set", f"run.folder={tmp_path / 'parts'}"]
     for steps, resume in ((5, []), (8, ["--resume"])):
         limit = ["--set", f"train.max_steps={steps}"]
-        done = Command("train", run_file, *again, *limit, *resume).done()
-        assert done.returncode == 0, done.stderr
+        run("train", run_file, *again, *limit, *resume)
         assert _losses(tmp_path / "parts") == whole[:steps]
 
 
-@pytest.mark.dist
 def test_steps_end_a_run_within_an_epoch(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(400)))
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN.format(folder=tmp_path / "run", rows=text))
+    run_file = write_run(tmp_path, RUN, lines=400, rows=tmp_path / "text.txt")
     changes = ["data.text_field=", "data.stream_block=", "data.train_sequences=24"]
     changes += ["train.epochs=3", "train.max_steps=7", "pipeline.replicas=1", "pipeline.cuts=[]"]
     settings = [part for change in changes for part in ("--set", change)]
-    done = Command("train", run_file, *settings).done()
-    assert done.returncode == 0, done.stderr
+    run("train", run_file, *settings)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [record.epoch for record in records] == [1] * 6 + [2]
     assert [record.step for record in records if record.eval] == [6, 7]
 
 
-@pytest.mark.dist
 def test_a_stream_that_ends_early_ends_the_run_and_is_saved(tmp_path: Path) -> None:
-    rows = [{"text": f"{n} squared is {n * n}, and {n} doubled {2 * n}."} for n in range(90)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(RUN.format(folder=tmp_path / "run", rows=tmp_path / "rows.jsonl"))
+    run_file = _write_run(tmp_path, 90)
     settings = ["--set", "train.max_steps=99", "--set", "pipeline.cuts=[]"]
-    done = Command("train", run_file, *settings).done()
-    assert done.returncode == 0, done.stderr
+    done = run("train", run_file, *settings)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert 5 < len(records) < 99
     assert f"the stream of samples ended after {len(records)} steps" in done.stdout + done.stderr

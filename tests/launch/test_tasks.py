@@ -1,13 +1,12 @@
 """The bundled examples of classification and instruction data, through the command line."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import Command
+from tests.commands import run
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.view.report.metrics import read_metrics
@@ -17,19 +16,18 @@ CLASSIFICATION = ROOT / "examples/classification.toml"
 INSTRUCTIONS = ROOT / "examples/instructions.toml"
 
 
-def _train(example: Path, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def _train(example: Path, folder: Path, *settings: str) -> str:
     arguments = [part for setting in settings for part in ("--set", setting)]
-    return Command("train", example, "--set", f"run.folder={folder}", *arguments).done()
+    return run("train", example, "--set", f"run.folder={folder}", *arguments).stdout
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_classification_learns_and_reports_accuracy(tmp_path: Path) -> None:
-    found = _train(CLASSIFICATION, tmp_path, "train.epochs=5", "train.decay=none")
-    assert found.returncode == 0, found.stderr
-    assert "smp/s" in found.stdout
-    assert "evaluation: accuracy " in found.stdout
-    assert "warning" not in found.stdout
+    said = _train(CLASSIFICATION, tmp_path, "train.epochs=5", "train.decay=none")
+    assert "smp/s" in said
+    assert "evaluation: accuracy " in said
+    assert "warning" not in said
     evaluation = read_metrics(tmp_path / "metrics.jsonl")[-1].eval
     assert evaluation is not None
     assert set(evaluation) == {
@@ -47,9 +45,7 @@ def test_classification_learns_and_reports_accuracy(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_instructions_lower_the_loss_of_responses(tmp_path: Path) -> None:
     repeated = ("model.dropout=0.1", 'model.dropout_masks="repeated"')
-    found = _train(INSTRUCTIONS, tmp_path, "train.epochs=4", *repeated)
-    assert found.returncode == 0, found.stderr
-    assert "tok/s" in found.stdout
+    assert "tok/s" in _train(INSTRUCTIONS, tmp_path, "train.epochs=4", *repeated)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert records[-1].loss < records[0].loss - 0.5
 

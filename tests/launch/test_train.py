@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import PATIENCE_S, Command
+from tests.commands import run
+from tests.programs import ran
+from tests.texts import write_run
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.launch.view.report.timeline import read_timeline
@@ -52,36 +54,19 @@ keep = 9
 """
 
 
-def write_run_file(folder: Path) -> Path:
-    text = folder / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    path = folder / "run.toml"
-    path.write_text(RUN.format(folder=folder / "run", text=text))
-    return path
-
-
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    return write_run_file(tmp_path)
+    return write_run(tmp_path, RUN)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run folder that a true command has left, and what it said."""
     folder = tmp_path_factory.mktemp("trained")
-    path = write_run_file(folder)
+    path = write_run(folder, RUN)
     for name in ("launch", "pipeline", "torch", "transformers"):  # a user's own files, never run
         (folder / f"{name}.py").write_text("raise SystemExit(7)")
-    done = subprocess.run(
-        command(path),
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # as others that go on with it
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(*command(path), cwd=folder, OMP_NUM_THREADS="1")  # as others that go on with it
     assert "Traceback" not in done.stderr
     return folder / "run", done.stdout
 
@@ -90,11 +75,11 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", "thinpipe.launch", "train", *map(str, arguments)]
 
 
-def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+def thinpipe(*arguments: object, code: int | None = None) -> subprocess.CompletedProcess[str]:
     """`thinpipe train` without its start: see `tests.commands`; no GPU survives its forks."""
     if "pipeline.device=cuda" in arguments:
-        return subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
-    return Command("train", *arguments).done()
+        return ran(*command(*arguments), code=code)
+    return run("train", *arguments, code=code)
 
 
 def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
@@ -146,8 +131,7 @@ def test_a_run_leaves_everything_in_its_folder(trained: tuple[Path, str]) -> Non
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert [record["step"] for record in records] == list(range(1, 16))
-    traced = Command("trace", folder).done()
-    assert "step 8, measured" in traced.stdout, traced.stderr
+    assert "step 8, measured" in run("trace", folder).stdout
     processes = {
         e["pid"]
         for e in json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -194,8 +178,7 @@ def test_resume_is_bit_exact_in_the_middle_of_an_epoch(
         shutil.rmtree(checkpoints / f"step-{step}")
     (checkpoints / "latest").write_text("step-8\n")  # epoch 2 ends at step 10
     again = ["--resume", "--set", f"run.folder={run_file.parent / 'again'}"]
-    done = thinpipe(run_file, *memory, *again)
-    assert done.returncode == 0, done.stderr
+    thinpipe(run_file, *memory, *again, code=0)
     for step in ("step-12", "step-15"):  # the last one lacks memories
         expected = read_manifest(whole / "checkpoints" / step).parts
         assert read_manifest(checkpoints / step).parts == expected  # names and SHA-256
@@ -216,10 +199,8 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
 ) -> None:
     changes = ("pipeline.cuts=[2]", "train.batch_size=6", "train.epochs=2")
     run = [word for change in changes for word in ("--set", change)] + ["--set"]
-    saved = thinpipe(run_file, *run, f"pipeline.replicas={before}")
-    assert saved.returncode == 0, saved.stderr
-    done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
-    assert done.returncode == 0, done.stderr
+    thinpipe(run_file, *run, f"pipeline.replicas={before}", code=0)
+    done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4", code=0)
     assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
     reported = "samples moved to another replica and are sent as first visits" in done.stderr
     assert reported == bool(first_visits)
@@ -241,8 +222,9 @@ def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
     folder = run_file.parent / "run"
     assert thinpipe(run_file, *once).returncode == 0
     assert read_timeline(folder).step == 4  # the last of five has fewer samples
-    done = thinpipe(run_file, *once, "--resume", "--step", "4", "--set", "pipeline.cuts=[2, 3]")
-    assert done.returncode == 0, done.stderr
+    done = thinpipe(
+        run_file, *once, "--resume", "--step", "4", "--set", "pipeline.cuts=[2, 3]", code=0
+    )
     summary, records = (
         json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         read_metrics(folder / "metrics.jsonl"),
@@ -261,8 +243,7 @@ def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("precious")
     one = ["--set", "train.epochs=1", "--set", "pipeline.cuts=[]"]
-    done = thinpipe(run_file, *one)
-    assert done.returncode == 0, done.stderr
+    thinpipe(run_file, *one, code=0)
     assert (run_file.parent / "run.1" / "metrics.jsonl").read_text(encoding="utf-8") == "precious"
     before = (folder / "report.html").read_text(encoding="utf-8")
     again = thinpipe(run_file, *one, "--resume", "--set", "eval.samples=1")
@@ -275,8 +256,7 @@ def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
     folder = run_file.parent / "run"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    done = thinpipe(run_file, "--set", "pipeline.cuts=[]")
-    assert done.returncode == 2
+    done = thinpipe(run_file, "--set", "pipeline.cuts=[]", code=2)
     assert "not a run's" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
@@ -295,8 +275,7 @@ def test_user_errors_exit_with_2_before_any_rank_starts(
     run_file: Path, arguments: list[str], message: str
 ) -> None:
     file = run_file.parent / "text.txt"
-    done = thinpipe(run_file, *(argument.format(file=file) for argument in arguments))
-    assert done.returncode == 2
+    done = thinpipe(run_file, *(argument.format(file=file) for argument in arguments), code=2)
     assert message.format(file=file) in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
@@ -314,13 +293,11 @@ def sizes(folder: Path) -> dict[str, int]:
 def test_a_run_that_is_done_leaves_its_weights_and_little_else(run_file: Path) -> None:
     run_file.write_text(run_file.read_text(encoding="utf-8").replace("keep = 9", ""))
     two = ("--set", "pipeline.cuts=[2]", "--set", "train.epochs=2")
-    done = thinpipe(run_file, *two)
-    assert done.returncode == 0, done.stderr
+    done = thinpipe(run_file, *two, code=0)
     assert " of it in 1 checkpoint report " in " ".join(done.stdout.split())
     left = sizes(run_file.parent / "run")
     assert list(left) == ["step-10"]
-    longer = thinpipe(run_file, *two, "--set", "train.decay=none")
-    assert longer.returncode == 0, longer.stderr
+    thinpipe(run_file, *two, "--set", "train.decay=none", code=0)
     kept = sizes(run_file.parent / "run")
     assert list(kept) == ["step-10", "step-8"]
     row = 2 * 32 * 16  # of 24 samples at both ends, in bf16
@@ -334,13 +311,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(run_file: Path) -> None:
     damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     part.write_bytes(damaged)
-    asked = thinpipe(run_file, "--resume", "--step", "5", *two)
-    assert asked.returncode == 2
+    asked = thinpipe(run_file, "--resume", "--step", "5", *two, code=2)
     assert part.name in asked.stderr
     assert "--resume --step 4" in asked.stderr  # the one before is offered
     (part.parents[1] / "latest").unlink()
-    done = thinpipe(run_file, "--resume", *two)
-    assert done.returncode == 0, done.stderr
+    done = thinpipe(run_file, "--resume", *two, code=0)
     assert f"warning: step-5 cannot be used: rank 1: {part}: sha256 is " in done.stderr
     assert "latest is missing; resuming from step-4" in done.stderr
     assert "resumed from step 4" in done.stdout
@@ -352,8 +327,7 @@ def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: P
     assert thinpipe(run_file, *one).returncode == 0
     for part in (run_file.parent / "run/checkpoints").glob("step-*/*.safetensors"):
         part.write_bytes(b"")
-    done = thinpipe(run_file, *one, "--resume")
-    assert done.returncode == 2
+    done = thinpipe(run_file, *one, "--resume", code=2)
     assert "no step is whole: step-5 cannot be used: rank 0: " in done.stderr
     assert "train without --resume to start over" in done.stderr
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.single_process import in_process
-from tests.huggingface import saved_model, section
+from tests.huggingface import section
 from tests.launch.checkpoint.test_base import resumed, step, trained_and_saved
 from tests.often import mostly_slow
-from tests.ranks import Ranks
-from tests.training import TOKENS, batch, config, train_steps, weights
+from tests.ranks import run_ranks
+from tests.training import batch, config, train_steps, weights
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts import profile
 from thinpipe.launch.cuts.profile import typical_block_s
@@ -26,31 +26,22 @@ from thinpipe.launch.optimizer import check_optimizer, make_optimizer
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.model import load
 
-KEEPS_STEPS = {"betas": [0.9, 0.99], "weight_decay": 0}
+KEEPS_STEPS: dict[str, Any] = {"betas": [0.9, 0.99], "weight_decay": 0}
 
 
 def narrow_run(
     folder: Path, cuts: list[int], name: str = "llama", form: str = "bf16", **sections: Any
 ) -> RunConfig:
-    base = config().model_dump(mode="json", exclude_none=True)
     more = {"tie_embeddings": "exact"} if name == "llama-tied" and cuts else {}
-    whole = {
-        **base,
-        "run": {"folder": str(folder / "run")},
-        "model": section(name, folder / "source", weights=form, **more),
-        "data": {"sequence_length": TOKENS},
-        "pipeline": {**base["pipeline"], "cuts": cuts, "microbatches": 2, "precision": "bf16"},
-        "train": {
-            **base["train"],
-            "batch_size": 4,
-            "lr": 0.01,
-            "betas": [0.9, 0.99],
-            "weight_decay": 0,
-        },
-    }
-    for name, section_ in sections.items():
-        whole[name] = {**whole.get(name, {}), **section_}
-    return RunConfig.model_validate(whole)
+    pipeline = {"cuts": cuts, "microbatches": 2, "precision": "bf16"}
+    train = {"batch_size": 4, "lr": 0.01, **KEEPS_STEPS}
+    return config(
+        run={"folder": str(folder / "run")},
+        model=section(name, folder / "source", weights=form, **more),
+        pipeline={**pipeline, **sections.pop("pipeline", {})},
+        train={**train, **sections.pop("train", {})},
+        **sections,
+    )
 
 
 def losses_of(run: RunConfig, steps: int) -> list[float]:
@@ -63,7 +54,6 @@ def losses_of(run: RunConfig, steps: int) -> list[float]:
     "name", mostly_slow(["llama", "llama-tied", "gpt2", "mixtral"], "llama-tied".__eq__)
 )
 def test_it_learns_as_fp32_does_with_less_memory(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path / "source")
     narrow, wide = (narrow_run(tmp_path, [2, 4], name, form) for form in ("bf16", "fp32"))
     losses, expected = losses_of(narrow, 12), losses_of(wide, 12)
     assert losses != expected
@@ -78,7 +68,6 @@ def test_it_learns_as_fp32_does_with_less_memory(name: str, tmp_path: Path) -> N
 
 
 def test_steps_far_below_a_weights_rounding_add_up(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [])
     train = run.train.model_copy(update={"lr": 1e-5, "weight_decay": 0.0})
     for make, expected in (
@@ -94,7 +83,6 @@ def test_steps_far_below_a_weights_rounding_add_up(tmp_path: Path) -> None:
 
 
 def test_what_is_counted_is_held(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [])
     with in_process(run, total_steps=9) as built:
         step(built, 0)
@@ -116,7 +104,6 @@ def test_what_is_counted_is_held(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(["llama", "llama-tied"], "llama".__eq__))
 def test_a_run_resumes_bit_for_bit_also_with_other_cuts(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path / "source")
     run = narrow_run(tmp_path, [2, 4], name)
     losses, after = trained_and_saved(run)
     for cuts in ([2, 4], [3]) if name == "llama-tied" else ([2, 4], []):  # that needs two stages
@@ -127,7 +114,6 @@ def test_a_run_resumes_bit_for_bit_also_with_other_cuts(name: str, tmp_path: Pat
 
 
 def test_exports_and_loads_what_was_trained(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [3])
     trained_and_saved(run)
     with resumed(run) as built:
@@ -150,13 +136,12 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
+def test_replicas_stay_equal(tmp_path: Path) -> None:
     runs = [
         narrow_run(tmp_path, [], pipeline={"replicas": 2}, gradcomp={"method": method})
         for method in ("allreduce", "ef_gradients")
     ]
-    first, second = ranks(2, _train, runs)
+    first, second = run_ranks(2, _train, runs)
     for (losses, own), (others, other) in zip(first, second, strict=True):
         assert losses == others
         assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
@@ -186,14 +171,12 @@ def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path) -> None:
 def test_what_would_lose_small_steps_is_rejected(
     sections: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    saved_model("llama", tmp_path / "source")
     narrow_run(tmp_path, [2], gradcomp={"method": "cocktail"})  # without replicas it does nothing
     with pytest.raises(ValueError, match=re.escape(message)):
         narrow_run(tmp_path, [2], **sections)
 
 
 def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_model("llama", tmp_path / "source")
     run = narrow_run(tmp_path, [2])
     check_optimizer(run.train, run.method, in_bf16=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -208,7 +191,6 @@ def test_the_time_of_an_update_is_that_of_the_runs_own_optimizer(
 ) -> None:
     monkeypatch.setattr(profile, "_LEAST_S", 0.0)
     monkeypatch.setattr(profile, "_MOST_S", 0.0)
-    saved_model("llama", tmp_path / "source")
     used = set()
     counted = register_optimizer_step_post_hook(lambda optimizer, *_: used.add(type(optimizer)))
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.huggingface import saved_model, section
+from tests.huggingface import section
 from tests.training import config
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
@@ -61,7 +61,6 @@ def _bf16(folder: Path) -> dict[str, Any]:
 
 
 def _lora(folder: Path) -> dict[str, Any]:
-    saved_model("gpt2", folder / "gpt2")
     return _prompts(folder) | {"hf": section("gpt2", folder / "gpt2", lora={"rank": 2})}
 
 

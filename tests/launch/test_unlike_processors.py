@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.training import TORCH_2_13, batch, config, share, start, weights
-from thinpipe.gradcomp.registry import load_method, method_names
+from tests.training import TORCH_2_13, batch, config, exchange, share, start, weights
+from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
@@ -80,22 +80,16 @@ def _cuts(names: Sequence[str]) -> Any:
 
 
 TIED = ("token_embedding.weight", "head.weight")
-SMALL = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup_steps": 2}
+SMALL: dict[str, Any] = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup_steps": 2}
 
 
 def _replicas(rank: int, methods: Sequence[str]) -> Any:
     """Of each method: losses, and the weights that the replicas have begun with."""
     found = {}
     for method in methods:
-        fields = load_method(method).Config.model_fields
-        options = {name: value for name, value in SMALL.items() if name in fields}
-        built = start(
-            config(
-                pipeline={"cuts": [], "replicas": 2},
-                gradcomp={"method": method, method: options},
-                train={"lr": 1e-3},
-            )
-        )
+        pipeline = {"cuts": [], "replicas": 2}
+        run = config(pipeline=pipeline, gradcomp=exchange(method, **SMALL), train={"lr": 1e-3})
+        built = start(run)
         begin_alike(built, built.engine.transport)
         first, proof, losses = weights(built), Proof(built, built.engine.transport, 1), []
         for step, item in enumerate(_batches() + _batches()[:1]):

@@ -5,8 +5,6 @@ All of it runs in one process of its own, as torch then has another kind of devi
 """
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from benchmarks.single_process import in_process
 from tests.gradcomp.test_contract import assert_same, forms
 from tests.gradcomp.test_contract import start as start_replicas
 from tests.gradcomp.test_contract import train as train_replicas
+from tests.programs import ran
 from tests.training import batch, config, weights
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
 
@@ -144,14 +143,7 @@ def all_of_it() -> dict[str, int | str]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, int | str]:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, __file__, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     found: dict[str, int | str] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import (
     RAW,
     TOKENS,
@@ -88,14 +88,14 @@ def train_all(rank: int, runs: Runs) -> list[Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("count", "schedules"), SCHEDULES)
-def test_every_schedule_equals_one_process(ranks: Ranks, count: int, schedules: list[str]) -> None:
+def test_every_schedule_equals_one_process(count: int, schedules: list[str]) -> None:
     runs: Runs = []
     for make, model in CASES.values():
         for schedule in schedules:
             run = task_config(model, pipeline={"schedule": schedule, "cuts": [1, 2, 3]})
             runs.append((run, [make(ids) for ids in IDS]))
     alone = [single_process(*run) for run in runs]
-    for of_rank in ranks(count, train_all, runs):
+    for of_rank in run_ranks(count, train_all, runs):
         for (losses, found, _), (expected_losses, expected) in zip(of_rank, alone, strict=True):
             assert losses == expected_losses
             assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
@@ -130,10 +130,10 @@ def evaluate(rank: int, run: RunConfig, item: Batch) -> tuple[float, ...]:
 
 
 @pytest.mark.dist
-def test_evaluation_counts_labels_on_all_ranks(ranks: Ranks) -> None:
+def test_evaluation_counts_labels_on_all_ranks() -> None:
     item = replace(labelled(IDS[0]), targets=torch.tensor([0, 1, 2, 0, 1, 2, -100, 0]))
     run = task_config(CLASSIFY, pipeline={"cuts": [1, 2]})
-    found = ranks(3, evaluate, run, item)
+    found = run_ranks(3, evaluate, run, item)
     assert found[0] == found[1] == found[2]
     loss, count, labels = found[0]
     expected, _ = single_process(run, [item])

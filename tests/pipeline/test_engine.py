@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, config, share, start
 from thinpipe.pipeline.comm.errors import TransportError
 
+pytestmark = pytest.mark.dist
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
 
 
@@ -45,12 +46,11 @@ def evaluate_under_all(rank: int) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.dist
-def test_evaluation_is_the_same_under_every_placement(ranks: Ranks) -> None:
+def test_evaluation_is_the_same_under_every_placement() -> None:
     with in_process(config(pipeline={"cuts": []}), total_steps=1) as built:
         expected, count = built.engine.eval_step(batch([1, 2, 3, 4, 5]), 0, compressed=False)
     assert count == batch([1, 2, 3, 4, 5]).targets.numel()
-    for loss, tokens in ranks(2, evaluate_under_all)[0]:
+    for loss, tokens in run_ranks(2, evaluate_under_all)[0]:
         assert loss == pytest.approx(expected, rel=1e-6)
         assert tokens == count
 
@@ -63,9 +63,8 @@ def of_two_replicas(rank: int, run: Any) -> tuple[Any, list[tuple[float, int]]]:
     return totals, [built.engine.eval_step(part, 0, compressed=on) for on in (False, True)]
 
 
-@pytest.mark.dist
-def test_all_ranks_see_the_same_totals_and_one_without_samples_takes_part(ranks: Ranks) -> None:
-    everyone = ranks(4, of_two_replicas, config(pipeline={"replicas": 2}, boundary=AQSGD))
+def test_all_ranks_see_the_same_totals_and_one_without_samples_takes_part() -> None:
+    everyone = run_ranks(4, of_two_replicas, config(pipeline={"replicas": 2}, boundary=AQSGD))
     assert all(found == everyone[0] for found in everyone)
     totals, evaluated = everyone[0]
     assert evaluated[0][1] == batch([3]).targets.numel()
@@ -89,10 +88,9 @@ def fall_silent(rank: int, account: Path) -> None:
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
 
 
-@pytest.mark.dist
-def test_a_silent_peer_is_given_up_after_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_silent_peer_is_given_up_after_the_timeout(tmp_path: Path) -> None:
     account = tmp_path / "account"
-    ranks(2, fall_silent, account)
+    run_ranks(2, fall_silent, account)
     seconds, reported = account.read_text(encoding="utf-8").split(" ", 1)
     assert 1.5 < float(seconds) < 60  # the timeout is 2 s
     assert reported.startswith("stage 1 (rank 1) -> stage 0 (rank 0), cut 2 backward: lost")

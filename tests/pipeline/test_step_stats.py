@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
-from tests.training import batch, config, share, start
-from thinpipe.gradcomp.registry import load_method, method_names
+from tests.ranks import run_ranks
+from tests.training import batch, config, exchange, share, start
+from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import IGNORED_TARGET, Batch
 
@@ -25,11 +25,9 @@ STAGES = ("none", "diloco")
 
 def _run(method: str, **pipeline: Any) -> RunConfig:
     """Weights stay as they are, so that losses can be compared in every step."""
-    fields = load_method(method).Config.model_fields
-    rare = {name: value for name, value in {"interval": 2, "overlap": 0}.items() if name in fields}
     return config(
         pipeline={"microbatches": 2, "cuts": [], **pipeline},
-        gradcomp={"method": method, method: rare},
+        gradcomp=exchange(method, interval=2, overlap=0),
         train={"batch_size": 4, "lr": 1e-30, "weight_decay": 0},
     )
 
@@ -58,10 +56,10 @@ def _losses(rank: int, methods: Sequence[str], cuts: Sequence[int]) -> Losses:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None:
+def test_the_loss_is_the_mean_over_the_tokens_that_it_says() -> None:
     """Of all replicas where they meet, otherwise of the rank's own, as one process has it."""
-    by_rank = ranks(2, _losses, method_names(), [])
-    by_rank += ranks(4, _losses, STAGES, [2])
+    by_rank = run_ranks(2, _losses, method_names(), [])
+    by_rank += run_ranks(4, _losses, STAGES, [2])
     with in_process(_run("none"), total_steps=STEPS) as built:
 
         def loss(item: Batch, step: int) -> tuple[float, int]:

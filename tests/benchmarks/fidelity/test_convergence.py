@@ -1,7 +1,6 @@
 """The convergence benchmark on a model of toy size: its experiment, tables and picture."""
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.fidelity.finetuning import (
     sizes,
 )
 from benchmarks.harness import Records, Row, read_results, with_gaps
+from tests.texts import write_words
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 TINY = Scale(
@@ -39,12 +39,7 @@ CUTS, MESSAGES, VALUES = 2, 2 * 3, 12 * 16 * 16  # messages and values of a dire
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
-    folder = tmp_path_factory.mktemp("texts")
-    for name, seed in (("train", 1), ("eval", 2)):
-        text = "".join(random.Random(seed).choices(words, k=1000))
-        (folder / name).write_text(text)
-    return folder / "train", folder / "eval"
+    return write_words(tmp_path_factory.mktemp("texts"), 1000)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The benchmark on a pretrained model, at toy size: its rows, and that it goes on where it was."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from benchmarks.fidelity.pretrained import METHODS, main
 from benchmarks.harness import write_tokenizer
 from tests.huggingface import saved_model
+from tests.texts import write_words
 
 KEYS = {
     *("method", "seed", "lr", "cuts", "ratio_fp32", "ratio_fp32_run"),
@@ -19,10 +19,7 @@ KEYS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
-    for name, seed in (("train", 1), ("eval", 2)):
-        text = "".join(random.Random(seed).choices(words, k=1500))
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    write_words(tmp_path, 1500)
     saved_model("llama", tmp_path / "model", vocab_size=270)
     write_tokenizer(tmp_path / "model", tmp_path / "train", vocab=270)
     return tmp_path

@@ -11,7 +11,7 @@ from benchmarks.links.ranks import Plan, RankResult, run_rank
 from benchmarks.links.rows import Circumstances, make_row, measure_messages, with_references
 from benchmarks.links.runners import METHODS, Method, ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -31,8 +31,8 @@ def measure(rank: int, methods: list[Method]) -> list[RankResult]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_every_method_runs_and_sends_what_its_messages_say(ranks: Ranks) -> None:
-    by_rank = ranks(3, measure, list(METHODS))
+def test_every_method_runs_and_sends_what_its_messages_say() -> None:
+    by_rank = run_ranks(3, measure, list(METHODS))
     for first, _, last in zip(*by_rank, strict=True):
         method = BY_NAME[first.method]
         for sent, message in zip((first, last), measure_messages(method, SMALL), strict=True):
@@ -78,8 +78,8 @@ def forwards_ahead(rank: int, depth: int) -> int:
 
 
 @pytest.mark.dist
-def test_the_schedule_is_as_deep_as_asked_for(ranks: Ranks) -> None:
-    assert ranks(2, forwards_ahead, 1) == [3, 1]
+def test_the_schedule_is_as_deep_as_asked_for() -> None:
+    assert run_ranks(2, forwards_ahead, 1) == [3, 1]
 
 
 def test_the_depth_that_is_asked_for_is_that_of_rows_and_bounds(

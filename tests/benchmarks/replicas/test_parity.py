@@ -1,6 +1,5 @@
 """The parity benchmark on models of toy size: what it compares."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from benchmarks.replicas.parity import BASELINE, LOSSES, METHOD_LABELS, METHODS,
 from benchmarks.replicas.settings import GPT2, read_corpus, shortened
 from benchmarks.replicas.training import Method, train
 from tests.often import mostly_slow
+from tests.texts import write_words
 from thinpipe.gradcomp.registry import parse_options
 
 TINY = Scale(
@@ -31,12 +31,7 @@ TINY = Scale(
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
-    for name, seed in (("train", 1), ("tune", 2)):
-        text = "".join(random.Random(seed).choices(words, k=1500))
-        (folder / name).write_text(text)
-    return folder / "train", folder / "tune"
+    return write_words(tmp_path_factory.mktemp("texts"), 1500)
 
 
 @pytest.fixture(scope="module")

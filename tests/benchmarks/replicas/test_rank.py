@@ -8,9 +8,10 @@ import torch
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import DDP, Method, Plan, RankResult, run_rank
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
+pytestmark = pytest.mark.dist
 METHODS = (
     Method("none", "none", {}),
     Method("fp32", "allreduce", {}),
@@ -31,9 +32,8 @@ def measure(rank: int, plan: Plan) -> list[RankResult]:
     return run_rank(plan, unlimited)
 
 
-@pytest.mark.dist
-def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
-    for rows in ranks(2, measure, ALONE):
+def test_every_method_runs_between_two_replicas() -> None:
+    for rows in run_ranks(2, measure, ALONE):
         sent = {row.method: row.sync_nbytes for row in rows}
         assert sent["none"] == 0
         assert sent["fp32"] == 4 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
@@ -42,20 +42,18 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
         assert all(row.steps_s[0] > 0.01 for row in rows)
 
 
-@pytest.mark.dist
-def test_torchs_own_runs_between_two_replicas(ranks: Ranks) -> None:
+def test_torchs_own_runs_between_two_replicas() -> None:
     given = {"fp32": torch.float32, "bf16": torch.bfloat16}
     how = [Method(name, DDP, {"mb": 0.01, "dtype": dtype}) for name, dtype in given.items()]
-    for rows in ranks(2, measure, replace(ALONE, methods=how)):
+    for rows in run_ranks(2, measure, replace(ALONE, methods=how)):
         assert [row.method for row in rows] == [*given]
         assert all(row.steps_s[0] > 0.01 for row in rows)
         assert not any(row.cut_nbytes for row in rows)
 
 
 @pytest.mark.slow
-@pytest.mark.dist
-def test_methods_run_between_two_pipelines(ranks: Ranks) -> None:
-    for rows in ranks(4, measure, JOINT):
+def test_methods_run_between_two_pipelines() -> None:
+    for rows in run_ranks(4, measure, JOINT):
         assert [row.method for row in rows] == ["bf16", "cocktail"]
         assert all(row.sync_nbytes > 0 for row in rows)
         assert all(row.cut_nbytes > 0 for row in rows)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import Ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13
 from thinpipe.gradcomp.sharded.collectives import sent_nbytes, units_of
 from thinpipe.gradcomp.sharded.config import ShardsConfig
@@ -259,9 +259,9 @@ def _until_killed(rank: int, said: Path) -> None:
         said.write_text(str(error), encoding="utf-8")
 
 
-def test_a_killed_shard_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_killed_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1"):
-        ranks(2, _until_killed, tmp_path / "said")
+        run_ranks(2, _until_killed, tmp_path / "said")
     assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
 

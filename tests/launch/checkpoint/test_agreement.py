@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from tests.ranks import Ranks
-from tests.training import batch, checkpoints, config, restore, share, start, weights
+from tests.ranks import run_ranks
+from tests.training import batch, checkpoints, config, exchange, restore, share, start, weights
 from tests.waiting import PATIENCE_S, until
-from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.pipeline.comm.errors import TransportError
 
@@ -27,12 +27,10 @@ OPTIONS: dict[str, Any] = {"bucket_mb": 0.01, "interval": 4, "overlap": 1, "warm
 
 def run_of(method: str) -> Any:
     """Two replicas, which meet every four steps if the method lets them."""
-    fields = load_method(method).Config.model_fields
-    options = {name: value for name, value in OPTIONS.items() if name in fields}
     return config(
         model={"layers": 2},
         pipeline={"cuts": [], "replicas": 2, "microbatches": 1},
-        gradcomp={"method": method, method: options},
+        gradcomp=exchange(method, **OPTIONS),
     )
 
 
@@ -75,10 +73,8 @@ def _stop(rank: int, method: str, root: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_every_method_saves_soon_after_it_is_asked_and_resumes_bit_for_bit(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    one, other = ranks(2, stop_in_every_method, str(tmp_path))
+def test_every_method_saves_soon_after_it_is_asked_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    one, other = run_ranks(2, stop_in_every_method, str(tmp_path))
     assert one == other
     for method in method_names():
         done, saved, resumed, same = one[method]
@@ -99,8 +95,8 @@ def ask_at_once(rank: int) -> list[tuple[int, Ask]]:
             return found
 
 
-def test_ranks_that_ask_for_different_things_do_the_same(ranks: Ranks) -> None:
-    one, *others = ranks(3, ask_at_once)
+def test_ranks_that_ask_for_different_things_do_the_same() -> None:
+    one, *others = run_ranks(3, ask_at_once)
     assert all(other == one for other in others)
     assert one[-1][1] == Ask.STOP
 
@@ -112,8 +108,8 @@ def ask_where_one_is_silent(_rank: int) -> None:
         deque(map(agreement.after, count(1)), maxlen=0)
 
 
-def test_training_does_not_wait_forever_for_a_silent_rank(ranks: Ranks) -> None:
-    ranks(1, ask_where_one_is_silent)
+def test_training_does_not_wait_forever_for_a_silent_rank() -> None:
+    run_ranks(1, ask_where_one_is_silent)
 
 
 def two_of(world: int) -> tuple[TCPStore, Agreement, Agreement]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import (
     TOKENS,
     TORCH_2_13,
@@ -35,19 +35,16 @@ from thinpipe.pipeline.batch import Batch
 Q_PROJ = "model.layers.3.self_attn.q_proj.weight"
 
 
-def lora_run(folder: Path, cuts: list[int], name: str = "llama", **model: Any) -> RunConfig:
-    more = {"lora": {"rank": 2}, **model}
+def lora_run(
+    folder: Path, cuts: list[int], name: str = "llama", *, pipeline: Any = None, **model: Any
+) -> RunConfig:
     labels = {"text_field": "text", "label_field": "label"} if name == "bert" else {}
-    base = config().model_dump(mode="json", exclude_none=True)
-    return RunConfig.model_validate(
-        {
-            **base,
-            "run": {"folder": str(folder / "run")},
-            "model": section(name, folder / "source", **more),
-            "data": {"sequence_length": TOKENS, **labels},
-            "pipeline": {**base["pipeline"], "cuts": cuts, "microbatches": 2},
-            "train": {**base["train"], "batch_size": 4, "lr": 0.01},
-        }
+    return config(
+        run={"folder": str(folder / "run")},
+        model=section(name, folder / "source", **{"lora": {"rank": 2}, **model}),
+        data={"sequence_length": TOKENS, **labels},
+        pipeline={"cuts": cuts, "microbatches": 2, **(pipeline or {})},
+        train={"batch_size": 4, "lr": 0.01},
     )
 
 
@@ -105,7 +102,6 @@ def test_a_checkpoint_holds_adapters_and_resumes_bit_for_bit(tmp_path: Path) -> 
 
 
 def test_a_changed_base_is_rejected_by_its_digest(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
     run = lora_run(tmp_path, [3])
     trained_and_saved(run)
     new = lora_run(tmp_path, [3], from_run=str(run.run.path))
@@ -174,17 +170,14 @@ def _sharded(rank: int, run: RunConfig, resume: bool) -> Mapping[str, Any]:
 @pytest.mark.dist
 @pytest.mark.slow
 @TORCH_2_13
-def test_shards_of_a_stage_save_adapters_too(ranks: Ranks, tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "source")
+def test_shards_of_a_stage_save_adapters_too(tmp_path: Path) -> None:
     run = lora_run(tmp_path, [3])
-    sharded = run.updated(
-        pipeline={**run.pipeline.model_dump(exclude_none=True), "cuts": [3], "shards": 2}
-    )
-    saved = ranks(4, _sharded, sharded, False)
+    sharded = lora_run(tmp_path, [3], pipeline={"shards": 2})
+    saved = run_ranks(4, _sharded, sharded, False)
     trained = read_trained(run.run.path)
     assert all(".lora_" in name for name in trained.tensors)
     for again in (sharded, run):
-        found = ranks(again.world_size, _sharded, again, True)
+        found = run_ranks(again.world_size, _sharded, again, True)
         assert [result["loss"] for result in found] == pytest.approx(
             [result["loss"] for result in saved[: again.world_size]], rel=1e-6
         )

@@ -24,6 +24,7 @@ from thinpipe.launch.checkpoint.reshard import (
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 
+pytestmark = pytest.mark.dist
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "aqsgd", "bits": 6}}]
 COCKTAIL = {"subset": 0.5, "topk": 0.5, "bits": 4, "bucket_mb": 0.01}
@@ -120,7 +121,6 @@ def assert_equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
             assert_equal(value, right[name])
 
 
-@pytest.mark.dist
 def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(tmp_path: Path) -> None:
     tied = {"layers": 4, "width": 16, "heads": 2, "context": 12, "tie_embeddings": "exact"}
     at_three = run_config([1, 3], model=tied)
@@ -136,7 +136,6 @@ def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(tmp_path: Path) -> None:
     one, two = (
         run_config([2], boundary=AQSGD, pipeline={"microbatches": 8, "devices_per_rank": devices})
@@ -155,7 +154,6 @@ def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_training_goes_on_bit_for_bit_in_a_learned_transform(tmp_path: Path) -> None:
     boundary = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
     run = run_config([1, 3], boundary=boundary)
@@ -165,7 +163,6 @@ def test_training_goes_on_bit_for_bit_in_a_learned_transform(tmp_path: Path) -> 
     assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 
 
-@pytest.mark.dist
 def test_a_schedule_with_several_stages_per_rank_is_resumed_from(tmp_path: Path) -> None:
     interleaved = {"schedule": "Interleaved1F1B", "ranks": 2}
     saved = save(run_config([1, 2, 3], pipeline=interleaved), tmp_path)
@@ -177,7 +174,6 @@ def cut_short(part: Path) -> None:
     os.truncate(part, 100)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("harm", [None, Path.unlink, cut_short], ids=["", "lost", "cut short"])
 def test_weights_and_optimizer_survive_another_number_of_replicas(
     tmp_path: Path, harm: Callable[[Path], None] | None
@@ -195,7 +191,6 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_a_second_replica_starts_from_the_state_of_the_first(tmp_path: Path) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
     one, two = (
@@ -216,7 +211,6 @@ def test_a_second_replica_starts_from_the_state_of_the_first(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_differing_replicas_start_from_the_common_model_when_cuts_move(tmp_path: Path) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
     at_two, at_one = (
@@ -231,7 +225,6 @@ def test_differing_replicas_start_from_the_common_model_when_cuts_move(tmp_path:
     assert "all replicas start from the same weights" in resumed[0]["log"]
 
 
-@pytest.mark.dist
 def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(tmp_path: Path) -> None:
     save(run_config([1, 3], boundary=AQSGD), tmp_path)
     resumed = resume(run_config([2, 3], boundary=AQSGD), tmp_path)
@@ -247,7 +240,6 @@ def _expect_error(rank: int, run: RunConfig, root: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.dist
 def test_what_cannot_be_resumed_is_rejected_by_name(tmp_path: Path) -> None:
     save(run_config([2], boundary=AQSGD), tmp_path)
     other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]

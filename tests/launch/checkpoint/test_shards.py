@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.commands import Command
-from tests.ranks import Ranks
+from tests.commands import run
+from tests.ranks import run_ranks
+from tests.texts import write_run
 from tests.training import TORCH_2_13, batch, checkpoints, config, restore, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
@@ -55,17 +56,13 @@ keep = 9
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_reports_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    file, whole, again = tmp_path / "run.toml", tmp_path / "run", tmp_path / "again"
-    file.write_text(RUN.format(folder=whole, text=tmp_path / "text.txt"))
-    done = Command("train", file).done()
-    assert done.returncode == 0, done.stderr
+    file, whole, again = write_run(tmp_path, RUN), tmp_path / "run", tmp_path / "again"
+    run("train", file)
     shutil.copytree(whole, again)
     for step in steps(whole / "checkpoints")[1:]:
         shutil.rmtree(again / "checkpoints" / f"step-{step}")
     (again / "checkpoints" / "latest").write_text("step-3\n")
-    done = Command("train", file, "--resume", "--set", f"run.folder={again}").done()
-    assert done.returncode == 0, done.stderr
+    run("train", file, "--resume", "--set", f"run.folder={again}")
     expected, found = (read_manifest(f / "checkpoints" / "step-8").parts for f in (whole, again))
     assert len(found) == 4
     assert found == expected  # names and SHA-256
@@ -113,9 +110,7 @@ def joined(results: list[Any], shards: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_weights_and_optimizer_survive_another_number_of_shards(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_weights_and_optimizer_survive_another_number_of_shards(tmp_path: Path) -> None:
     aqsgd = [{"forward": {"kind": "aqsgd", "bits": 4}}]
 
     def run(shards: int, cuts: list[int]) -> RunConfig:
@@ -127,10 +122,10 @@ def test_weights_and_optimizer_survive_another_number_of_shards(
             shards={"method": "qsdp", "weights": "differences", "keep_below": 64},
         )
 
-    saved = joined(ranks(4, _state, run(2, [2]), str(tmp_path), False), 2)
+    saved = joined(run_ranks(4, _state, run(2, [2]), str(tmp_path), False), 2)
     for shards, cuts in ((3, [2]), (1, [1])):
         world = shards * (len(cuts) + 1)
-        again = ranks(world, _state, run(shards, cuts), str(tmp_path), True)
+        again = run_ranks(world, _state, run(shards, cuts), str(tmp_path), True)
         restored = joined(again, shards)
         for expected, found in zip(saved, restored, strict=True):
             assert found.keys() == expected.keys()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.disk import full_disk
-from tests.ranks import Ranks, run_ranks
+from tests.ranks import run_ranks
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import CheckpointChoice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
@@ -164,8 +164,8 @@ def _burnt_disk(machine: Machine) -> Any:
     return healed, restored, sorted(path.name for path in (machine.root / "step-20").iterdir())
 
 
-def test_second_copies_replace_a_burnt_disk_and_damaged_parts(ranks: Ranks, tmp_path: Path) -> None:
-    results = [found for (found,) in ranks(3, _run, str(tmp_path), 3, [_burnt_disk])]
+def test_second_copies_replace_a_burnt_disk_and_damaged_parts(tmp_path: Path) -> None:
+    results = [found for (found,) in run_ranks(3, _run, str(tmp_path), 3, [_burnt_disk])]
     for rank, (healed, restored, names) in enumerate(results):
         assert healed[:2] == restored[:2] == (20, 1), (healed, restored)
         repaired = healed[-1]

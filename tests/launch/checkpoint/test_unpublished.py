@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.resume import Resume, common_resume, place_of
@@ -48,12 +48,12 @@ def _cut_short(rank: int, folder: str, part_is_there: bool) -> Any:
     return found.wanted, found.step, required, files.steps(root)
 
 
-def test_a_part_without_a_manifest_completes_the_step(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, _cut_short, str(tmp_path), True) == [(True, 2, True, [2])] * 2
+def test_a_part_without_a_manifest_completes_the_step(tmp_path: Path) -> None:
+    assert run_ranks(2, _cut_short, str(tmp_path), True) == [(True, 2, True, [2])] * 2
 
 
-def test_a_restart_begins_anew_if_nothing_was_published(ranks: Ranks, tmp_path: Path) -> None:
-    for wanted, step, required, steps in ranks(2, _cut_short, str(tmp_path), False):
+def test_a_restart_begins_anew_if_nothing_was_published(tmp_path: Path) -> None:
+    for wanted, step, required, steps in run_ranks(2, _cut_short, str(tmp_path), False):
         assert (wanted, step, steps) == (False, None, [])
         assert "no step is whole" in required  # who asks for it is told
         assert "rank 1" in required

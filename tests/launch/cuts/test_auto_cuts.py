@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.invoking import invoke
+from tests.invoking import said
 from tests.launch.test_train import RUN, run_file, thinpipe
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import config
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -138,16 +138,15 @@ def _decide(rank: int) -> tuple[int, ...]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_that_share_a_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
-    (cuts,) = set(ranks(3, _decide))
+def test_ranks_that_share_a_machine_cut_equal_blocks_evenly() -> None:
+    (cuts,) = set(run_ranks(3, _decide))
     assert max(b - a for a, b in pairwise((0, *cuts, 8))) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
-    done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")
-    assert done.returncode == 0, done.stderr
+    done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2", code=0)
     assert done.stderr.count('pipeline.cuts = "auto": [') == 1
     assert re.search(r"stages take \d+(\.\d+)? m?s, \d+(\.\d+)? m?s per", done.stderr)
     folder = run_file.parent / "run"
@@ -160,8 +159,7 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
         assert manifest["meta"]["config"]["pipeline"]["cuts"] == [cut]
     shutil.rmtree(folder / "checkpoints" / "step-10")
     (folder / "checkpoints" / "latest").write_text("step-8\n")
-    again = thinpipe(run_file, *AUTO, "--resume", "--set", "train.epochs=2")
-    assert again.returncode == 0, again.stderr
+    again = thinpipe(run_file, *AUTO, "--resume", "--set", "train.epochs=2", code=0)
     assert "auto" not in again.stderr  # nothing was measured again
 
 
@@ -171,8 +169,7 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
     delay = ("--delay", "20ms", "--apply")
-    code, output = invoke("plan", run_file, "--rate", "20kbit", "--speeds", "1,9", *delay)
-    assert code == 0, output
+    output = said("plan", run_file, "--rate", "20kbit", "--speeds", "1,9", *delay)
     for word in ("stage", "backward", "memory", "direct", "predicted step", "recommended"):
         assert word in output
     config = load_config(run_file)
@@ -180,7 +177,7 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     assert config.boundary_at(1).forward.kind == "aqsgd"  # 20 kbit/s carry no more
     assert "[train]" in run_file.read_text(encoding="utf-8")
     assert f"written to {run_file}: cuts [1] and bits" in output
-    _, again = invoke("plan", run_file, *delay)
+    again = said("plan", run_file, *delay)
     assert "cuts [1]; bits unchanged: give --rate or --network" in again
     assert "the highest latency between two ranks is 20 ms" in again
 
@@ -203,8 +200,7 @@ def test_plan_does_not_apply_what_it_distrusts(
     network.write_text(json.dumps({"rate_bps": rates}))
     links = ("--network", network) if closed else ("--rate", "1mbit")
     before = run_file.read_text(encoding="utf-8")
-    code, output = invoke("plan", run_file, *links, "--apply")
-    assert code == 2, output
+    output = said("plan", run_file, *links, "--apply", code=2)
     assert f"error: --apply: nothing was written to {run_file}" in output
     assert message in output
     assert ("(0 -> 1)" in output) == closed
@@ -220,8 +216,7 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     if setting is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
     monkeypatch.setattr("thinpipe.launch.host.resources.usable_cores", lambda: 8)
-    code, output = invoke("plan", run_file)
-    assert code == 0, output
+    output = said("plan", run_file)
     assert torch.get_num_threads() == threads
     assert f"each stage on its own machine with {threads} threads" in output
 
@@ -238,6 +233,4 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     ],
 )
 def test_wrong_options_are_rejected(run_file: Path, options: list[str], message: str) -> None:
-    code, output = invoke("plan", run_file, *options)
-    assert code == 2
-    assert message in output
+    assert message in said("plan", run_file, *options, code=2)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from tests.huggingface import saved_model, section
+from tests.huggingface import section
 from tests.launch.data.chat.styles import STYLES, saved
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import load
@@ -109,7 +109,6 @@ def test_text_pieces_of_one_document_have_marks_at_its_ends_alone(tmp_path: Path
 
 @torch.no_grad()
 def test_a_packed_token_has_the_loss_it_has_alone(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "model")
     config = HuggingFaceConfig(**section("llama", tmp_path / "model"))
     stage = build_stage(config, 0, config.layers, seed=0, device="cpu").eval()
     path = _rows(tmp_path, [text[:length] for length, text in enumerate(TEXTS[:20], start=4)])

@@ -1,14 +1,13 @@
 """Tokenizers as their folders have them: nothing cut unasked, no space of their own, all ends."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import ran
 from tests.wordpieces import save_wordpieces
 from thinpipe.launch.data.tokenizer import Bytes, FolderTokenizer, load_tokenizer
 from thinpipe.launch.data.tokenizer_files import has_tokenizer
@@ -165,11 +164,8 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
     file = tmp_path / "t/tokenizer_config.json"
     file.write_text(json.dumps({"eos_token": END}, ensure_ascii=False), encoding="utf-8")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-c", _IN_ASCII, str(tmp_path / "t")]
-    done = subprocess.run(
-        command, env={**os.environ, **plain}, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == f"2 {tokenizer.encode('é')}", done.stderr
+    done = ran(sys.executable, "-c", _IN_ASCII, tmp_path / "t", **plain)
+    assert done.stdout.strip() == f"2 {tokenizer.encode('é')}"
 
 
 def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from tests.huggingface import saved_model, section
-from tests.invoking import invoke
+from tests.huggingface import section
+from tests.invoking import invoke, said
 from tests.ports import free_port
+from tests.texts import write_squares
 from thinpipe.pipeline.models.build import stage_counts
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 
@@ -23,11 +24,9 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_wrong_numbers_of_hosts_are_rejected_without_waiting(run_file: Path) -> None:
     wait = ("--wait", 86400, "--rdzv", "127.0.0.1:1")  # would hang
-    code, output = invoke("doctor", run_file, "--nnodes", 2, *wait)
-    assert code == 2
+    output = said("doctor", run_file, "--nnodes", 2, *wait, code=2)
     assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in output
-    code, output = invoke("doctor", run_file, "--nnodes", 3)
-    assert code == 2
+    output = said("doctor", run_file, "--nnodes", 3, code=2)
     assert "--nnodes = 3: give one of the machines: --rdzv host0:29500" in output
 
 
@@ -41,7 +40,6 @@ def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_frozen_weights_have_neither_gradients_nor_adam(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path / "model")
     model = section("llama", tmp_path / "model") | {"lora": {"rank": 2}}
     raw = [{"forward": {"kind": "raw"}}]
     tree = {"run": {"folder": f"{tmp_path}/run"}, "model": model, "boundary": raw}
@@ -71,8 +69,7 @@ def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
 def test_memories_of_all_samples_are_counted_by_reading_the_data(
     run_file: Path, tmp_path: Path
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(20_000)))
+    text = write_squares(tmp_path / "text.txt", 20_000)
     data = (f"data.path={text}", "data.sequence_length=64")
     sequences = (len(text.read_bytes()) * 9 // 10 - 1) // 64
     code, need, _ = counted(run_file, *data, f"data.train_sequences={sequences}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import ran
 from thinpipe.launch.host import disk
 
 SOURCE = Path(__file__).with_name("faults.c")
@@ -45,8 +46,7 @@ def use(
     library: Path, folder: Path, faults: str, program: str = USE
 ) -> subprocess.CompletedProcess[str]:
     changed = {"LD_PRELOAD": str(library), "FAULT": faults, "FAULT_PATH": str(folder)}
-    words, environment = [sys.executable, "-c", program, str(folder)], {**os.environ, **changed}
-    return subprocess.run(words, env=environment, capture_output=True, text=True)
+    return ran(sys.executable, "-c", program, folder, code=None, **changed)
 
 
 @pytest.mark.parametrize(

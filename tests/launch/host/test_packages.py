@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import PATIENCE_S
 from tests.huggingface import saved_model
 from tests.launch.test_train import run_file
 from tests.ports import free_port
+from tests.programs import ran
 from thinpipe.launch.host.packages import EXTRAS, explain, install, is_compiled
 
 __all__ = ["run_file"]
@@ -33,14 +33,9 @@ def without(
     """Run a command where a package cannot be imported, nor in the processes that it starts."""
     (folder / "sitecustomize.py").write_text(HIDE)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "thinpipe.launch", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=cwd,
-        env={**os.environ, "HIDDEN": package, "PYTHONPATH": os.pathsep.join(paths), **environment},
-    )
+    environment |= {"HIDDEN": package, "PYTHONPATH": os.pathsep.join(paths)}
+    words = [sys.executable, "-P", "-m", "thinpipe.launch", *arguments]
+    return ran(*words, code=None, cwd=cwd, **environment)
 
 
 def command(name: str, run_file: Path, *overrides: str) -> list[str]:

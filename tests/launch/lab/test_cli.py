@@ -16,7 +16,8 @@ from typing import BinaryIO
 import psutil
 import pytest
 
-from tests.invoking import invoke
+from tests.invoking import said
+from tests.programs import ran
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -123,10 +124,10 @@ def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
         until(lambda: output.read_text(encoding="utf-8").endswith("\n"))
         name = output.read_text(encoding="utf-8").split()[-1]
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
-        _, done = invoke("shaped", "set", "--run", name, *change)
-        code, wrong = invoke("shaped", "set", "--run", name, "--rate", "fast")
+        done = said("shaped", "set", "--run", name, *change)
+        wrong = said("shaped", "set", "--run", name, "--rate", "fast", code=2)
     assert done == f"run {name}: up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s"
-    assert (code, "--rate = 'fast'" in wrong) == (2, True)
+    assert "--rate = 'fast'" in wrong
 
 
 @pytest.fixture
@@ -145,14 +146,9 @@ def test_a_normal_user_may_probe_and_run(packages: str) -> None:
     prefix, python = _as_normal_user()
     network = ("--hosts", "2", "--rate", "20mbit", "--delay", "5ms", "--probe")
     script = ("sh", "-c", "cat /proc/self/uid_map; echo >/dev/stdout")
-    done = subprocess.run(
-        [*prefix, python, "-c", SHAPED, *network, "--", *script],
-        env=os.environ | {"PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = [*prefix, python, "-c", SHAPED, *network, "--", *script]
+    environment = {"PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = ran(*words, code=None, cwd=Path("/"), **environment)
     if "--cap-add" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
@@ -193,9 +189,7 @@ def _open_to_all(path: str) -> bool:
     ],
 )
 def test_wrong_arguments_are_rejected(arguments: Sequence[str], message: str) -> None:
-    code, output = invoke("shaped", *arguments)
-    assert code == 2
-    assert message in output
+    assert message in said("shaped", *arguments, code=2)
 
 
 @pytest.mark.slow
@@ -211,7 +205,5 @@ def test_torchrun_finds_its_peers_by_name(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     torchrun += ["--node-rank", "{rank}", "--master-addr", "host0", str(script)]
     network = ["--hosts", "2", "--rate", "100mbit", "--delay", "2ms"]
-    command = [sys.executable, "-c", SHAPED, *network, "--", *torchrun]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-c", SHAPED, *network, "--", *torchrun, cwd=ROOT)
     assert sorted(done.stdout.split("\n"))[1:] == ["host0| sum 2.0", "host1| sum 2.0"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tests.invoking import invoke
+from tests.invoking import said
 from tests.training import SCHEDULES, TORCH_2_13, config
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
@@ -95,8 +95,7 @@ def test_what_does_not_fit_is_rejected_before_anything_is_built(tmp_path: Path) 
         with pytest.raises(ConfigError, match=r"the 3 ranks on this host do not fit: RAM .* free"):
             check_host(run, 8, range(3))
         write_config(run, tmp_path / "run.toml")
-        code, output = invoke("train", tmp_path / "run.toml", "--dry-run")
-        assert (code, "TB of" in output) == (2, True), output
+        assert "TB of" in said("train", tmp_path / "run.toml", "--dry-run", code=2)
     assert host_needs(run_config(), 8, range(3)).total < 10**9
 
 
@@ -105,8 +104,7 @@ def test_a_dry_run_prints_the_notes_of_a_start(tmp_path: Path) -> None:
     data = DataConfig(path=str(tmp_path / "binary"), sequence_length=16)
     write_config(run_config().model_copy(update={"data": data}), tmp_path / "run.toml")
     options = ("--dry-run", "--set", "data.train_sequences=8", "--set", "data.eval_sequences=4")
-    code, output = invoke("train", tmp_path / "run.toml", *options)
-    assert code == 0, output
+    output = said("train", tmp_path / "run.toml", *options)
     assert "is not UTF-8 text; it is read as plain bytes" in output
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.invoking import invoke
+from tests.invoking import said
+from tests.texts import write_squares
 from tests.training import config
 from thinpipe.launch.config.caches import row_nbytes, sample_capacity
 from thinpipe.launch.config.run import RunConfig, write_config
@@ -130,8 +131,7 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    text, path = write_squares(tmp_path / "text.txt"), tmp_path / "run.toml"
     run = config(
         run={"folder": str(tmp_path / "run")},
         data={"path": str(text), "train_sequences": 24, "eval_sequences": 8},
@@ -143,65 +143,59 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
-    code, output = dry_run(run_file, "memory.tier=disk")
-    assert code == 0, output
+    output = dry_run(run_file, "memory.tier=disk")
     assert "384 B" in output  # 12 tokens of 16 channels in bf16
     assert "24 of 24" in output
     assert "with all 3 ranks on this host: disk 36.9 kB of" in output
-    code, output = dry_run(run_file, "memory.budget=3kB")
-    assert code == 2
+    output = dry_run(run_file, "memory.budget=3kB", code=2)
     assert "memory.budget = 3.00 kB: a sample takes" in output
     assert not (run_file.parent / "run").exists()
 
 
-def dry_run(path: Path, *settings: str) -> tuple[int, str]:
+def dry_run(path: Path, *settings: str, code: int = 0) -> str:
     words = [word for setting in settings for word in ("--set", setting)]
-    return invoke("train", path, "--dry-run", *words)
+    return said("train", path, "--dry-run", *words, code=code)
 
 
 def test_a_dry_run_shows_automatic_cuts_as_auto_and_what_counts_twice(run_file: Path) -> None:
-    _, output = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
+    output = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
     assert "the 2 cuts are chosen when the run starts" in output
     assert output.count("│ auto │") == 4  # every end
     assert "(36.9 kB of rows, 36.9 kB for a copy while a checkpoint is saved, 12.3 kB" in output
 
 
 def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
-    code, output = dry_run(run_file, 'boundary=[{forward={kind="direct"}}]')
-    assert (code, output[:45]) == (0, "no activation cache: no boundary uses AQ-SGD ")
+    output = dry_run(run_file, 'boundary=[{forward={kind="direct"}}]')
+    assert output.startswith("no activation cache: no boundary uses AQ-SGD ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_rejects_it(
     run_file: Path,
 ) -> None:
-    code, output = dry_run(run_file, "pipeline.device=cuda")
-    assert code == 0, output
+    output = dry_run(run_file, "pipeline.device=cuda")
     assert "model, activations and what is cached on a GPU: up to" in output
     assert "note: torch finds no GPU on this host" in output
-    code, output = invoke("train", run_file, "--set", "pipeline.device=cuda")
-    assert code == 2
+    output = said("train", run_file, "--set", "pipeline.device=cuda", code=2)
     assert 'pipeline.device = "cuda": torch finds no GPU' in output
     assert "starting" not in output
 
 
 def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path) -> None:
-    _, alone = dry_run(run_file)
+    alone = dry_run(run_file)
     train = ("train", run_file, "--dry-run", "--nnodes")
-    _, three = invoke(*train, 3)
-    _, pairs = invoke(*train, 2, "--rdzv", "h:1", "--ranks", 2)
+    three = said(*train, 3)
+    pairs = said(*train, 2, "--rdzv", "h:1", "--ranks", 2)
     assert alone.count("on this host: RAM") == 1
     for rank in range(3):
         assert f"with rank {rank} on this host: RAM" in three
         assert f"model, activations and activation cache of rank {rank} together: RAM" in three
     assert "with ranks 0, 1 on this host: RAM" in pairs
     assert "with ranks 1, 2 on this host: RAM" in pairs
-    code, uneven = invoke(*train, 2)
-    assert code == 2
+    uneven = said(*train, 2, code=2)
     assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in uneven
 
 
 def test_a_batch_larger_than_all_samples_is_rejected(run_file: Path) -> None:
-    code, output = dry_run(run_file, "train.batch_size=32")
-    assert code == 2
+    output = dry_run(run_file, "train.batch_size=32", code=2)
     assert "train.batch_size = 32, but there are 24 training samples" in output

@@ -5,9 +5,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from tests.commands import PATIENCE_S, Command
+from tests.commands import run
+from tests.programs import ran
 from tests.shaped import shaped
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.lab.spec import NetworkSpec
@@ -139,14 +138,6 @@ def write_program(folder: Path, replicas: int = 1, exchange: str = "allreduce") 
 def write_changed(name: str, old: str, new: str) -> None:
     """The program, with one change."""
     Path(name).write_text(Path("mine.py").read_text(encoding="utf-8").replace(old, new))
-
-
-def run(
-    *arguments: object, code: int = 0, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    done = Command(*arguments, environment=environment).done()
-    assert done.returncode == code, done.stderr
-    return done
 
 
 def losses(folder: Path) -> list[float]:
@@ -285,7 +276,7 @@ def test_a_programs_own_lr_scheduler_sets_the_rates_and_goes_on_after_a_resume(
 def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence(folder: Path) -> None:
     call = 'run.save_model("mine.safetensors")'
     write_changed("mine.py", call, f'if os.environ["RANK"] == "0": {call}')
-    done = Command("run", "mine.py").done()
+    done = run("run", "mine.py", code=None)
     assert done.returncode
     # whichever rank notices first
     told = "run.save_model"
@@ -353,11 +344,7 @@ def test_a_rejected_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> Non
 @pytest.mark.slow
 def test_torchrun_runs_it_too(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "mine.py"]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    ran(*command, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     assert len(losses(folder / "runs/mine")) == 6
 
 

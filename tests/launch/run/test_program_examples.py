@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import Command
+from tests.commands import run
 from tests.wordpieces import save_wordpieces
 from thinpipe.launch.trained.model import load
 from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
@@ -57,8 +57,7 @@ def tour(folder: Path, *names: str) -> None:
     chosen = [(str(EXAMPLES / f"{name}.py"), ALL[name]) for name in names]
     (folder / "tour.json").write_text(json.dumps(chosen))
     (folder / "tour.py").write_text(TOUR)
-    done = Command("run", "tour.py").done()
-    assert done.returncode == 0, done.stderr
+    run("run", "tour.py")
 
 
 def records(name: str) -> list[StepRecord]:

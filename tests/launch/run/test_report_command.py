@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.invoking import printed
 from tests.pages import messages_of, parts_of, table_of
 from tests.records import step_record
 from tests.training import config
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.host import disk
 from thinpipe.launch.run.records import Records, describe_run
@@ -45,8 +44,7 @@ def run_in(folder: Path, losses: list[float]) -> RunConfig:
 
 def test_the_report_of_a_run_under_way_is_written_from_its_folder(tmp_path: Path) -> None:
     run_in(tmp_path / "one", [3.0, 2.5, 2.0])
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "one")])
-    assert done.exit_code == 0, done.output
+    printed("report", tmp_path / "one")
     (message,) = messages_of(tmp_path / "one" / "report.html")
     assert message["parts"]["head"]["state"] == "Step 3 of 6."
     assert message["columns"]["loss"] == [3.0, 2.5, 2.0]
@@ -56,8 +54,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     for name, losses in (("one", [3.0, 2.0]), ("two", [3.0, 1.0, 0.5])):
         run_in(tmp_path / name, losses)
     out = tmp_path / "both.html"
-    words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    printed("report", tmp_path / "one", tmp_path / "two", "--out", out)
     *_, last = messages_of(out)
     assert last["names"] == ["one", "two"]
     assert ["Training loss, last epoch", "2.5000", "1.5000"] in last["table"]["rows"]
@@ -85,9 +82,8 @@ def test_a_run_that_was_trained_does_not_fail_for_its_samples(
     add_samples(folder, ["Once upon"])
     (said,) = caplog.messages
     assert said.startswith(f"warning: {folder}/report.html lacks the samples: ")
-    assert {"report": "directory", "metrics": "metrics.jsonl:1", "nothing": "no step"}[
-        damage
-    ] in said
+    causes = {"report": "directory", "metrics": "metrics.jsonl:1", "nothing": "no step"}
+    assert causes[damage] in said
 
 
 def test_older_runs_in_folders_that_cannot_be_written_are_compared(tmp_path: Path) -> None:
@@ -95,10 +91,7 @@ def test_older_runs_in_folders_that_cannot_be_written_are_compared(tmp_path: Pat
     for folder in folders:
         run_in(folder, [3.0, 2.0])
         (folder / ".state.json.partial").mkdir()  # root may write anywhere else
-    done = CliRunner().invoke(
-        app, ["report", *map(str, folders), "--out", str(tmp_path / "a.html")]
-    )
-    assert done.exit_code == 0, done.output
+    printed("report", *folders, "--out", tmp_path / "a.html")
     assert not any((folder / "state.json").exists() for folder in folders)
     *_, last = messages_of(tmp_path / "a.html")
     assert ["Steps done", "2 of 4", "2 of 4"] in last["table"]["rows"]
@@ -107,9 +100,7 @@ def test_older_runs_in_folders_that_cannot_be_written_are_compared(tmp_path: Pat
 @pytest.mark.parametrize(("folder", "problem"), [("", "no config.toml"), ("one", "no step was")])
 def test_what_is_no_run_or_has_no_step_is_named(folder: str, problem: str, tmp_path: Path) -> None:
     run_in(tmp_path / "one", [])
-    done = CliRunner().invoke(app, ["report", str(tmp_path / folder)])
-    assert done.exit_code == 2
-    assert problem in done.output
+    assert problem in printed("report", tmp_path / folder, code=2)
 
 
 def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(tmp_path: Path) -> None:
@@ -138,6 +129,5 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(tmp_
     ]
     assert parts_of(page)["notes"][0]["text"] == "warning: cut 2 is odd"
     page.unlink()
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    printed("report", tmp_path)
     assert connections() == [["one", "two"]], "they are kept"

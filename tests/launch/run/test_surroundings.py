@@ -1,7 +1,5 @@
 """Programs as Python knows them: what they set up for themselves works on every rank."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,8 +7,9 @@ import pytest
 from torch import nn
 
 import thinpipe as tp
-from tests.commands import PATIENCE_S, Command
+from tests.commands import run
 from tests.launch.test_train import run_file
+from tests.programs import ran
 from thinpipe.launch.config.toml import ConfigError
 
 __all__ = ["run_file"]
@@ -59,12 +58,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(name: str, *, before: str = "", during: str = "pass") -> None:
     Path(name).write_text(PROGRAM.format(before=before, during=during), encoding="utf-8")
-
-
-def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = Command(*arguments).done()
-    assert done.returncode == code, done.stderr
-    return done
 
 
 def test_logging_and_start_method_are_the_programs(folder: Path) -> None:
@@ -121,16 +114,10 @@ def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
     """Files named as modules next to the run file, and whatever Python can be told."""
     for name in ("types", "random", "signal", "logging", "torch", "thinpipe", "launch"):
         (run_file.parent / f"{name}.py").write_text("raise ImportError(__file__)\n")
-    done = subprocess.run(
-        [Path(sys.executable).parent / "thinpipe", "train", run_file.name],
-        cwd=run_file.parent,
-        env={**os.environ, **ODD},
-        capture_output=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"step 15/15" in b" ".join(done.stdout.split())
+    command = Path(sys.executable).parent / "thinpipe"
+    done = ran(command, "train", run_file.name, cwd=run_file.parent, **ODD)
+    assert done.stderr == ""
+    assert "step 15/15" in " ".join(done.stdout.split())
 
 
 def test_without_ranks_it_is_said_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

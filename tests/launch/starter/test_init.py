@@ -5,13 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.commands import Command
+from tests.commands import run
 from tests.huggingface import saved_model
+from tests.invoking import invoke, printed
 from tests.launch.data.chat.styles import STYLES, saved
 from tests.ports import free_port
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.view.report.metrics import read_metrics
 
@@ -43,9 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def init(*words: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["init", *words])
-    assert done.exit_code == code, done.output
-    return done.output
+    return printed("init", *words, code=code)
 
 
 def written(*words: str) -> RunConfig:
@@ -64,8 +61,7 @@ def written(*words: str) -> RunConfig:
 def test_what_it_writes_starts_as_it_stands(folder: Path, words: tuple[str, ...]) -> None:
     config = written(*words)
     assert len(config.pipeline.cuts) >= 1 or config.pipeline.auto_cuts
-    done = Command("train", "new.toml").done()
-    assert done.returncode == 0, done.stderr
+    run("train", "new.toml")
     records = read_metrics(folder / "runs/new/metrics.jsonl")
     assert records[-1].loss < records[0].loss
 
@@ -164,8 +160,8 @@ def test_doctor_takes_a_model_of_ones_own(folder: Path) -> None:
     words = ("--model", "mine_init:model", "--data", "mine_init:training", "--stages", "2")
     init("new.toml", *words)
     alone = ["doctor", "new.toml", "--rdzv", f"127.0.0.1:{free_port()}"]
-    shown = CliRunner().invoke(app, [*alone, "--set", "pipeline.device=cpu"])
-    assert "of activations" in " ".join(shown.output.split()), shown.output
+    _, shown = invoke(*alone, "--set", "pipeline.device=cpu")
+    assert "of activations" in shown, shown
 
 
 def test_what_cannot_be_cut_as_wished_is_not_written(folder: Path) -> None:

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
 from tests.commands import Command
 from tests.huggingface import saved_model
+from tests.invoking import printed
 from tests.launch.data.chat.styles import STYLES
 from tests.launch.data.chat.styles import saved as tokenizer_of
 from tests.launch.trained.test_model import run_of, saved
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.trained.generate import Conversation, Sampling, _Writer, sample_lines
@@ -70,16 +69,12 @@ def test_questions_and_answers_are_written_as_in_training(
 def test_the_command_talks(tmp_path: Path) -> None:
     run = _run(tmp_path)
     saved(run, steps=0)
-    words = ["generate", str(run.run.path), "--chat", "--max-tokens", "3"]
-    one = CliRunner().invoke(app, [*words, "--prompt", "2 + 2?"])
-    assert one.exit_code == 0, one.output
-    assert not one.output.startswith("2 + 2?")
-    lines = CliRunner().invoke(app, words, input="2 + 2?\n\nAnd 3 + 3?\n")
-    assert lines.exit_code == 0, lines.output
-    assert lines.output.startswith(one.output)
-    missing = CliRunner().invoke(app, words[:2])
-    assert missing.exit_code == 2
-    assert "--prompt: is missing; give the text to continue, or add --chat" in missing.output
+    words = ["generate", run.run.path, "--chat", "--max-tokens", "3"]
+    one = printed(*words, "--prompt", "2 + 2?")
+    assert not one.startswith("2 + 2?")
+    assert printed(*words, typed="2 + 2?\n\nAnd 3 + 3?\n").startswith(one)
+    missing = "--prompt: is missing; give the text to continue, or add --chat"
+    assert missing in printed(*words[:2], code=2)
 
 
 def test_a_run_without_a_template_does_not_talk(tmp_path: Path) -> None:
@@ -88,9 +83,8 @@ def test_a_run_without_a_template_does_not_talk(tmp_path: Path) -> None:
     fields = {"path": str(path), "prompt_field": "q", "response_field": "a"}
     run = run_of(tmp_path / "run", data=fields)
     saved(run, steps=0)
-    done = CliRunner().invoke(app, ["generate", str(run.run.path), "--chat", "--prompt", "a"])
-    assert done.exit_code == 2
-    assert "was trained on prompts without a chat template; use --prompt" in done.output
+    output = printed("generate", run.run.path, "--chat", "--prompt", "a", code=2)
+    assert "was trained on prompts without a chat template; use --prompt" in output
 
 
 def test_samples_at_the_end_of_a_run_answer_held_out_questions(tmp_path: Path) -> None:
@@ -108,12 +102,10 @@ def test_a_dry_run_shows_what_is_learnt(tmp_path: Path) -> None:
     words += ["data.train_sequences=all", "data.eval_sequences=2"]
     (tmp_path / "run.toml").write_text("[model]\nlayers = 2\nwidth = 16\nheads = 2\ncontext = 96\n")
     sets = [part for word in words for part in ("--set", word)]
-    command = ["train", str(tmp_path / "run.toml"), *sets, "--dry-run", "--show", "2"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert done.output.count("  + 4\\x00\n") + done.output.count("  + 6\\x00\n") >= 2
-    assert "  . ### User:\\n2 + 2?\\n\\n### Assistant:\\n\n" in done.output
-    assert "sample 1: " in done.output
+    output = printed("train", tmp_path / "run.toml", *sets, "--dry-run", "--show", 2)
+    assert output.count("  + 4\\x00\n") + output.count("  + 6\\x00\n") >= 2
+    assert "  . ### User:\\n2 + 2?\\n\\n### Assistant:\\n\n" in output
+    assert "sample 1: " in output
 
 
 @pytest.mark.slow
@@ -130,20 +122,14 @@ def test_the_page_on_chat_models_holds(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan[0] == "plan"
     monkeypatch.setenv("THINPIPE_KEY_FILE", "run.key")
     monkeypatch.chdir(tmp_path)
-    saved_model(
-        "llama",
-        tmp_path / "smollm2",
-        vocab_size=512,
-        max_position_embeddings=64,
-        num_hidden_layers=4,
-    )
+    sizes = {"vocab_size": 512, "max_position_embeddings": 64, "num_hidden_layers": 4}
+    saved_model("llama", tmp_path / "smollm2", **sizes)
     tokenizer_of(STYLES["chatml"], tmp_path / "smollm2")
     asked = generate[generate.index("--prompt") + 1]
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Nairobi"}]
     Path("talks.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 120)
     for words in (init, look, key):
-        done = Command(*words).done()
-        assert done.returncode == 0, done.stderr
+        Command(*words).done(code=0)
     other = tmp_path / "host1"
     other.mkdir()
     for name in ("chat.toml", "run.key", "talks.jsonl"):
@@ -159,6 +145,5 @@ def test_the_page_on_chat_models_holds(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(first)
     done = Command(*generate, "--temperature", "0").done()
     assert (done.returncode, done.stdout) == (0, "Nairobi\n"), done.stderr
-    done = Command(*export).done()
-    assert done.returncode == 0, done.stderr
+    Command(*export).done(code=0)
     assert Path("my-model", "chat_template.jinja").exists()

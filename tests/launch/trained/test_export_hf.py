@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks.single_process import in_process
 from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
+from tests.invoking import printed
 from tests.often import mostly_slow
 from tests.training import checkpoints, config
 from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
@@ -36,17 +35,9 @@ def batch(step: int, *, classes: int | None) -> Batch:
 
 
 def run_config(model: dict[str, Any], folder: Path, cuts: tuple[int, ...] = (2, 4)) -> RunConfig:
-    base = config().model_dump(mode="json", exclude_none=True)
     labels = {"text_field": "text", "label_field": "label"} if "classes" in model else {}
-    return RunConfig.model_validate(
-        {
-            **base,
-            "model": model,
-            "run": {"folder": str(folder)},
-            "data": {"sequence_length": TOKENS, **labels},
-            "pipeline": {**base["pipeline"], "cuts": cuts},
-        }
-    )
+    data = {"sequence_length": TOKENS, **labels}
+    return config(model=model, run={"folder": str(folder)}, data=data, pipeline={"cuts": cuts})
 
 
 def saved_run(run: RunConfig, *, steps: int) -> Tensor:
@@ -156,7 +147,6 @@ def test_a_weight_that_the_dtype_cannot_hold_is_rejected(tmp_path: Path) -> None
 def test_an_empty_folder_may_be_named_by_a_link_or_a_dot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_model("gpt2", tmp_path / "source")
     saved_run(run_config(section("gpt2", tmp_path / "source"), tmp_path / "run"), steps=0)
     for name in ("out", "here"):
         (tmp_path / name).mkdir()
@@ -196,7 +186,6 @@ def test_transformers_computes_the_logits_of_the_trained_pipeline(
     case: tuple[str, str], tmp_path: Path
 ) -> None:
     name, weights = case
-    saved_model(name, tmp_path / "source")
     model = section(name, tmp_path / "source")
     model[weights] = model.pop("pretrained")
     run = run_config(model, tmp_path / "run")
@@ -209,7 +198,6 @@ def test_transformers_computes_the_logits_of_the_trained_pipeline(
 
 def test_an_exact_tie_stays_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On unlike processors its two copies come to differ in their last bits."""
-    saved_model("gpt2", tmp_path / "source")
     model = section("gpt2", tmp_path / "source", tie_embeddings="exact")
     saved_run(run_config(model, tmp_path / "run"), steps=2)
     read_part = checkpoint.read_part
@@ -232,7 +220,6 @@ def test_an_exact_tie_stays_one_weight(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", mostly_slow(["gpt2", "llama"], "gpt2".__eq__))
 def test_lora_is_merged(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    saved_model(name, source)
     model = section(name, source, lora={"rank": 2})
     for steps in (0, 3):
         run = run_config(model, tmp_path / f"run{steps}")
@@ -268,12 +255,8 @@ def test_tensors_of_other_heads_are_left_out_with_a_note(tmp_path: Path) -> None
 
 def test_the_command_exports_and_rejects_what_it_cannot(tmp_path: Path) -> None:
     source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
-    saved_model("gpt2", source)
     saved_run(run_config(section("gpt2", source), run), steps=1)
-    command = CliRunner()
-    done = command.invoke(app, ["export", str(run), str(out)])
-    assert done.exit_code == 0
-    assert f"{out}: step 1 of {run}" in done.output
+    assert f"{out}: step 1 of {run}" in printed("export", run, out)
     with pytest.raises(ConfigError, match="exists and is not empty"):
         export(run, out, step=None, dtype="source")
     shutil.rmtree(out)

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from tests.huggingface import saved_model, section
+from tests.invoking import printed
 from tests.launch.trained.test_export_hf import logits_of, reloaded, run_config, saved_run
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.export_peft import export_adapter
@@ -35,15 +34,12 @@ def test_peft_loads_several_adapters_onto_one_base(
     from peft import PeftModel
 
     source = tmp_path / "source"
-    saved_model(name, source)
     expected = []
     for steps, cuts in ((1, (3,)), (2, ())):
         run = run_config(section(name, source, lora=lora), tmp_path / f"run{steps}", cuts)
         expected.append(saved_run(run, steps=steps))
-        words = ["export", str(run.run.path), str(tmp_path / f"out{steps}"), "--format", "peft"]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        assert f"step {steps} of {run.run.path}, an adapter of {source}" in done.output
+        output = printed("export", run.run.path, tmp_path / f"out{steps}", "--format", "peft")
+        assert f"step {steps} of {run.run.path}, an adapter of {source}" in output
     settings = json.loads((tmp_path / "out1" / "adapter_config.json").read_text(encoding="utf-8"))
     assert settings["base_model_name_or_path"] == str(source)
     with caplog.at_level(logging.WARNING):

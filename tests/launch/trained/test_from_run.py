@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, checkpoints, config, share, start, weights
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.run import RunConfig, write_config
@@ -39,11 +39,11 @@ def begin(rank: int, run: RunConfig) -> dict[str, Tensor]:
     return weights(built)
 
 
-def check(ranks: Ranks, old: Path, **sections: Any) -> None:
+def check(old: Path, **sections: Any) -> None:
     """A new run starts with the weights of an old one."""
     new = run_in(old.parent / "new", model={"from_run": str(old)}, **sections)
     expected, found = read_trained(old).tensors, dict[str, list[Tensor]]()
-    for part in ranks(new.world_size, begin, new):
+    for part in run_ranks(new.world_size, begin, new):
         for name, tensor in part.items():
             found.setdefault(name, []).append(tensor)
     assert found.keys() == expected.keys()
@@ -65,20 +65,20 @@ def check(ranks: Ranks, old: Path, **sections: Any) -> None:
 )
 @TORCH_2_13
 def test_shards_and_cuts_may_differ(
-    ranks: Ranks, tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
     old = run_in(tmp_path / "old", pipeline=before)
-    ranks(old.world_size, train_and_save, old, False)
-    check(ranks, tmp_path / "old", **now)
+    run_ranks(old.world_size, train_and_save, old, False)
+    check(tmp_path / "old", **now)
 
 
-def test_parts_of_several_machines_are_copied_together(ranks: Ranks, tmp_path: Path) -> None:
+def test_parts_of_several_machines_are_copied_together(tmp_path: Path) -> None:
     old = run_in(tmp_path, pipeline={"cuts": [1, 3]})
-    ranks(old.world_size, train_and_save, old, True)
+    run_ranks(old.world_size, train_and_save, old, True)
     home = tmp_path / "host0"
     missing = "replica-0.rank-1.safetensors, replica-0.rank-2.safetensors are not here; copy"
     with pytest.raises(CheckpointError, match=missing):
         read_trained(home)
     for host in ("host1", "host2"):
         shutil.copytree(tmp_path / host / "checkpoints", home / "checkpoints", dirs_exist_ok=True)
-    check(ranks, home, pipeline={"cuts": [2]})
+    check(home, pipeline={"cuts": [2]})

@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks.single_process import in_process
 from tests.huggingface import saved_model, section
+from tests.invoking import printed
 from tests.training import TOKENS, VOCAB, checkpoints, config
-from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.tokenizer import load_tokenizer
@@ -75,10 +74,7 @@ def test_safetensors_hold_what_the_whole_module_takes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no class for the model.*--format safetensors"):
         export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
     file = tmp_path / "new" / "own.safetensors"
-    words = ["export", str(tmp_path / "run"), str(file), "--format", "safetensors"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert "step 1 of" in done.output
+    assert "step 1 of" in printed("export", tmp_path / "run", file, "--format", "safetensors")
     model = load(tmp_path / "run")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +91,6 @@ def test_safetensors_hold_what_the_whole_module_takes(tmp_path: Path) -> None:
 def test_text_depends_on_the_seed_alone(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     if name == "gpt2":
-        saved_model(name, tmp_path / "source")
         run = run.updated(model=section(name, tmp_path / "source"))
     saved(run, steps=0)
 
@@ -111,7 +106,6 @@ def test_text_depends_on_the_seed_alone(name: str, tmp_path: Path) -> None:
 def test_a_model_of_transformers_writes_with_its_cache_what_it_writes_without(
     tmp_path: Path,
 ) -> None:
-    saved_model("llama", tmp_path / "source")
     run = run_of(tmp_path / "run").updated(model=section("llama", tmp_path / "source"))
     saved(run, steps=0)
     written = "".join(generate(tmp_path / "run", "abc", Sampling(20, temperature=0)))
@@ -155,19 +149,15 @@ def test_every_end_mark_stops_and_no_hole_is_written(tmp_path: Path) -> None:
 
 def test_the_command_writes_after_the_prompt_and_names_what_is_wrong(tmp_path: Path) -> None:
     saved(run_of(tmp_path / "run"), steps=0)
-    runner, run = CliRunner(), str(tmp_path / "run")
-    done = runner.invoke(app, ["generate", run, "--prompt", "ab", "--max-tokens", "5"])
-    assert done.exit_code == 0
-    assert done.output.startswith("ab")
+    run = tmp_path / "run"
+    assert printed("generate", run, "--prompt", "ab", "--max-tokens", 5).startswith("ab")
     for folder, prompt, more, problem in (
-        (str(tmp_path), "a", [], "holds no config.toml"),
+        (tmp_path, "a", [], "holds no config.toml"),
         (run, "", [], "holds no token"),
         (run, "a", ["--temperature", "-1"], "Invalid value for"),
         (run, "a", ["--step", "9"], "step-9"),
     ):
-        done = runner.invoke(app, ["generate", folder, "--prompt", prompt, *more])
-        assert done.exit_code == 2
-        assert problem in done.output
+        assert problem in printed("generate", folder, "--prompt", prompt, *more, code=2)
 
 
 def test_a_run_shows_samples_if_asked_to(tmp_path: Path) -> None:

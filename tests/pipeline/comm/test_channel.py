@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.single_process import LoopbackLink
-from tests.ranks import Ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.training import TORCH_2_13, batch, config, start
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.components import Built
@@ -35,6 +35,7 @@ from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 from thinpipe.pipeline.wire.told import BACKWARD, ComputeEvent
 
+pytestmark = pytest.mark.dist
 COUNT = 6
 Happens = Callable[[str, int], None]
 """Told of "encode" and "decode" when they begin, "decoded" and "forward" when they end: of which
@@ -109,7 +110,6 @@ def found() -> list[dict[str, Any]]:
     return run_ranks(2, all_at_once)
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
 def test_messages_are_coded_while_the_stage_computes(
     found: list[dict[str, Any]], schedule: str
@@ -156,7 +156,6 @@ def work_off(channel: IncomingChannel | None) -> None:
     channel._worker.submit(lambda: None).result(PATIENCE_S)
 
 
-@pytest.mark.dist
 def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(
     found: list[dict[str, Any]],
 ) -> None:
@@ -206,12 +205,9 @@ def fail_to_encode(rank: int, accounts: Path) -> None:
     os._exit(9)
 
 
-@pytest.mark.dist
-def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0: ended without a result"):
-        ranks(2, fail_to_encode, tmp_path)
+        run_ranks(2, fail_to_encode, tmp_path)
     seconds, reported = (tmp_path / "0").read_text(encoding="utf-8").split(" ", 1)
     assert "sample 3 cannot be coded" in reported
     assert float(seconds) < 60, "it waited for the peer's timeout"
@@ -259,10 +255,9 @@ def split_backward(rank: int) -> tuple[Tensor, Tensor]:
     return torch.stack(gradients), torch.stack(sent)
 
 
-@pytest.mark.dist
 @TORCH_2_13
-def test_a_gradient_that_a_parameter_shares_is_sent_as_it_was(ranks: Ranks) -> None:
-    ((gradients, sent),) = ranks(1, split_backward)
+def test_a_gradient_that_a_parameter_shares_is_sent_as_it_was() -> None:
+    ((gradients, sent),) = run_ranks(1, split_backward)
     assert torch.equal(gradients[0], torch.full((1, 3, 4), 2.0))
     assert torch.equal(sent, gradients)
 
@@ -291,7 +286,6 @@ built.engine.train_step(batch(list(range(6))), 0)
 
 
 @pytest.mark.slow
-@pytest.mark.dist
 def test_waiting_channels_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     root = str(Path(__file__).parents[3])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, config, start
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
@@ -135,8 +135,8 @@ def _train_and_restore(stop_at: int | None) -> Any:
 
 
 @pytest.mark.dist
-def test_all_ranks_are_told_in_the_same_step_and_resume_so(ranks: Ranks) -> None:
-    one, other = ranks(2, _with_and_without_restart)
+def test_all_ranks_are_told_in_the_same_step_and_resume_so() -> None:
+    one, other = run_ranks(2, _with_and_without_restart)
     assert one == other
     whole, resumed = one
     assert any(note.startswith("cut 2 forward") for notes in whole for note in notes)

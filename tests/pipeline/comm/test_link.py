@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.single_process import LoopbackLink
 from tests.gradcomp.exchanges import message
-from tests.ranks import Ranks, run_ranks
+from tests.ranks import run_ranks
 from tests.waiting import until
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
@@ -181,11 +181,11 @@ def peer_dies(rank: int, account: Path, begin: Callable[[int], Wait]) -> None:
     ],
 )
 def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(
-    ranks: Ranks, tmp_path: Path, begin: Callable[[int], Wait], edge: str
+    tmp_path: Path, begin: Callable[[int], Wait], edge: str
 ) -> None:
     account = tmp_path / "account"
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
-        ranks(2, peer_dies, account, begin)
+        run_ranks(2, peer_dies, account, begin)
     seconds, reported = account.read_text(encoding="utf-8").split(" ", 1)
     assert float(seconds) < 30  # a silent peer has 60 or 120
     assert re.match(edge, reported)

@@ -15,7 +15,6 @@ def test_an_embedding_that_a_cut_unties_counts_twice(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_are_held_and_not_trained(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path)
     config = HuggingFaceConfig(**section("llama", tmp_path, lora={"rank": 2}))
     held, trained = stage_counts(config, (2,))
     assert held == stage_counts(config, ()).held

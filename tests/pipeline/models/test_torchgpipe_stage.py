@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, config, train_steps
 from thinpipe.launch.build import build_stage
 from thinpipe.launch.config.run import RunConfig
@@ -84,11 +84,11 @@ def test_ranges_differ_by_at_most_a_block() -> None:
         ("Deep1F1B", "bf16"),
     ],
 )
-def test_training_equals_one_device_per_rank(ranks: Ranks, schedule: str, precision: str) -> None:
+def test_training_equals_one_device_per_rank(schedule: str, precision: str) -> None:
     """Bit for bit where a microbatch has one sample; chunks of several are summed one by one."""
     settings = {"schedule": schedule, "precision": precision}
     runs = [spread(n, pipeline=settings) for n in (1, 2)]
-    for plain, split in ranks(2, train_both, runs):
+    for plain, split in run_ranks(2, train_both, runs):
         assert split[0] == plain[0]
         assert split[1].keys() == plain[1].keys()
         assert all(torch.equal(split[1][name], weight) for name, weight in plain[1].items())

@@ -18,6 +18,10 @@ def using(backend: kernels.Backend) -> Iterator[None]:
         yield
 
 
+def values(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
 def rows(count: int, numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
 

@@ -8,17 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.wire.codecs import using
+from tests.pipeline.wire.codecs import using, values
 from thinpipe.pipeline.wire import sparse
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 SIZES = (0, 1, 2, 9, 127, 128, 5003)
 BITS = (1, 2, 4, 7, 8, 16, 32)
-
-
-def values(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 def message(codec: SparseCodec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

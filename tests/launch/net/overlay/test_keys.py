@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
-from thinpipe.launch.cli import app
+from tests.invoking import printed
 from thinpipe.launch.net.overlay import joining, keys
 from thinpipe.launch.net.overlay.relay import Relay
 from thinpipe.launch.net.overlay.settings import Settings
@@ -58,13 +57,9 @@ def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
 
 def test_the_commands_say_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(app, ["key", "new", "run.key"])
-    assert made.exit_code == 0
-    assert 'key_file = "run.key"' in made.output
-    added = CliRunner().invoke(app, ["key", "add", "b"])
-    assert 'network.name = "b"' in added.output
-    again = CliRunner().invoke(app, ["key", "new", "run.key"])
-    assert again.exit_code == 2
+    assert 'key_file = "run.key"' in printed("key", "new", "run.key")
+    assert 'network.name = "b"' in printed("key", "add", "b")
+    printed("key", "new", "run.key", code=2)
 
 
 def test_a_full_disk_leaves_no_half_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ports import free_port
+from tests.programs import ran
 from tests.shaped import shaped
 from tests.sshd import OpenSsh, needs_sshd
 from tests.waiting import until
@@ -145,7 +146,7 @@ def test_the_documented_program_on_two_hosts_with_unequal_shares(tmp_path: Path)
             words = [sys.executable, "-P", "-m", "thinpipe.launch", "launch", "hosts.toml"]
             words += ["mine.py", "--copy", "--with", "train.pt", "--with", "eval.pt"]
             words += ["--with", "run.key"]
-            done = subprocess.run(words, capture_output=True, text=True)
+            done = ran(*words, code=None)
             return done.returncode, done.stdout + done.stderr
 
         ((code, output),) = net.run(launch, hosts=[2], timeout_s=280)

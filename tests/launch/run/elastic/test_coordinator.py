@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.run.elastic.test_generations import SAMPLES
-from tests.launch.run.elastic.test_joining import Launchers
+from tests.launch.run.elastic.launchers import SAMPLES, Launchers
 from tests.ports import free_port
 from tests.processes import lives, signal_all
 from tests.waiting import until
@@ -20,19 +19,18 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 class Apart(Launchers):
     """Machines with names and run folders of their own; the first has the store."""
 
-    def _start(self, number: int, *options: str) -> "subprocess.Popen[bytes]":
+    def start(self, number: int, *options: str) -> "subprocess.Popen[bytes]":
         own = [f"network.name=host{number}", f"run.folder={self.folder / str(number)}"]
-        return super()._start(number, *options, *(w for one in own for w in ("--set", one)))
+        return super().start(number, *options, *(w for one in own for w in ("--set", one)))
 
     @property
-    def steps(self) -> int:
-        path = self.folder / "0/metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+    def run_folder(self) -> Path:
+        return self.folder / "0"
 
     def start_again(self, *numbers: int) -> None:
         where, count = f"127.0.0.1:{free_port()}", str(len(numbers))
         words = ["--resume", "--nnodes", count, "--rdzv", where, "--set"]
-        again = [self._start(n, *words, f"pipeline.replicas={count}") for n in numbers]
+        again = [self.start(n, *words, f"pipeline.replicas={count}") for n in numbers]
         self.launchers = again
 
 
@@ -41,8 +39,7 @@ def test_one_command_goes_on_under_another_coordinator(
     tmp_path: Path, come: tuple[int, ...]
 ) -> None:
     run = Apart(tmp_path)
-    until(lambda: run.steps > 12 or run.launchers[0].poll() is not None)
-    assert run.launchers[0].poll() is None, run.said(0)
+    run.wait_for_step(13)
     first = psutil.Process(run.launchers[0].pid)
     killed = [first, *first.children(recursive=True)]
     signal_all(killed, signal.SIGSTOP)

@@ -2,20 +2,17 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import ValidationError
 from torch.distributed import HashStore
 
-from tests.processes import lives, named
+from tests.launch.run.elastic.launchers import EPOCHS, SAMPLES, TWO_BY_TWO, Launchers
 from tests.training import config
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.overlay.control import OverlayError
@@ -27,98 +24,17 @@ from thinpipe.launch.run.training import Training
 from thinpipe.launch.view.report.journal import Told
 from thinpipe.launch.view.report.metrics import read_metrics
 
-SAMPLES, EPOCHS = 240, 2
-RUN = """
-[run]
-name = "elastic"
-folder = "{folder}"
-[model]
-layers = 2
-width = 32
-heads = 2
-context = 32
-[data]
-path = "{text}"
-sequence_length = 32
-train_sequences = 240
-eval_sequences = 6
-[pipeline]
-device = "cpu"
-replicas = 3
-[train]
-epochs = 2
-batch_size = 6
-warmup_steps = 2
-verify_every = 7
-[checkpoint]
-every_steps = 5
-keep = 99
-[gradcomp]
-method = "{method}"
-ef_gradients = {{ bucket_mb = 0.02, fraction = 0.1 }}
-[elastic]
-min_replicas = 1
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    text = "".join(f"{n} squared is {n * n}.\n" for n in range(4000))
-    (tmp_path / "text.txt").write_text(text)
-    return tmp_path
-
-
-def command(path: Path) -> list[str]:
-    return [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(path)]
-
-
-class Started:
-    """A run under its launcher, with supervisors."""
-
-    def __init__(self, folder: Path, method: str, *changes: str) -> None:
-        self.folder, path = folder / "run", folder / "run.toml"
-        path.write_text(RUN.format(folder=self.folder, text=folder / "text.txt", method=method))
-        words = [word for change in changes for word in ("--set", change)]
-        self._process = subprocess.Popen(
-            [*command(path), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self.seen: list[psutil.Process] = []
-
-    def kill_rank(self, rank: int, *, after: int, by: int = signal.SIGKILL) -> None:
-        """A signal, once so many steps are on record."""
-        until(lambda: self.steps >= after or self._process.poll() is not None)
-        assert self._process.poll() is None, self._process.communicate()
-        self.seen = psutil.Process(self._process.pid).children(recursive=True)
-        (found,) = named(self.seen, f"thinpipe {rank}")
-        found.send_signal(by)
-
-    @property
-    def steps(self) -> int:
-        path = self.folder / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
-
-    def done(self) -> tuple[int, str]:
-        said, _ = self._process.communicate(timeout=PATIENCE_S)
-        until(lambda: not any(map(lives, self.seen)))
-        return self._process.returncode, " ".join(said.split())
-
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path) -> None:
-    run = Started(folder, "ef_gradients")
+def test_a_run_goes_on_without_replicas_that_are_killed(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, count=1)
     run.kill_rank(2, after=8)
     run.kill_rank(1, after=30)
-    code, said = run.done()
-    assert code == 0, said
-    assert "lost: rank 2" in said
-    assert "samples go to 2 replicas in place of 3" in said
-    assert "samples go to 1 replica in place of 2" in said
-    records = read_metrics(run.folder / "metrics.jsonl")
+    assert run.done() == [0], run.said()
+    assert "lost: rank 2" in run.said()
+    assert "samples go to 2 replicas in place of 3" in run.said()
+    assert "samples go to 1 replica in place of 2" in run.said()
+    records = read_metrics(run.run_folder / "metrics.jsonl")
     assert [record.step for record in records] == [*range(1, len(records) + 1)]
     counted = {
         epoch: sum(record.samples or 0 for record in records if record.epoch == epoch)
@@ -132,7 +48,7 @@ def test_a_run_goes_on_without_replicas_that_are_killed(folder: Path) -> None:
     assert rates == sorted(rates, reverse=True), "no jump up"
     assert rates[-1] < 0.01 * rates[0], "it decays to its end"
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
-    told = Told(run.folder)
+    told = Told(run.run_folder)
     assert told.info.total_steps == records[-1].step
     assert [place["rank"] for place in told.places] == [0]
 
@@ -158,63 +74,45 @@ def test_the_checkpoint_of_an_epoch_is_due_if_a_replica_leaves_at_its_end() -> N
 
 
 @pytest.mark.slow
-def test_it_goes_on_without_a_replica_that_stands_still(folder: Path) -> None:
-    run = Started(folder, "ef_gradients", "network.patience_s=3")
+def test_it_goes_on_without_a_replica_that_stands_still(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, "network.patience_s=3", count=1)
     run.kill_rank(2, after=8, by=signal.SIGSTOP)
-    code, said = run.done()
-    assert code == 0, said
-    assert "rank 2 on" in said
-    assert "no sign of life for 3 s (network.patience_s); from step" in said
+    assert run.done() == [0], run.said()
+    assert "rank 2 on" in run.said()
+    assert "no sign of life for 3 s (network.patience_s); from step" in run.said()
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
-TWO_BY_TWO = (
-    "pipeline.replicas=2",
-    "pipeline.cuts=[1]",
-    "pipeline.microbatches=2",
-    'boundary=[{forward={kind="direct",bits=4},backward={kind="direct",bits=8}}]',
-)
-
-
 @pytest.mark.slow
-def test_a_replica_of_two_stages_leaves_as_a_whole(folder: Path) -> None:
-    run = Started(folder, "ef_gradients", *TWO_BY_TWO)
+def test_a_replica_of_two_stages_leaves_as_a_whole(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, *TWO_BY_TWO, count=1)
     run.kill_rank(3, after=12)
-    code, said = run.done()
-    assert code == 0, said
-    assert "lost: rank 3" in said
-    assert "rank 2: the others go on without it, as its replica is lost" in said
+    assert run.done() == [0], run.said()
+    assert "lost: rank 3" in run.said()
+    assert "rank 2: the others go on without it, as its replica is lost" in run.said()
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
     assert run.summary["final_loss"] < run.summary["first_loss"] - 1
 
 
 @pytest.mark.slow
-def test_what_is_left_can_be_resumed_by_all_replicas(folder: Path) -> None:
-    run = Started(folder, "allreduce")
+def test_what_is_left_can_be_resumed_by_all_replicas(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, count=1, method="allreduce")
     run.kill_rank(1, after=12)
-    assert run.done()[0] == 0
-    again = subprocess.run(
-        [*command(folder / "run.toml"), "--resume", "--step", "30"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
-    said = " ".join(again.stdout.split())
-    assert "samples go to 3 replicas in place of 2" in said
+    assert run.done() == [0]
+    assert run.start(1, "--resume", "--step", "30").wait(PATIENCE_S) == 0, run.said(1)
+    assert "samples go to 3 replicas in place of 2" in run.said(1)
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 
 @pytest.mark.slow
-def test_below_the_least_it_ends_as_before(folder: Path) -> None:
-    run = Started(folder, "allreduce", "elastic.min_replicas=2")
+def test_below_the_least_it_ends_as_before(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, "elastic.min_replicas=2", count=1, method="allreduce")
     run.kill_rank(2, after=5)
     run.kill_rank(1, after=18)
-    code, said = run.done()
-    assert code == 1, said
-    assert "replicas left: 1, fewer than elastic.min_replicas = 2" in said
-    assert "rank 1 on " in said
-    assert "continue from there with --resume" in said
+    assert run.done() == [1], run.said()
+    assert "replicas left: 1, fewer than elastic.min_replicas = 2" in run.said()
+    assert "rank 1 on " in run.said()
+    assert "continue from there with --resume" in run.said()
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import pytest
 
 from tests.faults.hosts import HostsRun, kill_machine
 from tests.launch.net.overlay.test_run import HOSTS, net
-from tests.launch.run.elastic.test_generations import RUN, SAMPLES, TWO_BY_TWO
+from tests.launch.run.elastic.launchers import RUN, SAMPLES, TWO_BY_TWO
 from tests.processes import lives
 from tests.shaped import shaped
+from tests.texts import write_squares
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.lab.network import ShapedNetwork
@@ -33,8 +34,7 @@ def started(
     hosts: int = HOSTS,
     method: str = "ef_gradients",
 ) -> HostsRun:
-    (folder / "text.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    config = RUN.format(folder=folder, text=folder / "text.txt", method=method)
+    config = RUN.format(folder=folder, text=write_squares(folder / "text.txt"), method=method)
     settings = ("network.patience_s=3", "pipeline.peer_timeout_s=60", *settings)
     return HostsRun(net, folder, config, *settings, hosts=hosts)
 

@@ -1,8 +1,6 @@
 """A replica joins a run that is under way."""
 
-import json
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,22 +9,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tests.launch.run.elastic.test_generations import RUN, SAMPLES, command
-from tests.launch.run.elastic.test_sections import Recorder, end
+from tests.launch.run.elastic.launchers import SAMPLES, Launchers
+from tests.launch.run.elastic.test_sections import Recorder, end, grouped
 from tests.launch.run.elastic.trained import members
-from tests.ports import free_port
-from tests.processes import named
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.ranks import gloo_backend
 from thinpipe.launch.net.ranks.failures import LOST, Losses
 from thinpipe.launch.net.ranks.group import Newcomer
 from thinpipe.launch.run.elastic import door, generations, hosts
@@ -34,13 +27,9 @@ from thinpipe.launch.run.elastic.door import Door
 from thinpipe.launch.run.elastic.visits import Elastic
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
+pytestmark = pytest.mark.dist
 WORLD, UNREACHABLE = 3, -1
 KNOCKS = "door/knocks"
-_RAW = """
-[[boundary]]
-forward = { kind = "raw" }
-backward = { kind = "raw" }
-"""
 
 
 class Run(Recorder):
@@ -71,16 +60,7 @@ def connected(
     rank: int, port: int, *, wait_s: float = 60, comes: bool = False
 ) -> tuple[Store, Run, Elastic]:
     """As a rank of three, or as one that comes later."""
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    gloo_backend.register("127.0.0.1", joining=True)
-    dist.destroy_process_group()
-    dist.init_process_group(
-        gloo_backend.BACKEND,
-        store=PrefixStore(f"alone{rank}" if comes else "first", store),
-        rank=0 if comes else rank,
-        world_size=1 if comes else WORLD,
-        timeout=timedelta(seconds=60),
-    )
+    store = grouped(0, port, 1, name=f"alone{rank}") if comes else grouped(rank, port, WORLD)
     transport = GlooTransport(1, 1 if comes else WORLD, timeout_s=60)
     run, newcomer = Run(transport), None
     if comes:
@@ -154,7 +134,6 @@ def _admit(rank: int, store: Store, run: Run, elastic: Elastic, visit: str) -> N
     elastic.admit()
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("answer_s", [5.0, 0.0])
 def test_a_replica_comes_and_has_the_state_of_the_others(answer_s: float) -> None:
     """Also if it is too busy to answer at first."""
@@ -170,7 +149,6 @@ def test_a_replica_comes_and_has_the_state_of_the_others(answer_s: float) -> Non
     assert first["hosts"] == third["hosts"] == {0: "host0", 1: "host1", 3: "host3"}
 
 
-@pytest.mark.dist
 def test_a_rank_is_lost_while_another_is_let_in() -> None:
     """Those who are left let it in all the same."""
     first, lost, _, third = members(4, lost_then_joined, 1)
@@ -180,7 +158,6 @@ def test_a_rank_is_lost_while_another_is_let_in() -> None:
     assert first["hosts"] == third["hosts"] == {0: "host0", 3: "host3"}
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("how", [3, UNREACHABLE])
 def test_one_that_is_lost_at_the_door_makes_room_for_the_next(how: int) -> None:
     """Or one that a member cannot reach."""
@@ -221,7 +198,6 @@ def waits_for_its_turn(rank: int, port: int) -> list[float]:
     return [elastic.together(run.step)] if rank in (0, 3, 4) else []
 
 
-@pytest.mark.dist
 def test_a_newcomer_waits_until_another_is_served() -> None:
     first, _, _, third, fourth = members(5, waits_for_its_turn)
     assert first == third == fourth == [6]  # the steps of 2, 1 and 3 replicas
@@ -246,72 +222,22 @@ def nobody_is_missing(rank: int, port: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.dist
 def test_a_run_that_has_all_its_replicas_lets_nobody_in() -> None:
     assert "--join" in members(4, nobody_is_missing)[3]
 
 
-class Launchers:
-    """A run of three replicas on this machine, each with a launcher of its own."""
-
-    def __init__(self, folder: Path, *settings: str) -> None:
-        self.folder, self._file = folder, folder / "run.toml"
-        text = folder / "text.txt"
-        text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-        config = RUN.format(folder=folder / "run", text=text, method="ef_gradients")
-        self._file.write_text(config + _RAW)
-        self._where, self._settings = f"127.0.0.1:{free_port()}", settings
-        self.launchers = [self._start(n, "--nnodes", "3", "--rdzv", self._where) for n in range(3)]
-
-    def _start(self, number: int, *options: str) -> "subprocess.Popen[bytes]":
-        words = [word for setting in self._settings for word in ("--set", setting)]
-        with (self.folder / f"log{number}").open("ab") as log:
-            return subprocess.Popen(
-                [*command(self._file), *options, *words], stdout=log, stderr=log
-            )
-
-    def join(self, number: int) -> "subprocess.Popen[bytes]":
-        launcher = self._start(number, "--join", self._where)
-        self.launchers.append(launcher)
-        return launcher
-
-    @property
-    def steps(self) -> int:
-        path = self.folder / "run/metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def said(self, number: int) -> str:
-        return " ".join((self.folder / f"log{number}").read_text(encoding="utf-8").split())
-
-    def kill_replica(self, name: str) -> None:
-        """SIGKILL to a rank, whoever started it."""
-        found = [
-            process
-            for launcher in self.launchers
-            if launcher.poll() is None
-            for process in psutil.Process(launcher.pid).children(recursive=True)
-        ]
-        (rank,) = named(found, name)
-        rank.send_signal(signal.SIGKILL)
-
-    def done(self) -> list[int]:
-        return [launcher.wait(PATIENCE_S) for launcher in self.launchers]
-
-
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", ["[]", "[1]"])
 def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     """A first try is ended while it waits, and holds nobody up."""
     run = Launchers(tmp_path, f"pipeline.cuts={cuts}", "train.epochs=16", "train.verify_every=1")
-    until(lambda: run.steps > 5 or run.launchers[0].poll() is not None)
-    assert run.launchers[0].poll() is None, run.said(0)
+    run.wait_for_step(6)
     early = run.join(3)
     until(lambda: "waiting for the run to let this replica in" in run.said(3))
     early.send_signal(signal.SIGTERM)
     assert early.wait(PATIENCE_S) == 128 + signal.SIGTERM, run.said(3)
     assert "stopped: this machine was not in the run yet" in run.said(3)
-    run.kill_replica("thinpipe 2" if cuts == "[]" else "thinpipe 5")
+    run.kill_rank(2 if cuts == "[]" else 5)
     until(lambda: any("in place of 3" in run.said(number) for number in range(3)))
     run.join(4)
     codes = run.done()
@@ -319,5 +245,4 @@ def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     numbers = "rank 4" if cuts == "[]" else "ranks 8, 9"
     assert any(f"as {numbers}; from step" in run.said(number) for number in range(3))
     assert "samples go to 3 replicas in place of 2" in run.said(4)
-    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
-    assert summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 17)}
+    assert run.summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 17)}

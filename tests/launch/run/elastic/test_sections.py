@@ -70,20 +70,26 @@ class Recorder:
     def interrupt(self) -> None: ...
 
 
-def joined(
-    rank: int, port: int, world: int, *, least: int = 1, timeout_s: float = WAIT_S, stages: int = 1
-) -> tuple[Store, GlooTransport, Recorder, Any]:
-    """As a rank of a run, whose connections can be broken."""
+def grouped(rank: int, port: int, world: int, *, name: str = "first") -> Store:
+    """This process is in another group from now on; the store that it was given."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     gloo_backend.register("127.0.0.1", joining=True)
     dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend.BACKEND,
-        store=PrefixStore("first", store),
+        store=PrefixStore(name, store),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=WAIT_S),
     )
+    return store
+
+
+def joined(
+    rank: int, port: int, world: int, *, least: int = 1, timeout_s: float = WAIT_S, stages: int = 1
+) -> tuple[Store, GlooTransport, Recorder, Any]:
+    """As a rank of a run, whose connections can be broken."""
+    store = grouped(rank, port, world)
     transport = GlooTransport(stages, world // stages, timeout_s=timeout_s)
     run: Any = Recorder(transport)
     elastic = Elastic(store, transport, run, host="here", least=least, wait_s=WAIT_S, patience_s=5)

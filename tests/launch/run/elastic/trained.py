@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from tests import texts
 from tests.ranks import run_ranks
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.config.run import load_config
@@ -21,14 +22,14 @@ from thinpipe.launch.run.run import RankRun
 RUN = """
 [run]
 name = "elastic"
-folder = "{folder}/run"
+folder = "{folder}"
 [model]
 layers = {layers}
 width = 32
 heads = 2
 context = 32
 [data]
-path = "{folder}/text.txt"
+path = "{text}"
 sequence_length = 32
 train_sequences = 120
 eval_sequences = 6
@@ -60,9 +61,7 @@ def members(
 
 def write_run(folder: Path, *, layers: int = 2, lines: int = 2000) -> None:
     """Its text and run file."""
-    text = "".join(f"{n} squared is {n * n}.\n" for n in range(lines))
-    (folder / "text.txt").write_text(text)
-    (folder / "run.toml").write_text(RUN.format(folder=folder, layers=layers))
+    texts.write_run(folder, RUN, lines=lines, layers=layers)
 
 
 def ranks_of(folder: Path, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from tests.faults.hosts import HostsRun, cut_off
 from tests.launch.test_train import RUN
 from tests.runs import served
 from tests.shaped import shaped
+from tests.texts import write_squares
 from thinpipe.launch.lab.spec import NetworkSpec
 
 HOSTS, LAST = 4, 3
@@ -21,8 +22,7 @@ SETTINGS = ("pipeline.cuts=[1,2,3]", "train.epochs=400", "checkpoint.every_steps
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[HostsRun]:
     net = shaped(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    text = write_squares(tmp_path / "text.txt")
     config = RUN.format(folder=tmp_path / "one", text=text)
     with net:
         started = HostsRun(

@@ -8,35 +8,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
-from typer.testing import CliRunner
 
+from tests.invoking import printed
 from tests.pages import messages_of
 from tests.records import step_record
 from tests.runs import EVIL, HOSTS, records, served, write_run
-from thinpipe.launch.cli import app
 from thinpipe.launch.host import disk
 from thinpipe.launch.view.report.journal import Journal, Told
 from thinpipe.launch.view.watch import terminal
 from thinpipe.launch.view.watch.follow import Followed
 from thinpipe.launch.view.watch.share import draw
 
-
-def run(*words: object) -> str:
-    done = CliRunner().invoke(app, ["watch", *map(str, words)])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def rejected(*words: object) -> str:
-    done = CliRunner().invoke(app, ["watch", *map(str, words)])
-    assert done.exit_code == 2
-    return done.output
+run = partial(printed, "watch")
+rejected = partial(run, code=2)
 
 
 def test_an_exported_page_holds_what_a_live_one_shows(tmp_path: Path) -> None:

@@ -44,6 +44,15 @@ def exported(folder: Path, count: int, *, name: str = "run") -> str:
     return (folder / "page.html").as_uri()
 
 
+def open_finished(
+    tab: Browser, folder: Path, count: int, width: int, height: int, *, dark: bool = False
+) -> None:
+    """The page of a run of so many steps that is over."""
+    tab.resize(width, height, dark=dark)
+    tab.open(exported(folder / "run", count))
+    tab.wait(lambda: "Finished." in tab.text("#state"))
+
+
 def visible(tab: Browser) -> list[str]:
     return list(
         tab.run("return [...document.querySelectorAll('section:not([hidden])')].map(s => s.id)")
@@ -172,9 +181,7 @@ def test_a_page_is_live_while_a_run_trains(tab: Browser, run_file: Path) -> None
 def test_a_finished_run_is_whole_and_accessible(
     tab: Browser, tmp_path: Path, size: tuple[int, int], dark: bool
 ) -> None:
-    tab.resize(*size, dark=dark)
-    tab.open(exported(tmp_path / "run", 200))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 200, *size, dark=dark)
     assert tab.run("return document.documentElement.scrollWidth <= innerWidth")
     assert tab.run("return document.querySelectorAll('canvas').length") == 6
     assert tab.complaints() == []
@@ -212,9 +219,7 @@ def test_the_token_is_in_the_link_alone(tab: Browser, tmp_path: Path) -> None:
 
 
 def test_charts_are_read_and_zoomed_by_keyboard(tab: Browser, tmp_path: Path) -> None:
-    tab.resize(*DESKTOP)
-    tab.open(exported(tmp_path / "run", 200))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 200, *DESKTOP)
     said = "#loss output"
     label = tab.run("return document.querySelector(arguments[0]).getAttribute('aria-label')", PLOT)
     assert label.startswith("Loss by step. step 200: ")
@@ -237,9 +242,7 @@ def test_charts_are_read_and_zoomed_by_keyboard(tab: Browser, tmp_path: Path) ->
 
 
 def test_fingers_read_zoom_and_move_charts(tab: Browser, tmp_path: Path) -> None:
-    tab.resize(*PHONE)
-    tab.open(exported(tmp_path / "run", 200))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 200, *PHONE)
     over, said = "#loss .u-over", "#loss output"
     centre = {"block": "center", "behavior": "instant"}
     tab.run("document.querySelector(arguments[0]).scrollIntoView(arguments[1])", over, centre)
@@ -275,9 +278,7 @@ def test_fingers_read_zoom_and_move_charts(tab: Browser, tmp_path: Path) -> None
 
 
 def test_smoothing_says_what_it_is_and_no_colour_is_needed(tab: Browser, tmp_path: Path) -> None:
-    tab.resize(*DESKTOP)
-    tab.open(exported(tmp_path / "run", 200))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 200, *DESKTOP)
     legend = "return [...document.querySelectorAll('#loss .legend li')].map(i => i.textContent)"
     assert tab.run(legend) == [
         *("each step", "smoothed: line fitted to \u00b15 steps"),
@@ -311,9 +312,7 @@ def test_runs_lie_over_each_other(tab: Browser, tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_drawn_smoothly(tab: Browser, tmp_path: Path) -> None:
-    tab.resize(*PHONE)
-    tab.open(exported(tmp_path / "run", 20_000))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 20_000, *PHONE)
     took = tab.driver.execute_async_script("""const [done] = arguments;
         const chart = charts.get('loss Loss by step'), begin = performance.now();
         let drawn = 0;
@@ -329,9 +328,7 @@ def test_a_long_run_is_drawn_smoothly(tab: Browser, tmp_path: Path) -> None:
 
 def test_memory_stays_flat_while_a_run_goes_on(tab: Browser, tmp_path: Path) -> None:
     """Of a page that is told of 600 changes, as of ten minutes."""
-    tab.resize(*DESKTOP)
-    tab.open(exported(tmp_path / "run", 400))
-    tab.wait(lambda: "Finished." in tab.text("#state"))
+    open_finished(tab, tmp_path, 400, *DESKTOP)
     (message,) = json.loads(tab.run("return document.getElementById('data').textContent"))
     last = {name: column[-1:] for name, column in message["columns"].items()}
 

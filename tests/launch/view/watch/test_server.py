@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.invoking import printed
 from tests.ports import free_port
+from tests.programs import ran
 from tests.runs import EVIL, append, records, served, trainer, write_run
-from thinpipe.launch.cli import app
 from thinpipe.launch.view.report.journal import Journal, Told
 
 PATIENCE_S = 60.0
@@ -193,8 +193,7 @@ def test_a_port_in_use_is_named(port: int, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(2))
     command = [sys.executable, "-P", "-m", "thinpipe.launch", "watch", str(folder)]
     command += ["--listen", f"127.0.0.1:{port}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = ran(*command, code=2)
     assert f"--listen = 127.0.0.1:{port}: Address already in use" in done.stderr
     assert f"--listen 127.0.0.1:{port + 1}" in done.stderr
     command.append("--with-parent")
@@ -236,6 +235,5 @@ def test_it_shows_the_end_of_who_started_it_and_ends(killed: bool, tmp_path: Pat
 @pytest.mark.parametrize("listen", ["8042", "localhost:x", "127.0.0.1:0"])
 def test_an_address_that_is_none_is_named(listen: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", records(2))
-    done = CliRunner().invoke(app, ["watch", str(folder), "--listen", listen])
-    assert done.exit_code == 2
-    assert f"--listen = {listen}: write an address and a port" in done.output
+    output = printed("watch", folder, "--listen", listen, code=2)
+    assert f"--listen = {listen}: write an address and a port" in output

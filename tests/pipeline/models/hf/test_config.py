@@ -110,7 +110,6 @@ def test_random_weights_are_announced_when_both_folders_are_given(gpt2: Path) ->
 
 
 def test_frozen_parts_are_announced(tmp_path: Path) -> None:
-    saved_model("deberta", tmp_path)
     model = HuggingFaceConfig(**section("deberta", tmp_path))
     assert model.classes == CLASSES
     assert "encoder.rel_embeddings" in model.notices(cut=True, ties=False, tokenizer="model")[0]

@@ -14,7 +14,6 @@ CUTS = ((0, 2), (2, LAYERS))
 
 
 def test_only_adapters_and_task_heads_are_trained(tmp_path: Path) -> None:
-    saved_model("bert", tmp_path)
     config = HuggingFaceConfig(**section("bert", tmp_path, lora={"rank": 2}))
     stages = [build_stage(config, *ends, seed=0, device="cpu") for ends in CUTS]
     parameters = [item for stage in stages for item in stage.model.named_parameters()]
@@ -27,7 +26,6 @@ def test_only_adapters_and_task_heads_are_trained(tmp_path: Path) -> None:
 
 
 def test_adapters_do_not_depend_on_the_cut_and_change_nothing_at_the_start(tmp_path: Path) -> None:
-    saved_model("llama", tmp_path)
     config = HuggingFaceConfig(**section("llama", tmp_path, lora={"rank": 2}))
     whole = build_stage(config, 0, LAYERS, seed=1, device="cpu").state_dict()
     before = torch.random.get_rng_state()
@@ -43,7 +41,6 @@ def test_adapters_do_not_depend_on_the_cut_and_change_nothing_at_the_start(tmp_p
 
 
 def test_what_files_hold_has_the_same_digests_wherever_it_is(tmp_path: Path) -> None:
-    saved_model("bert", tmp_path)
     config = HuggingFaceConfig(**section("bert", tmp_path, lora={"rank": 2}))
     whole = build_stage(config, 0, LAYERS, seed=1, device="cpu")
     assert set(whole.base) == {
@@ -88,7 +85,6 @@ def test_merging_adds_the_scaled_product(inputs_first: bool) -> None:
 
 @pytest.mark.parametrize("missing", ["q_proj", "ln_1", "lm_head"])
 def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> None:
-    saved_model("gpt2", tmp_path)
     targets = ["mlp.c_fc", missing]
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": targets}))
     message = (
@@ -100,7 +96,6 @@ def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> No
 
 
 def test_a_stage_without_any_target_is_rejected_with_our_message(tmp_path: Path) -> None:
-    saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": ["q_proj"]}))
     with pytest.raises(ValueError, match=r"no linear layers of a block: \['q_proj'\]; use some of"):
         build_stage(config, 0, 2, seed=0, device="meta")
@@ -110,7 +105,6 @@ def test_a_stage_without_any_target_is_rejected_with_our_message(tmp_path: Path)
 def test_a_family_that_peft_does_not_know_gets_its_attention_s_inputs(
     name: str, expected: list[str], tmp_path: Path
 ) -> None:
-    saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path, lora={}))
     assert default_targets(config.whole()) == expected
     check_folder(config)

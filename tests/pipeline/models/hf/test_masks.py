@@ -141,7 +141,6 @@ def test_three_stages_compute_what_the_whole_model_does(cut: _Cut) -> None:
 
 
 def test_checkpointing_and_autocast_keep_the_mask(tmp_path: Path) -> None:
-    saved_model("gptj", tmp_path)
     gradients = []
     for again in (False, True):
         config = HuggingFaceConfig(**section("gptj", tmp_path, activation_checkpointing=again))
@@ -171,7 +170,6 @@ def test_checkpointing_and_autocast_keep_the_mask(tmp_path: Path) -> None:
     ],
 )
 def test_families_that_cannot_are_named(name: str, message: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     (stage,) = _stages(name, tmp_path, ((0, 2),))
     for samples in (_samples(prefix=False), _one_example()):
         with pytest.raises(ValueError, match=message):
@@ -200,7 +198,6 @@ def test_what_is_checked_before_a_run() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "mpt", "gptj"])
 def test_the_self_check_passes_families_that_pack(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path, self_check=True))
     config.check_masks(11)
     config.check_packing()
@@ -217,7 +214,6 @@ def test_the_self_check_passes_families_that_pack(name: str, tmp_path: Path) -> 
     ],
 )
 def test_the_self_check_names_families_that_do_not(name: str, message: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path, self_check=True))
     with pytest.raises(ValueError, match=message):
         config.check_packing()

@@ -116,7 +116,6 @@ def _with(**changed: torch.Tensor) -> Callable[[Path], None]:
 def test_a_bad_file_is_named_with_tensor_and_remedy(
     tmp_path: Path, damage: Callable[[Path], None], parts: list[str]
 ) -> None:
-    saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path))
     assert config.weight_files is not None
     file = tmp_path / config.weight_files.files[WEIGHT]
@@ -186,7 +185,6 @@ def test_a_classifier_may_start_from_a_model_without_its_head(
 
 @pytest.mark.parametrize("name", mostly_slow(["mixtral", "deepseek-v3"], "mixtral".__eq__))
 def test_experts_stored_one_by_one_are_merged_and_checked(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path))
     assert config.weight_files is not None
     expert = next(

@@ -107,7 +107,6 @@ def rounding_of_sum(stages: list[HuggingFaceStage], name: str) -> float:
 
 @pytest.mark.parametrize("name", ["llama", "deberta"])
 def test_a_stage_opens_only_files_with_its_own_tensors(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     config = HuggingFaceConfig(**section(name, tmp_path))
     weights = config.weight_files
     assert weights is not None
@@ -152,7 +151,6 @@ def test_random_weights_have_the_family_s_own_spread(tmp_path: Path) -> None:
 def test_what_files_hold_is_not_drawn_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved_model("llama", tmp_path / "source")
     names, seeded = [], init.seeded
     monkeypatch.setattr(init, "seeded", lambda seed, name: names.append(name) or seeded(seed, name))
     config = HuggingFaceConfig.model_validate(section("llama", tmp_path / "source"))
@@ -174,7 +172,6 @@ def test_a_stage_has_its_own_part_under_the_names_of_the_whole_model(tmp_path: P
 
 
 def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> None:
-    saved_model("gpt2", tmp_path)
     first, _, last = build("gpt2", tmp_path, tie_embeddings="exact")
     embedding, head = first.tied_weight(), last.tied_weight()
     assert embedding is not None
@@ -189,7 +186,6 @@ def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> N
 def test_modules_that_all_stages_share_are_frozen_where_copies_would_diverge(
     tmp_path: Path,
 ) -> None:
-    saved_model("deberta", tmp_path)
     frozen = {
         name
         for stage in build("deberta", tmp_path)
@@ -217,7 +213,6 @@ def test_dropout_is_the_folder_s_unless_overridden(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_activation_checkpointing_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
-    saved_model(name, tmp_path)
     gradients, kept = [], []
     for checkpointing in (False, 2, True):
         (stage,) = build(name, tmp_path, ((0, 2),), activation_checkpointing=checkpointing)

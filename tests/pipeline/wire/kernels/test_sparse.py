@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pipeline.wire.codecs import values
 from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
 from thinpipe.pipeline.wire.kernels.reference import sparse as sparse_reference
 from thinpipe.pipeline.wire.subset import RUN, random_subset
@@ -12,10 +13,6 @@ from thinpipe.pipeline.wire.subset import RUN, random_subset
 SIZES = (1, 15, 16, 17, 64, 65, 5003)
 DTYPES = (torch.float32, torch.bfloat16)
 BOTH = (sparse_reference, sparse_cpu)
-
-
-def values(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 def poisoned(numel: int) -> torch.Tensor:
