@@ -74,31 +74,50 @@ def reduce_sharded(
     `targets` holds one vector (fp32) per server. `finish` turns the sum of this server's shard,
     which it may overwrite, into what the answer is to be.
     """
-    frames, me, others = Frames(key, codec), peers.rank, _others(peers)
-    longest = max(codec.capacity(target.numel()) for target in targets)
-    for _ in ("to servers", "answers"):
-        peers.expect(others, longest, key.lane)
-    seen = [torch.empty_like(target) for target in targets]
-    messages = [frames.pack(x, s, TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
-    outgoing = {peer: messages[peer] for peer in others}
-    incoming = peers.exchange(outgoing, others, longest, key.lane)
-    total_n = frames.total(incoming, seen[me], TO_SERVER, me)
-    answer_n = finish(total_n)
-    result_n = torch.empty_like(answer_n)
-    message = frames.pack(answer_n, result_n, FROM_SERVER, me)
-    incoming = _to_all(peers, key, message, longest)
-    results = [torch.empty_like(target) for target in targets]
-    results[me] = result_n
-    for peer, answer in incoming.items():
-        frames.unpack(answer, results[peer], FROM_SERVER, peer)
-    return Reduced(seen, results, answer_n - result_n)
+    seen, results = ([torch.empty_like(target) for target in targets] for _ in range(2))
+    answer_n = _exchange(peers, key, targets, seen, results, codec=codec, finish=finish)
+    return Reduced(seen, results, answer_n - results[peers.rank])
 
 
 def sum_sharded(peers: Peers, key: ExchangeKey, x_N: Tensor, *, codec: Codec) -> Tensor:
     """Sum the replicas' vectors (fp32) as `reduce_sharded` does."""
-    targets = x_N.tensor_split(peers.size)
-    reduced = reduce_sharded(peers, key, targets, codec=codec, finish=lambda total_n: total_n)
-    return torch.cat(reduced.results)
+    sum_N, me = torch.empty_like(x_N), peers.rank
+    targets, results = x_N.tensor_split(peers.size), sum_N.tensor_split(peers.size)
+    # what the others see is nobody's business here
+    seen = [torch.empty_like(x) if peer == me else None for peer, x in enumerate(targets)]
+    _exchange(peers, key, targets, seen, results, codec=codec, finish=lambda total_n: total_n)
+    return sum_N
+
+
+def _exchange(
+    peers: Peers,
+    key: ExchangeKey,
+    targets: Sequence[Tensor],
+    seen: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    *,
+    codec: Codec,
+    finish: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Fill what is `seen` and the `results` of `reduce_sharded`; this server's answer.
+
+    `seen` may lack any shard but this server's.
+    """
+    frames, me, others = Frames(key, codec), peers.rank, _others(peers)
+    longest = max(codec.capacity(target.numel()) for target in targets)
+    for _ in ("to servers", "answers"):
+        peers.expect(others, longest, key.lane)
+    pairs = enumerate(zip(targets, seen, strict=True))
+    outgoing = {peer: frames.pack(x, s, TO_SERVER, me) for peer, (x, s) in pairs}
+    del outgoing[me]  # only what is seen of it was wanted
+    incoming = peers.exchange(outgoing, others, longest, key.lane)
+    mine_n = seen[me]
+    assert mine_n is not None, "of this server's shard it never lacks"
+    answer_n = finish(frames.total(incoming, mine_n, TO_SERVER, me))
+    message = frames.pack(answer_n, results[me], FROM_SERVER, me)
+    for peer, answer in _to_all(peers, key, message, longest).items():
+        frames.unpack(answer, results[peer], FROM_SERVER, peer)
+    return answer_n
 
 
 def gather_sum(

@@ -21,6 +21,11 @@ class ExchangeOptions(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fals
         return int(self.bucket_mb * 1e6)
 
     @property
+    def copied_nbytes(self) -> int:
+        """How much of a bucket is copied to be exchanged."""
+        return self.bucket_nbytes
+
+    @property
     def codec(self) -> Codec:
         """Of what is sent."""
         return Cast("fp32")

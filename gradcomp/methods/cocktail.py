@@ -62,6 +62,10 @@ class Config(ExchangeOptions, populate_by_name=True):
     warmup_steps: int = Field(0, ge=0)
 
     @property
+    def copied_nbytes(self) -> int:
+        return int(self.subset * self.bucket_nbytes)
+
+    @property
     def codec(self) -> SparseCodec:
         return SparseCodec(self.topk, self.bits, self.group)
 

