@@ -154,7 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = _Rows(options.json, go_on=True)
     with TemporaryDirectory() as folder:
         task = _task(options, Path(folder))
-        task = replace(task, epochs=options.epochs or task.epochs)
+        if options.epochs:
+            name = f"{task.name}, {options.epochs} epochs"
+            task = replace(task, name=name, epochs=options.epochs)
         if "losses" in options.parts:
             _train(options, task, rows)
         if "seconds" in options.parts:
@@ -196,7 +198,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--lr", type=float, nargs="+", help="learning rates; the best counts")
     command.add_argument("--at-once", type=int, default=1, help="runs of losses that share a GPU")
     command.add_argument("--share", type=float, default=1.0, help="of the steps (1)")
-    command.add_argument("--epochs", type=int, help="instead of 1, or 3 of SmolLM2")
+    command.add_argument("--epochs", type=int, help="instead of 1, or 3 of SmolLM2; another task")
     command.add_argument("--gpus", nargs="+", choices=GPUS, default=[GPUS[0]])
     rates = ["none", "10mbit", "100mbit", "500mbit", "1gbit"]
     command.add_argument("--rates", nargs="+", default=rates, help="of every up- and downlink")
