@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import Ranks, run_ranks
 from thinpipe.launch.host.cache import CACHE
 
 MEMORY = Path("/dev/shm")
@@ -38,12 +37,6 @@ def _same_signals() -> Iterator[None]:
     yield
     for number, action in before.items():
         signal.signal(number, action)
-
-
-@pytest.fixture
-def ranks() -> Ranks:
-    """`ranks(4, function, *args)` calls `function(rank, *args)` in four processes."""
-    return run_ranks
 
 
 def pytest_configure() -> None:

@@ -32,8 +32,6 @@ CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is 
     ]
 )
 
-Ranks = Callable[..., list[Any]]
-
 
 def run_ranks(
     count: int, function: Callable[..., Any], *args: Any, limit_s: float = 300

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.single_process import in_process
 from tests.aqsgd.delays import delay
 from tests.pipeline.wire.codecs import rows
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TOKENS, WIDTH, batch, config, start
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
@@ -173,7 +173,7 @@ def memory_digests(built: Built) -> dict[int, str]:
 @pytest.mark.dist
 @pytest.mark.parametrize(("schedule", "memory"), [("Deep1F1B", 8), ("GPipe", "bf16")])
 def test_pipeline_memories_stay_equal_under_random_delays(
-    ranks: Ranks, schedule: str, memory: Any, tmp_path: Path
+    schedule: str, memory: Any, tmp_path: Path
 ) -> None:
     """At both ends of every cut and, but for the time it takes, in every tier."""
     runs = [
@@ -184,7 +184,7 @@ def test_pipeline_memories_stay_equal_under_random_delays(
         )
         for tier in ("ram", "disk")
     ]
-    everyone = ranks(4, digests_in_every_tier, runs)
+    everyone = run_ranks(4, digests_in_every_tier, runs)
     for in_ram, on_disk in everyone:
         assert in_ram == on_disk
     for step in range(2):
@@ -248,9 +248,9 @@ def with_a_broken_step(rank: int, run: Any) -> list[Any]:
 
 
 @pytest.mark.dist
-def test_a_step_that_is_not_finite_is_skipped_on_every_stage_alike(ranks: Ranks) -> None:
+def test_a_step_that_is_not_finite_is_skipped_on_every_stage_alike() -> None:
     run = config(pipeline={"cuts": [2]}, boundary=AQSGD)
-    first, second = ranks(2, with_a_broken_step, run)
+    first, second = run_ranks(2, with_a_broken_step, run)
     for step in range(4):
         assert first[step] == second[step]
         assert first[step][:2] == ((True, False) if step == 2 else (False, True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.single_process import in_process
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import TOKENS, WIDTH, batch, config, share, start
 from thinpipe.pipeline.batch import Batch
 
@@ -61,9 +61,7 @@ def remembered(built: Any, replica: int, run: Any, epochs: list[list[Batch]]) ->
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("replicas", "accumulate"), [(1, 1), (1, 2), (2, 1)])
-def test_what_depends_on_the_batch_is_divided_out(
-    ranks: Ranks, replicas: int, accumulate: int
-) -> None:
+def test_what_depends_on_the_batch_is_divided_out(replicas: int, accumulate: int) -> None:
     """Weights hardly move; losses are divided by other numbers of tokens in every step."""
     run = config(
         pipeline={"microbatches": 2, "replicas": replicas},
@@ -76,7 +74,7 @@ def test_what_depends_on_the_batch_is_divided_out(
     epochs = [[padded(whole, 5, 7) for whole in epoch] for epoch in epochs]
     single = run.pipeline.model_copy(update={"replicas": 1})
     (expected,) = alone(run.model_copy(update={"pipeline": single}), [EPOCH])
-    several = ranks(4, on_a_rank, run, epochs) if replicas == 2 else [alone(run, epochs)]
+    several = run_ranks(4, on_a_rank, run, epochs) if replicas == 2 else [alone(run, epochs)]
     for found in several:
         first = found[0]
         for later in found[1:]:

@@ -18,7 +18,7 @@ from tests.aqsgd.transform.ends import (
     train,
     visit,
 )
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, config, share, start
 from thinpipe.aqsgd.transform import boundary, proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_sizes
@@ -333,13 +333,13 @@ def _digest(end: Any) -> tuple[str, int]:
 
 
 @pytest.mark.dist
-def test_both_ends_of_a_pipeline_are_alike(ranks: Ranks, tmp_path: Path) -> None:
+def test_both_ends_of_a_pipeline_are_alike(tmp_path: Path) -> None:
     run = config(
         pipeline={"cuts": [2], "schedule": "Deep1F1B", "replicas": 2},
         boundary=BOTH,
         memory={"tier": "disk", "folder": str(tmp_path)},
     )
-    everyone = ranks(4, digests, run)
+    everyone = run_ranks(4, digests, run)
     for step in range(6):
         for first in (0, 2):
             assert everyone[first][step] == everyone[first + 1][step]

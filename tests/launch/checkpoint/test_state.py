@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.disk import full_disk
 from tests.launch.run.elastic.trained import as_rank, ranks_of
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.training import batch, checkpoints, config, start
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint import files, state
@@ -49,10 +49,8 @@ def _full_for_a_while(rank: int, folder: str) -> Any:
     return first, again, found, files.steps(root), saves.retry_due()
 
 
-def test_a_failed_save_is_tried_again_by_all_ranks_after_a_pause(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    one, other = ranks(2, _full_for_a_while, str(tmp_path))
+def test_a_failed_save_is_tried_again_by_all_ranks_after_a_pause(tmp_path: Path) -> None:
+    one, other = run_ranks(2, _full_for_a_while, str(tmp_path))
     assert one == other
     first, again, [(step, saved)], steps, due = one
     assert (first, again, saved) == (False, False, True)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.commands import PATIENCE_S
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from thinpipe.launch.net.ranks.failures import LOST, OUT, Failures, Losses, death_by
 from thinpipe.launch.net.ranks.store import StoreLog
 
@@ -29,8 +29,8 @@ def fail(rank: int) -> str:
 
 
 @pytest.mark.dist
-def test_a_cause_comes_before_its_consequences(ranks: Ranks) -> None:
-    assert ranks(3, fail) == ["rank 0: no space left"] * 3
+def test_a_cause_comes_before_its_consequences() -> None:
+    assert run_ranks(3, fail) == ["rank 0: no space left"] * 3
 
 
 def test_without_a_cause_the_first_report_counts() -> None:

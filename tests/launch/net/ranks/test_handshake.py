@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ports import free_port
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.net.ranks import handshake
@@ -28,12 +28,12 @@ def meet(rank: int, world: int, facts: list[dict[str, object]], wait_s: float = 
         return str(error)
 
 
-def test_every_rank_gets_the_same_run_id_or_names_the_one_that_differs(ranks: Ranks) -> None:
-    first, second, third = ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
+def test_every_rank_gets_the_same_run_id_or_names_the_one_that_differs() -> None:
+    first, second, third = run_ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
     assert first == second == third
     assert isinstance(first, int)
     facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
-    for reported in ranks(2, meet, 2, facts):
+    for reported in run_ranks(2, meet, 2, facts):
         assert reported.endswith("rank 1 has x.y = 3, rank 0 has 2")
 
 
@@ -152,8 +152,8 @@ def wrong_world(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_world_of_the_wrong_size_is_rejected(ranks: Ranks) -> None:
-    assert "start that many" in ranks(2, wrong_world)[0]
+def test_a_world_of_the_wrong_size_is_rejected() -> None:
+    assert "start that many" in run_ranks(2, wrong_world)[0]
 
 
 def test_versions_are_those_of_the_packages() -> None:

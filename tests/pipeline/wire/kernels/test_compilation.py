@@ -10,7 +10,7 @@ import numba
 import pytest
 
 from tests.disk import full_disk
-from tests.ranks import Ranks
+from tests.ranks import run_ranks
 from tests.waiting import until
 from thinpipe.pipeline.wire.kernels.cpu import compilation, kept
 
@@ -101,10 +101,8 @@ def _compile_together(rank: int, folder: Path) -> int:
 
 
 @pytest.mark.dist
-def test_of_two_processes_one_compiles_and_the_other_waits_for_its_code(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    assert sorted(ranks(2, _compile_together, tmp_path)) == [0, 1]
+def test_of_two_processes_one_compiles_and_the_other_waits_for_its_code(tmp_path: Path) -> None:
+    assert sorted(run_ranks(2, _compile_together, tmp_path)) == [0, 1]
     assert len([*(tmp_path / "code").iterdir()]) == 1  # locks are gone
 
 
