@@ -83,7 +83,7 @@ def sum_sharded(peers: Peers, key: ExchangeKey, x_N: Tensor, *, codec: Codec) ->
     """Sum the replicas' vectors (fp32) as `reduce_sharded` does."""
     sum_N, me = torch.empty_like(x_N), peers.rank
     targets, results = x_N.tensor_split(peers.size), sum_N.tensor_split(peers.size)
-    # what the others see is nobody's business here
+    # only of its own shard: no residual is kept here
     seen = [torch.empty_like(x) if peer == me else None for peer, x in enumerate(targets)]
     _exchange(peers, key, targets, seen, results, codec=codec, finish=lambda total_n: total_n)
     return sum_N

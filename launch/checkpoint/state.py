@@ -132,7 +132,7 @@ class Checkpoints:
         if not self._memories_on_disk:
             state = snapshot(state, self._copied)
             self._copied = without_rows(state)
-        self._under_way = self._thread.submit(self._run, transaction, step, state, step)
+        self._under_way = self._thread.submit(self._run, transaction, step, state, True)
         if self._memories_on_disk:
             self.wait()
         self._stall_s += time.perf_counter() - began_s
@@ -170,7 +170,7 @@ class Checkpoints:
         gather = self._gather_in_background if self._generation else self._gather
         transaction = self._transaction(step, gather)
         state = collect(self._built, memories=step != self.end)
-        saved = self._run(transaction, step, state, None)
+        saved = self._run(transaction, step, state, warns=False)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
@@ -251,14 +251,14 @@ class Checkpoints:
         save = Save(step, self._session.run_id, self._serial, self.facts, keep, copies, best)
         return Transaction(self._where, save, gather, peers)
 
-    def _run(self, transaction: Transaction, step: int, state: Any, retries: int | None) -> bool:
-        """Remember what was saved; whether it was. Or say that this step is saved later."""
+    def _run(self, transaction: Transaction, step: int, state: Any, warns: bool) -> bool:
+        """Remember what was saved, or warn at once if it `warns`; whether it was saved."""
         problem = transaction.run(state)
         if problem is None:
             self._problem = None
             self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
             return True
-        return self._failed(problem, retries)
+        return self._failed(problem, step if warns else None)
 
     def _failed(self, problem: str, step: int | None) -> bool:
         self._problem = problem

@@ -117,10 +117,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @property
     def saves_in_training(self) -> bool:
         """Whether checkpoints are written while it trains, not only at the end."""
-        saves, judged = (
-            self.checkpoint,
-            self.eval.best is not None or self.eval.patience is not None,
-        )
+        saves, judged = self.checkpoint, (self.eval.best, self.eval.patience) != (None, None)
         often = saves.every_steps is not None or saves.every_epochs < self.train.epochs
         return often or judged or bool(self.goes_on_by)
 

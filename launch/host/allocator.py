@@ -18,7 +18,7 @@ def keep_freed_memory() -> bool:
     page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). All threads
     share one arena: what those of an exchange free is used by the next backward pass, which takes
     a third off a replica's peak. Call before the first large allocation, and in one thread. Returns
-    False without any change if the user has set malloc's, or the C library lacks these settings.
+    False without any change if the user has set one of them, or the C library lacks these settings.
     """
     limits = {_MMAP_THRESHOLD: _KEPT_NBYTES, _TRIM_THRESHOLD: _KEPT_NBYTES, _ARENA_MAX: 1}
     return all(_set(*limit) for limit in limits.items())

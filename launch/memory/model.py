@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WORD = 4  # bytes of an fp32 number
 _IN_BUCKETS = 12
 """Bytes for each gradient of the buckets under way, besides its sum: a copy, messages, what is
-expected, and what a server adds up."""
+expected, and what a server adds up (benchmarks/results/memory_count_cpu_202611.md)."""
 _MOST_REPLICAS = 4  # more of them keep no more each
 _MOST_KINDS = 64  # models with more blocks are taken to repeat their second one up to the last
 _MOST_MIXED = 100_000

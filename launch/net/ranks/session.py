@@ -59,6 +59,10 @@ def speaks() -> bool:
     return local_rank() == 0 and os.environ.get(SHOW) != "-1"
 
 
+def _transport(mesh: Mesh, wait_s: float) -> GlooTransport:
+    return GlooTransport(mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards)
+
+
 def tell(text: str) -> None:
     """Say something to the user of this host, if this rank speaks."""
     if speaks():
@@ -234,8 +238,7 @@ def join(
         name_run(met, name)
     try:
         open_group(store, rank, world, wait_s=wait_s, joining=joining)
-        ranks, replicas, shards = mesh.pipeline_ranks, mesh.replicas, mesh.shards
-        transport = GlooTransport(ranks, replicas, timeout_s=wait_s, shards=shards)
+        transport = _transport(mesh, wait_s)
         restart = restart_words(store.get(_BEFORE).decode())
         yield Session(store, transport, run_id, local_rank(), restart, failures.apart, newcomer)
         transport.close()

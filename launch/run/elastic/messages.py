@@ -70,13 +70,15 @@ def receive_tensors(
 
     Raises:
         TransportError: the other end is gone.
-        ValueError: more than `most` bytes are offered.
+        ValueError: more than `most` bytes are offered, besides those that fit.
     """
     # on "meta" nothing is allocated: sizes are checked first
     offered = make_described(0, header["tensors"], "meta")
+    known = {name: into[name] for name, tensor in offered.items() if _fits(tensor, into.get(name))}
     left = sum(tensor.nbytes for tensor in offered.values())
-    _check(left, most)
-    tensors = {name: _refilled(tensor, into.get(name)) for name, tensor in offered.items()}
+    _check(left - sum(tensor.nbytes for tensor in known.values()), most)
+    new = make_described(0, [one for one in header["tensors"] if one[0] not in known])
+    tensors = {name: (known | new)[name] for name in offered}
     for piece in in_pieces(tensors.values(), _PIECE_NBYTES):
         if len(piece) == 1:
             (data,) = piece
@@ -126,9 +128,9 @@ def with_zeros(parts: Sequence[Tensor], parameter: nn.Parameter) -> Tensor:
     return flat.view_as(parameter).to(parameter.device)
 
 
-def _refilled(offered: Tensor, before: Tensor | None) -> Tensor:
-    same = before is not None and (before.shape, before.dtype) == (offered.shape, offered.dtype)
-    return before if same else torch.empty_like(offered, device="cpu")  # type: ignore[return-value]
+def _fits(offered: Tensor, before: Tensor | None) -> bool:
+    kind = (offered.shape, offered.dtype)
+    return before is not None and before.is_contiguous() and (before.shape, before.dtype) == kind
 
 
 def _check(nbytes: int, most: int) -> None:

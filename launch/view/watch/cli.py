@@ -65,9 +65,7 @@ def watch(
             return
         followed = [Followed(_folder(run)) for run in runs]
         if export is not None:
-            from thinpipe.launch.view.report.compare import write_page
-
-            write_page(export, _stories(followed))
+            _export(followed, export)
         if share is not None:
             from thinpipe.launch.view.watch.share import draw
 
@@ -102,6 +100,12 @@ def _stories(runs: list[Followed]) -> list[Story]:
         if run.story is None:
             raise ValueError(f"{run.folder}: no step was recorded yet; wait for the first one")
     return [run.story for run in runs if run.story is not None]
+
+
+def _export(runs: list[Followed], file: Path) -> None:
+    from thinpipe.launch.view.report.compare import write_page
+
+    write_page(file, _stories(runs))
 
 
 def _serve(runs: list[Followed], listen: str, *, of_run: bool) -> None:

@@ -1,5 +1,6 @@
 """Messages of two ranks: each piece costs a round trip, so many small tensors share one."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,3 +29,24 @@ def test_tensors_come_as_they_were_in_few_pieces() -> None:
     for name, tensor in sent.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[name], tensor)
+
+
+def test_what_fits_is_filled_again_and_only_new_bytes_are_checked() -> None:
+    sent = {"same": torch.randn(PIECE_NBYTES // 2), "grown": torch.randn(9), "other": torch.ones(3)}
+    before = {"same": torch.zeros_like(sent["same"]), "grown": torch.zeros(8)}
+    before["other"] = torch.zeros(3, dtype=torch.float64)
+    moved = list[Tensor]()
+    header = {"tensors": [describe(name, tensor) for name, tensor in sent.items()]}
+    send_message(lambda piece: moved.append(piece.clone()), header, sent.values())
+
+    def receive(piece: Tensor) -> None:
+        piece.copy_(moved.pop(0))
+
+    header = receive_header(receive, 1 << 20)
+    with pytest.raises(ValueError, match="offers 48 bytes, where at most 47 can be"):
+        receive_tensors(receive, header, 47, into=before)
+    found = receive_tensors(receive, header, 48, into=before)
+    assert [*found] == [*sent]
+    assert all(torch.equal(found[name], sent[name]) for name in sent)
+    kept = {name: found[name].data_ptr() == before[name].data_ptr() for name in sent}
+    assert kept == {"same": True, "grown": False, "other": False}
