@@ -6,11 +6,14 @@ Emulated hosts with 1 ms between them, each with a launcher, a relay and a stage
 
 *Copies*: four stages, GPT2-XL's messages in 4 and 8 bits, compute slept, 32 microbatches, and 300
 MB of weights and optimizer per stage. A copy costs what a step takes longer than without copies.
-`share` is that, of all time; `cores busy` is of the busiest step. *Spare*: the quickstart's model
+`share` is that, of all time; `cores busy` is of the busiest step. Stages and links can be
+`--dilation` times slower, as four hosts share this machine's cores; seconds are divided by it.
+*Spare*: the quickstart's model
 on four hosts, and a fifth that waits. A machine is killed; `spare s` is from the spare's call to
 the end of the next step.
 """
 
+import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -28,10 +31,13 @@ from benchmarks.harness import Records, Row, command_line, parse_options, summar
 from benchmarks.links.workloads import PaperShape
 from tests.faults.hosts import kill_machine
 from tests.waiting import until
+from thinpipe.launch.host.links import parse_rate
 
 _PAPER = PaperShape()
 _VALUES = 25_000_000  # of a stage: 300 MB with AdamW's moments
 _COLUMNS = dict.fromkeys(("step s", "a copy s", "share", "cores busy", "spare s"), ".2f")
+_DILATION = "SPARES_DILATION"
+"""Environment variable, which ranks have from here."""
 _QUICKSTART = Path(__file__).parents[1] / "examples/quickstart.toml"
 _COPIED = """
 [model]
@@ -53,18 +59,22 @@ batch_size = 32
 """
 
 
+def _dilation() -> float:
+    return float(os.environ.get(_DILATION, "1"))
+
+
 class _Slept(torch.autograd.Function):
     """Takes the time of a stage; its weights have a gradient in one microbatch of a step."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, weights: Tensor) -> Tensor:
         ctx.weights = weights
-        time.sleep(_PAPER.forward_s)
+        time.sleep(_dilation() * _PAPER.forward_s)
         return x_BTD.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        time.sleep(_PAPER.backward_s)
+        time.sleep(_dilation() * _PAPER.backward_s)
         first = ctx.weights.grad is None
         return gradients[0], torch.zeros_like(ctx.weights) if first else None
 
@@ -102,13 +112,15 @@ def copies(given: Namespace) -> Iterator[Row]:
 
 def _steps(rate: str, steps: int, every: int = 0) -> tuple[list[float], float]:
     """Seconds of each, and how busy all cores were in the busiest."""
-    with hosts_run(rate, "1ms", _COPIED, *[f"checkpoint.ram_every={every}"] * bool(every)) as run:
+    bps, slower = parse_rate(rate), _dilation()
+    links = f"{bps / slower:.0f}bit" if bps else rate, f"{slower}ms"
+    with hosts_run(*links, _COPIED, *[f"checkpoint.ram_every={every}"] * bool(every)) as run:
         first = max(every, 2)
         busy = list[float]()
         for step in range(first, first + steps + 1):
             run.wait_for_step(step)
             busy.append(psutil.cpu_percent() / 100)
-        seconds = [record.step_s for record in run.records()[first : first + steps]]
+        seconds = [record.step_s / slower for record in run.records()[first : first + steps]]
         return seconds, max(busy[1:])
 
 
@@ -140,12 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--rates", nargs="*", default=["1gbit", "100mbit"], help="of copies")
     command.add_argument("--every", type=int, nargs="+", default=[5], help="steps of a copy")
     command.add_argument("--steps", type=int, default=10, help="that are measured (default 10)")
+    command.add_argument("--dilation", type=float, default=1.0, help="of stages and links (1)")
     command.add_argument("--seeds", type=int, default=5, help="spares that are called (default 5)")
     options = parse_options(command, arguments, "quick", {"rates": ["1gbit"], "seeds": 1})
+    os.environ[_DILATION] = str(options.dilation)
     records, rows = Records(options.json), list[Row]()
     for row in chain(copies(options), map(spare, range(options.seeds))):
         print(row, flush=True)
-        records.add({"steps": options.steps}, row)
+        records.add({"steps": options.steps, "dilation": options.dilation}, row)
         rows.append(row)
     for kind in dict.fromkeys(row.method for row in rows):
         print(summary([row for row in rows if row.method == kind], _COLUMNS))

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import PaperShape
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.net.ranks.group import meet, open_group
@@ -141,9 +142,8 @@ class _RankBench:
         steps_s = tuple(self.step(runner, ids_S) for _ in range(self._plan.steps))
         nbytes = runner.take_sent() // self._plan.steps
         if self._transport.mesh.rank == 0:
-            print(
-                f"{method.name} at {rate_bps} bit/s: {[round(s, 3) for s in steps_s]} s", flush=True
-            )
+            rounded = [round(step_s, 3) for step_s in steps_s]
+            print(f"{method.name}, {format_rate(rate_bps)}: {rounded} s", flush=True)
         return RankResult(method.name, rate_bps, steps_s, first_visit_s, nbytes)
 
     def step(self, runner: Runner, ids_S: Tensor) -> float:

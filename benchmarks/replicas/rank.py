@@ -21,6 +21,7 @@ from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.training import Adam
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
+from thinpipe.launch.host.links import format_rate
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _TIMEOUT_S = 300.0
@@ -214,7 +215,8 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
                 )
             )
             if transport.mesh.rank == 0:
-                print(f"{method.label} at {rate_bps}: {[round(s, 3) for s in steps_s]} s")
+                rounded = [round(step_s, 3) for step_s in steps_s]
+                print(f"{method.label}, {format_rate(rate_bps)}: {rounded} s", flush=True)
         _together(transport)
     return results
 

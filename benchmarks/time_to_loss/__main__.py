@@ -13,9 +13,10 @@ at most .01 nats above fp32's. Without `--smollm2` the task is a GPT-2 shape fro
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +40,11 @@ from thinpipe.launch.host.links import parse_rate, parse_time
 
 _PARTS = ("losses", "seconds", "hours", "plan", "whole")
 _VOCABULARY = 5000
+_QUICK = (
+    *("bf16", "AQ-SGD 3/6", "transform .7/.9", "torch GPipe bf16"),
+    *("CocktailSGD", "ef_gradients .015", "DeMo", "SparseLoCo", "torch DDP fp32"),
+    *("AQ-SGD 3/6, CocktailSGD", "QSDP W8G8", "torch FSDP2 bf16"),
+)
 _TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
 
@@ -90,7 +96,11 @@ def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) ->
     texts = (options.train, options.eval)
     rates = [parse_rate(rate) for rate in options.rates]
     cut = {"pipeline": seconds.pipelines, "both": seconds.both}
-    whole = {"replicas": seconds.replicas, "shards": seconds.shards}
+    whole: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
+        "replicas": seconds.replicas,
+        "8 replicas": partial(seconds.replicas, layout="8 replicas"),
+        "shards": seconds.shards,
+    }
     for gpu, layout in product(options.gpus, options.layouts):
         under = seconds.Conditions(gpu, rates, options.delays)
         missing = _untimed(options, task, layout, under, rows)
@@ -207,6 +217,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--dilation", type=float, default=8.0, help=slower)
     command.add_argument("--recorded", type=Path, metavar="FOLDER", help="to keep what stages send")
     quick = {"seeds": 1, "share": 0.1, "delays": ["0ms"], "rates": ["none", "100mbit"]}
+    quick |= {"methods": [*_QUICK], "layouts": ["one", "pipeline", "replicas", "both", "shards"]}
     options = parse_options(command, arguments, "quick", quick)
     if options.json is None:
         command.error("--json FILE is needed: it holds what was measured")

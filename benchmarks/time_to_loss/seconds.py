@@ -46,9 +46,11 @@ _EXCHANGE_RARELY, _INTERVAL = ("diloco", "sparse_loco"), 30
 _STEPS, _RARE_STEPS = 3, 60
 _LONGEST_S = 30.0
 """Steps of replicas that would take longer are not measured: their bytes at the link's rate."""
+_DDP = {"torch DDP fp32": "fp32", "torch DDP bf16": "bf16"}
 TORCH: dict[LayoutName, dict[str, str]] = {
     "pipeline": {"torch GPipe fp32": "fp32", "torch GPipe bf16": "bf16", "torch 1F1B bf16": "bf16"},
-    "replicas": {"torch DDP fp32": "fp32", "torch DDP bf16": "bf16"},
+    "replicas": _DDP,
+    "8 replicas": _DDP,
     "shards": {"torch FSDP2 fp32": "fp32", "torch FSDP2 bf16": "bf16"},
 }
 """What torch has itself, and the method of ours whose losses it has."""
@@ -138,23 +140,25 @@ def _sent(plan: cut_ranks.Plan, stages: int) -> Iterator[tuple[cut_ranks.RankRes
         yield from zip(*network.run(job, timeout_s=_LIMIT_S), strict=True)
 
 
-def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[dict[str, Any]]:
-    """Rows of four replicas; what happens rarely is averaged over its interval."""
-    count, scale = LAYOUTS["replicas"].replicas, _MODEL_PARAMETERS / task.parameters
+def replicas(
+    task: Task, methods: Sequence[str], under: Conditions, layout: LayoutName = "replicas"
+) -> Iterator[dict[str, Any]]:
+    """Rows of a layout's replicas; what happens rarely is averaged over its interval."""
+    count, scale = LAYOUTS[layout].replicas, _MODEL_PARAMETERS / task.parameters
     compute_s = task.compute_s(under.gpu) / count
     keep_freed_memory()
     known: dict[str, int] = {}
     for delay, rate_bps in product(under.delays, [None, *filter(None, under.rates)]):
         limit = rate_bps and rate_bps * scale
-        often, rare, slow = _divided("replicas", methods, known, limit)
+        often, rare, slow = _divided(layout, methods, known, limit)
         for chosen, steps in ((often, _STEPS), (rare, _RARE_STEPS)):
-            how = [_scaled(_exchange_method("replicas", name), scale) for name in chosen]
+            how = [_scaled(_exchange_method(layout, name), scale) for name in chosen]
             plan = replica_ranks.Plan(
                 how, [limit], steps, _MODEL_PARAMETERS, compute_s, replicas=count
             )
             for name, step_s, nbytes in _exchanged(plan, delay) if chosen else ():
                 known.setdefault(name, nbytes)
-                about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
+                about = _about(task, layout, name, under.gpu, rate_bps, delay)
                 yield {**about, **_steps(step_s, nbytes / scale)}
         for name in slow:
             assert limit is not None
@@ -162,7 +166,7 @@ def replicas(task: Task, methods: Sequence[str], under: Conditions) -> Iterator[
             buckets = math.ceil(width * task.parameters / (1e6 * _BUCKET_MB))
             around_s = 2 * (count - 1) * buckets * parse_time(delay)  # of a ring
             step_s = compute_s + 8 * known[name] / limit + around_s
-            about = _about(task, "replicas", name, under.gpu, rate_bps, delay)
+            about = _about(task, layout, name, under.gpu, rate_bps, delay)
             yield {**about, **_steps(step_s, known[name] / scale), "computed": True}
 
 
@@ -293,7 +297,7 @@ def _scaled(method: replica_ranks.Method, scale: float) -> replica_ranks.Method:
 
 
 def _exchange_method(layout: LayoutName, name: str) -> replica_ranks.Method:
-    if name in TORCH["replicas"]:
+    if name in _DDP:
         dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
         return replica_ranks.Method(name, replica_ranks.DDP, {"dtype": dtype})
     how = METHODS[layout][name]["gradcomp"]

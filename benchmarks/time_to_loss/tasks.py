@@ -11,7 +11,7 @@ from typing import Any, Literal
 Settings = Mapping[str, Any]
 """Sections of a run file."""
 
-LayoutName = Literal["one", "pipeline", "replicas", "both", "shards"]
+LayoutName = Literal["one", "pipeline", "replicas", "8 replicas", "both", "shards", "2 x shards"]
 _REPORTED_PARAMETERS = 124e6
 _TOKENS_PER_S = {"A100": 138e3, "RTX 4090": 130e3}
 """Of one card that trains GPT-2 with 124M parameters in bf16: 1.1M tokens/s on eight A100
@@ -131,8 +131,10 @@ LAYOUTS: dict[LayoutName, Layout] = {
         Layout("one"),
         Layout("pipeline", stages=4),
         Layout("replicas", replicas=4),
+        Layout("8 replicas", replicas=8),
         Layout("both", stages=2, replicas=2),
         Layout("shards", shards=4),
+        Layout("2 x shards", replicas=2, shards=2),
     )
 }
 
@@ -154,8 +156,26 @@ def _exchange(method: str, **options: Any) -> Settings:
     return {"gradcomp": {"method": method, method: options}}
 
 
+def _qsdp(**options: Any) -> Settings:
+    return {"shards": {"method": "qsdp", **options}}
+
+
 _AQSGD = _cut({"kind": "aqsgd", "bits": 3}, {"kind": "direct", "bits": 6})
+_COCKTAIL = _exchange("cocktail", subset=0.1, topk=0.2, bits=4)
 _STREAMING = {"interval": 30, "fragments": 3, "overlap": 5, "mix": 0.5, "bits": 4, "bucket_mb": 2.0}
+_REPLICAS: dict[str, Settings] = {
+    "fp32": _exchange("allreduce"),
+    "bf16": _exchange("allreduce", format="bf16"),
+    "PowerSGD rank 1": _exchange("powersgd", rank=1),
+    "top-k .008, 4 bits": _exchange("topk", fraction=0.008, bits=4),
+    "CocktailSGD": _COCKTAIL,
+    "ef_gradients .015": _exchange("ef_gradients"),
+    "ef_gradients .03": _exchange("ef_gradients", fraction=0.03),
+    "DeMo": _exchange("demo", kept=24),
+    "DiLoCo": _exchange("diloco"),
+    "streaming DiLoCo": _exchange("diloco", **_STREAMING),
+    "SparseLoCo": _exchange("sparse_loco"),
+}
 METHODS: dict[LayoutName, dict[str, Settings]] = {
     "one": {"fp32": {}},
     "pipeline": {
@@ -174,41 +194,25 @@ METHODS: dict[LayoutName, dict[str, Settings]] = {
             {"kind": "transform", "memory": False, "first_step": 0.3},
         ),
     },
-    "replicas": {
-        "fp32": _exchange("allreduce"),
-        "bf16": _exchange("allreduce", format="bf16"),
-        "PowerSGD rank 1": _exchange("powersgd", rank=1),
-        "top-k .008, 4 bits": _exchange("topk", fraction=0.008, bits=4),
-        "CocktailSGD": _exchange("cocktail", subset=0.1, topk=0.2, bits=4),
-        "ef_gradients .015": _exchange("ef_gradients"),
-        "ef_gradients .03": _exchange("ef_gradients", fraction=0.03),
-        "DeMo": _exchange("demo", kept=24),
-        "DiLoCo": _exchange("diloco"),
-        "streaming DiLoCo": _exchange("diloco", **_STREAMING),
-        "SparseLoCo": _exchange("sparse_loco"),
-    },
+    "replicas": _REPLICAS,
+    "8 replicas": _REPLICAS,
     "both": {
         "fp32": {**_raw("fp32"), **_exchange("allreduce")},
         "bf16": {**_raw("bf16"), **_exchange("allreduce", format="bf16")},
-        "AQ-SGD 3/6, CocktailSGD": {
-            **_AQSGD,
-            **_exchange("cocktail", subset=0.1, topk=0.2, bits=4),
-        },
+        "AQ-SGD 3/6, CocktailSGD": {**_AQSGD, **_COCKTAIL},
         "transform .7/.9, ef_gradients": {**_transform(0.7, 0.9), **_exchange("ef_gradients")},
         "transform .7/.9, SparseLoCo": {**_transform(0.7, 0.9), **_exchange("sparse_loco")},
     },
     "shards": {
         "fp32": {"shards": {"method": "fsdp"}},
         "bf16": {"shards": {"method": "fsdp", "weight_bits": 16, "gradient_bits": 16}},
-        "QSDP W8G8": {"shards": {"method": "qsdp"}},
-        "QSDP W4G4 differences": {
-            "shards": {
-                "method": "qsdp",
-                "weights": "differences",
-                "weight_bits": 4,
-                "gradient_bits": 4,
-            }
-        },
+        "QSDP W8G8": _qsdp(),
+        "QSDP W4G4 differences": _qsdp(weights="differences", weight_bits=4, gradient_bits=4),
+    },
+    "2 x shards": {
+        "fp32": {"shards": {"method": "fsdp"}, **_exchange("allreduce")},
+        "QSDP W8G8, ef_gradients": {**_qsdp(), **_exchange("ef_gradients")},
+        "QSDP W8G8, CocktailSGD": {**_qsdp(), **_COCKTAIL},
     },
 }
 BASELINE = "fp32"

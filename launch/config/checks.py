@@ -94,11 +94,6 @@ def check_elastic(config: "RunConfig") -> None:
     block, shards = config.data.stream_block, pipeline.shards
     others = [f"data.stream_block = {block}"] if block is not None else []
     others += [f"pipeline.shards = {shards}"] if shards > 1 else []
-    others += [
-        f'boundary.{direction}.kind = "{spec.kind}" (use "raw" or "direct") at cut {cut}'
-        for (cut, direction), spec in config.specs.items()
-        if spec.kind not in ("raw", "direct")
-    ]
     if pipeline.stages > 1 and config.model.tie_embeddings == "exact":
         others.append('model.tie_embeddings = "exact"')
     for other in others:

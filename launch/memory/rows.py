@@ -42,7 +42,8 @@ class HostBytes:
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike."""
-    samples = sequences // config.pipeline.dp_size
+    replicas = config.elastic.min_replicas or config.pipeline.replicas  # samples of lost ones come
+    samples = sequences // (replicas * config.pipeline.shards)
     ends = cache_ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
     planned = []

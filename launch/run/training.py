@@ -168,7 +168,7 @@ class Training:
             beginning.append(self._plan.words())
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
-        self._check_memories()
+        self._check_memories(self.start)
 
     def _begin_weights(self) -> str | None:
         """First weights, the same where they should be; what is to be said of them."""
@@ -352,9 +352,14 @@ class Training:
         if self._finished:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
 
-    def _check_memories(self) -> None:
+    def _check_memories(self, step: int) -> None:
+        """Both ends of each cut hold the same before this step; a collective.
+
+        Raises:
+            ConfigError: there is no room for the activation caches.
+        """
         try:
-            repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
+            repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
         except OSError as error:
             folder = memory_folder(self._config)
             raise ConfigError(

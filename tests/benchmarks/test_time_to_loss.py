@@ -41,7 +41,8 @@ def test_every_method_is_a_valid_run(layout: Any, task: Task, texts: tuple[Path,
     for method in METHODS[layout]:
         file = losses.run_file(task, layout, method, texts=texts, seed=1, lr=1e-3)
         config = RunConfig.model_validate(file)
-        assert config.world_size == (1 if layout == "one" else 4)
+        how = LAYOUTS[layout]
+        assert config.world_size == how.stages * how.replicas * how.shards
         assert config.train.lr == 1e-3
 
 
@@ -118,6 +119,24 @@ def test_losses_are_those_of_a_run_and_are_measured_once(
     assert before.count("\n") == 2
     main([*words, "--parts", "losses", "hours"])
     assert out.read_text(encoding="utf-8") == before
+
+
+def test_more_epochs_are_another_task(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(task: Task, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"final": 1.0, "cut_bytes": [0] * task.steps}
+
+    monkeypatch.setattr(losses, "measure", measure)
+    out = tmp_path / "rows.jsonl"
+    words = ["--train", str(texts[0]), "--eval", str(texts[1]), "--json", str(out)]
+    words += ["--layouts", "one", "--parts", "losses", "--seeds", "1"]
+    main(words)
+    main([*words, "--epochs", "3"])
+    rows = [json.loads(line)["result"] for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["task"] for row in rows] == ["gpt2", "gpt2, 3 epochs"]
+    assert [row["epochs"] for row in rows] == [1, 3]
+    assert rows[1]["steps"] == len(rows[1]["cut_bytes"]) == 3 * rows[0]["steps"]
 
 
 def test_a_run_over_links_is_composed_of_a_short_ones_steps(

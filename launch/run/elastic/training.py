@@ -318,12 +318,14 @@ class ElasticTraining(Training):
         self.agreement.release()
 
     def prove_equal(self) -> None:
-        """Compare the replicas' weights; a collective.
+        """Compare the replicas' weights, and the ends of cuts; a collective.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: weights differ, or there is no room for other samples' activations.
         """
         self._proof.compare(self.done)
+        if any(spec.remembers for spec in self._config.specs.values()):
+            self._check_memories(self.done)  # samples that went to other replicas are forgotten
         self._checkpoints.connect()
 
     @property

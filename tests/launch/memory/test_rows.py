@@ -50,6 +50,17 @@ def test_bytes_of_gpt2_xl_samples() -> None:
     assert {end.held for end in ends} == {2344}
 
 
+def test_samples_of_replicas_that_may_be_lost_are_counted() -> None:
+    sections: dict[str, Any] = {
+        "pipeline": {"cuts": [2], "replicas": 4},
+        "boundary": [{"forward": {"kind": "aqsgd"}}],
+        "train": {"batch_size": 8},
+    }
+    assert {end.held for end in plan_memory(config(**sections), 1000)} == {250}
+    going_on = config(**sections, elastic={"min_replicas": 2})
+    assert {end.held for end in plan_memory(going_on, 1000)} == {500}
+
+
 def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
     run = xl(4, budget="2GB")
     row, batch = row_of(run), 8

@@ -50,7 +50,7 @@ TWO_BY_TWO = (
     "pipeline.replicas=2",
     "pipeline.cuts=[1]",
     "pipeline.microbatches=2",
-    'boundary=[{forward={kind="direct",bits=4},backward={kind="direct",bits=8}}]',
+    'boundary=[{forward={kind="aqsgd",bits=4},backward={kind="direct",bits=8}}]',
 )
 _RAW = """
 [[boundary]]

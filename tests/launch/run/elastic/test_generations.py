@@ -127,13 +127,6 @@ def test_below_the_least_it_ends_as_before(tmp_path: Path) -> None:
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
             "allreduce, async_average, bytegrad, diloco, ef_gradients, powersgd",
         ),
-        (
-            {
-                "pipeline": {"cuts": [2], "replicas": 2},
-                "boundary": [{"forward": {"kind": "aqsgd"}, "backward": {"kind": "raw"}}],
-            },
-            r'boundary.forward.kind = "aqsgd" \(use "raw" or "direct"\) at cut 2',
-        ),
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],
 )

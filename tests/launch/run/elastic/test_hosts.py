@@ -111,6 +111,7 @@ def test_two_machines_bring_a_replica_of_two_stages(tmp_path: Path) -> None:
         assert "joined: host2, host3, as ranks 4, 5" in said_by(run, 0), run.text()
         done = run.steps()
         until(lambda: run.steps() > done + 10)
+        assert "hold different rows" not in run.text()
         psutil.Process(run.pids[0]).send_signal(signal.SIGTERM)
         codes = run.done()
     assert codes[0] == 128 + signal.SIGTERM, run.text()
