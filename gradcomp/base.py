@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import LossScope, ReplicaSync
 
@@ -95,6 +96,24 @@ class BaseSync:
 
     def global_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+class WithinSteps(BaseSync):
+    """A `GoesOn` that exchanges nothing between steps."""
+
+    _overlap: Overlap
+
+    def meet(self, step: int, hold: Hold) -> bool:
+        return False
+
+    def lets_in(self, step: int) -> bool:
+        return True
+
+    def finish_by(self, hold: Hold) -> None:
+        self.finish()
+
+    def settle(self) -> None:
+        self._overlap.settle()
 
 
 class Stateless:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base import BaseSync, Hold, Kept, Stateless
+from thinpipe.gradcomp.base import Kept, Stateless, WithinSteps
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.overlap import Overlap
@@ -37,7 +37,7 @@ class Reducer(Kept, Protocol):
         """The state of a replica that joins: what is alike on all, and nothing owed."""
 
 
-class GradientSync(BaseSync):
+class GradientSync(WithinSteps):
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
 
     A step that the engine skips because something is not finite leaves no trace in the reducer's
@@ -74,19 +74,6 @@ class GradientSync(BaseSync):
     def begin_step(self, step: int, passes: int) -> None:
         self._step = step
         self._readiness.begin_step(passes)
-
-    def meet(self, step: int, hold: Hold) -> bool:
-        """All is exchanged within steps."""
-        return False
-
-    def lets_in(self, step: int) -> bool:
-        return True
-
-    def finish_by(self, hold: Hold) -> None:
-        self.finish()
-
-    def settle(self) -> None:
-        self._overlap.settle()
 
     def abandon(self) -> None:
         self._overlap.abandon()

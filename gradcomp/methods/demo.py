@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base import BaseSync
+from thinpipe.gradcomp.base import WithinSteps
 from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
 from thinpipe.gradcomp.options import TrainOptions
@@ -38,6 +38,7 @@ from thinpipe.pipeline.wire.tile_topk import TileTopK
 
 SIDE = 64  # as published; the 4,096 places of a tile fit `TileTopK`'s 12 bits
 REPLICAS_EQUAL = True
+GOES_ON = True
 
 
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -53,7 +54,7 @@ class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self
 
 
-class DeMo(BaseSync):
+class DeMo(WithinSteps):
     """A `ReplicaSync` that leaves q where the optimizer looks for gradients."""
 
     replicas_equal = REPLICAS_EQUAL
@@ -68,10 +69,24 @@ class DeMo(BaseSync):
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._left: list[Tensor] = []  # what this step leaves of the momenta, once it counts
         self._overlap = Overlap(device)
-        self._counts = False  # whether the step of what is under way was made
+        self._counts = not config.delayed  # whether the step of what is under way was made
         self._unapplied: Tensor | None = None
         """The answer that a step was given, until that counts: momenta have lost it already."""
         self._step = 0
+
+    def begin_step(self, step: int, passes: int) -> None:
+        self._step = step
+
+    def abandon(self) -> None:
+        self._overlap.abandon()
+        self._left = []
+
+    def regroup(self, rank: int, size: int) -> None:
+        """What this replica's momenta hold it sends later, to whoever is there."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """Who joins begins with momenta of zero."""
+        return {**self._overlap.save(), "momenta": [], "counts": self._counts, "unapplied": None}
 
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
@@ -99,7 +114,6 @@ class DeMo(BaseSync):
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._overlap.save(),
-            "step": self._step,
             "momenta": self._momenta,
             "counts": self._counts,
             "unapplied": self._unapplied,
@@ -107,8 +121,8 @@ class DeMo(BaseSync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._overlap.restore(state)
-        self._step, self._counts = state["step"], state["counts"]
-        for momentum, saved in zip(self._momenta, state["momenta"], strict=True):
+        self._counts = state["counts"]
+        for momentum, saved in zip(self._momenta, state["momenta"] or self._momenta, strict=True):
             momentum.copy_(saved)
         unapplied = state["unapplied"]
         self._unapplied = None if unapplied is None else unapplied.to(device_of(self._parameters))
@@ -137,8 +151,7 @@ class DeMo(BaseSync):
 
     def _submit(self, strongest_N: Tensor) -> None:
         key, peers, codec = ExchangeKey(self._step, 0), self._peers, self._codec
-        self._step += 1
-        self._counts = False
+        self._counts = not self._config.delayed
 
         def exchange() -> Tensor:
             sum_N, count_N = torch.zeros_like(strongest_N), torch.zeros_like(strongest_N)
@@ -150,7 +163,7 @@ class DeMo(BaseSync):
 
     def _take(self) -> Tensor | None:
         """The answer under way; None if there is none, or its step was skipped."""
-        counts, found = self._counts or not self._config.delayed, self._overlap.join()
+        counts, found = self._counts, self._overlap.join()
         return found[0] if found and counts else None
 
     def _leave(self, answer_N: Tensor | None, *, finite: bool) -> None:

@@ -86,7 +86,7 @@ def check_elastic(config: "RunConfig") -> None:
     if least == pipeline.replicas:
         return
     if not goes_on(method, config.method_options):
-        able = [name for name in method_names() if goes_on(name, parse_options(name, {}))]
+        able = [name for name in method_names() if getattr(load_method(name), "GOES_ON", False)]
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
             f"use {', '.join(able)}, with delayed = false, or remove [elastic]"

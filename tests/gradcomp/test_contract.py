@@ -194,7 +194,7 @@ class Moving(Through):
 
 def moved(state: Any, rank: int, size: int) -> Any:
     """A state in which what the server of a shard owes has become what its replica has to send."""
-    kept = state["reducer"]
+    kept = state.get("reducer")
     if not isinstance(kept, dict):
         return state
     sent = {name: kept[name] for name in kept if not name.startswith("served-")}
@@ -204,7 +204,7 @@ def moved(state: Any, rank: int, size: int) -> Any:
     return {**state, "reducer": sent}
 
 
-OPTIONS = {"bucket_mb": 1e-4, "interval": 3, "overlap": 0}
+OPTIONS = {"bucket_mb": 1e-4, "interval": 3, "overlap": 0, "delayed": False}
 
 
 def able(*, equal: bool) -> list[str]:
@@ -239,9 +239,10 @@ def leave(replicas: Replicas, moving: list[Moving], survivors: list[int]) -> Non
 
 
 def test_replicas_that_can_go_on() -> None:
-    assert able(equal=True) == ["allreduce", "bytegrad", "ef_gradients", "powersgd", "topk"]
+    assert able(equal=True) == ["allreduce", "bytegrad", "demo", "ef_gradients", "powersgd", "topk"]
     assert able(equal=False) == ["async_average", "diloco", "sparse_loco"]
-    assert not goes_on("ef_gradients", parse_options("ef_gradients", {"delayed": True}))
+    for name in ("demo", "ef_gradients"):
+        assert not goes_on(name, parse_options(name, {"delayed": True}))
 
 
 @pytest.mark.parametrize("name", able(equal=True))

@@ -21,7 +21,8 @@ from thinpipe.launch.run.elastic.training import ElasticTraining
 WORLD, LEAVES, EVERY = 4, 20, 16  # steps between two, of 400: the last is in before the end
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
 OPTIONS = dict.fromkeys(["diloco", "sparse_loco"], "{interval=10, overlap=0}")
-"""Of methods that exchange more seldom than losses come; others have their defaults."""
+"""By default the first two exchange more seldom than losses come; others have their defaults."""
+OPTIONS["demo"] = "{delayed=false}"
 METHODS = ["allreduce", "async_average", "bytegrad", "ef_gradients", "powersgd", "topk", *OPTIONS]
 _PAUSE_S = 0.8
 """After a step while one comes: twenty newcomers take longer than 400 steps of this model."""
