@@ -97,10 +97,14 @@ class SampleMemory:
         return len(self._histories) * (self._row_nbytes or 0)
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
-        """Hold only these samples from here on, and at most so many; the lowest ids stay."""
-        self._limit = samples
-        held = sorted(self._histories.keys() & set(ids_B.tolist()))
-        self._forget(list(self._histories.keys() - set(held[:samples])))
+        """Hold at most so many samples from here on, of these first; the lowest ids stay.
+
+        What these leave of the room others have, which may come back.
+        """
+        self._limit, own = samples, set(ids_B.tolist())
+        held = sorted(self._histories.keys() & own)[:samples]
+        others = sorted(self._histories.keys() - own)[: max(0, samples - len(own))]
+        self._forget(list(self._histories.keys() - {*held, *others}))
         self._store.reserve(samples)
 
     def fingerprints(self, ids_B: Tensor) -> Tensor:

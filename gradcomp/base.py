@@ -99,7 +99,7 @@ class BaseSync:
 
 
 class WithinSteps(BaseSync):
-    """A `GoesOn` that exchanges nothing between steps."""
+    """A `GoesOn` without meetings between steps."""
 
     _overlap: Overlap
 

@@ -59,19 +59,30 @@ class CacheConsistency:
     def size(self) -> int:
         return 1 + 2 * len(self.places)
 
-    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor, samples: int = 0) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
 
-        `ids_B` are all samples of this DP rank, `first_ids_B` those of the first step.
+        `ids_B` are all samples of this DP rank, `first_ids_B` those of the first step. It may have
+        `samples` later, if that is more.
 
         Raises:
             OSError: this rank has no space for what was agreed.
         """
-        self._agree_on_room(ids_B)
+        self._agree_on_room(ids_B, samples)
         self._agree_on_what_was_learned()
-        repaired = self._compare(ids_B)
+        repaired = self._compare(ids_B, "world")
         self.prefetch(first_ids_B)
-        return _sum(repaired, self._compare(first_ids_B))
+        return _sum(repaired, self._compare(first_ids_B, "world"))
+
+    def go_on(self, ids_B: Tensor, next_ids_B: Tensor, samples: int) -> None:
+        """Agree anew in this replica, as others left or came, or messages were lost.
+
+        As `begin`; of samples, only those of the next step are compared.
+        """
+        self._agree_on_room(ids_B, samples)
+        self._agree_on_what_was_learned()
+        self.prefetch(next_ids_B)
+        self._compare(next_ids_B, "replica")
 
     def release(self) -> None:
         for memory in self._memories.values():
@@ -112,9 +123,9 @@ class CacheConsistency:
         found = [((self.places[place][0], n),) for place, n in zip(places, counts, strict=True)]
         return Repair(_sum(*found), shared_nbytes(shared_WN))
 
-    def _compare(self, ids_B: Tensor) -> Repaired:
+    def _compare(self, ids_B: Tensor, scope: Scope) -> Repaired:
         mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
-        return self.repair(self._transport.share(mine, "world"), ids_B, "world").repaired
+        return self.repair(self._transport.share(mine, scope), ids_B, scope).repaired
 
     def _forget(self, place: int, ids_B: Tensor) -> None:
         for end in (0, 1):
@@ -130,7 +141,7 @@ class CacheConsistency:
                         shown if len(ids_B) <= 8 else f"{shown}, ...",
                     )
 
-    def _agree_on_room(self, ids_B: Tensor) -> None:
+    def _agree_on_room(self, ids_B: Tensor, samples: int) -> None:
         """The smaller capacity of two ends counts."""
 
         def room(memory: Memory) -> float:
@@ -138,7 +149,8 @@ class CacheConsistency:
 
         own_CE = self._of_pipeline(room, missing=math.inf).amin(0)
         for (place, _), memory in self._memories.items():
-            memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
+            most = max(len(ids_B), samples)
+            memory.restrict(ids_B, int(min(float(own_CE[place].min()), most)))
 
     def _agree_on_what_was_learned(self) -> None:
         """Ends that have learned different things besides samples start again."""

@@ -121,20 +121,30 @@ class PipelineEngine:
         self._own_ids_B: Tensor | None = None
         self._targets: PyTree = None
 
-    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor, samples: int = 0) -> Repaired:
         """Let the ends of every cut agree on their activation caches, before the first step.
 
         `ids_B` are all samples of this replica (none: a stream's are not known), `first_ids_B`
-        those of the first step. Returns the samples whose cached rows differed or were lost, and
-        are dropped.
+        those of the first step; it may have `samples` later, if that is more. Returns the samples
+        whose cached rows differed or were lost, and are dropped.
 
         Raises:
             OSError: there is no room for the activation caches.
         """
         self.announce(ids_B)
-        repaired = self._stats.consistency.begin(ids_B, first_ids_B)
+        repaired = self._stats.consistency.begin(ids_B, first_ids_B, samples)
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return repaired
+
+    def go_on(self, next_ids_B: Tensor, samples: int) -> None:
+        """As `begin`, before a step after `regroup`; all ranks of a replica call it.
+
+        Raises:
+            OSError: there is no room for the activation caches.
+        """
+        assert self._own_ids_B is not None, "a stream does not go on"
+        self._stats.consistency.go_on(self._own_ids_B, next_ids_B, samples)
+        self._finish_step(keep=False)
 
     def announce(self, ids_B: Tensor) -> None:
         """All samples of this replica from now on; none: they are not known."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,11 +40,14 @@ from thinpipe.launch.host.links import parse_rate, parse_time
 
 _PARTS = ("losses", "seconds", "hours", "plan", "whole")
 _VOCABULARY = 5000
-_QUICK = (
-    *("bf16", "AQ-SGD 3/6", "transform .7/.9", "torch GPipe bf16"),
-    *("CocktailSGD", "ef_gradients .015", "DeMo", "SparseLoCo", "torch DDP fp32"),
-    *("AQ-SGD 3/6, CocktailSGD", "QSDP W8G8", "torch FSDP2 bf16"),
-)
+QUICK: dict[LayoutName, Sequence[str]] = {
+    "one": (),
+    "pipeline": ("bf16", "AQ-SGD 3/6", "transform .7/.9", "torch GPipe bf16"),
+    "replicas": ("CocktailSGD", "ef_gradients .015", "DeMo", "SparseLoCo", "torch DDP fp32"),
+    "both": ("AQ-SGD 3/6, CocktailSGD",),
+    "shards": ("QSDP W8G8", "torch FSDP2 bf16"),
+}
+"""Methods of layouts."""
 _TIMED = ("task", "layout", "method", "gpu", "rate_bps", "delay_ms", "dilation")
 
 
@@ -114,6 +117,8 @@ def _time(options: argparse.Namespace, task: Task, rows: _Rows, folder: Path) ->
             _add_new(rows, cut[layout](task, missing, under, config=config, **more))
         elif missing and layout in whole:
             _add_new(rows, whole[layout](task, missing, under))
+        elif missing and layout not in ("one", *cut):
+            print(f"{task.name}: {layout} is not timed", flush=True)
 
 
 def _add_new(rows: _Rows, found: Iterable[Mapping[str, Any]]) -> None:
@@ -217,7 +222,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--dilation", type=float, default=8.0, help=slower)
     command.add_argument("--recorded", type=Path, metavar="FOLDER", help="to keep what stages send")
     quick = {"seeds": 1, "share": 0.1, "delays": ["0ms"], "rates": ["none", "100mbit"]}
-    quick |= {"methods": [*_QUICK], "layouts": ["one", "pipeline", "replicas", "both", "shards"]}
+    quick |= {"methods": [*chain(*QUICK.values())], "layouts": [*QUICK]}
     options = parse_options(command, arguments, "quick", quick)
     if options.json is None:
         command.error("--json FILE is needed: it holds what was measured")

@@ -57,7 +57,9 @@ def compare(
     task: Task, layout: LayoutName, method: str, rate: str, *, texts: tuple[Path, Path]
 ) -> dict[str, Any]:
     """A row: seconds of a run over links of that rate, and as composed from a short run's steps."""
-    runs, over = [], ("shaped", "--hosts", "4", "--rate", rate, "--")
+    runs, how = [], LAYOUTS[layout]
+    hosts = how.stages * how.replicas * how.shards
+    over = ("shaped", "--hosts", str(hosts), "--rate", rate, "--")
     for steps in (8, 100):
         part = replace(task, sequences=steps * task.batch, epochs=2)
         settings = run_file(part, layout, method, texts=texts, seed=0, lr=task.lr)

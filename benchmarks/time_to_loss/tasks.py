@@ -11,7 +11,9 @@ from typing import Any, Literal
 Settings = Mapping[str, Any]
 """Sections of a run file."""
 
-LayoutName = Literal["one", "pipeline", "replicas", "8 replicas", "both", "shards", "2 x shards"]
+LayoutName = Literal[
+    "one", "pipeline", "replicas", "8 replicas", "both", "shards", "2 replicas x 2 shards"
+]
 _REPORTED_PARAMETERS = 124e6
 _TOKENS_PER_S = {"A100": 138e3, "RTX 4090": 130e3}
 """Of one card that trains GPT-2 with 124M parameters in bf16: 1.1M tokens/s on eight A100
@@ -134,7 +136,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
         Layout("8 replicas", replicas=8),
         Layout("both", stages=2, replicas=2),
         Layout("shards", shards=4),
-        Layout("2 x shards", replicas=2, shards=2),
+        Layout("2 replicas x 2 shards", replicas=2, shards=2),
     )
 }
 
@@ -209,7 +211,7 @@ METHODS: dict[LayoutName, dict[str, Settings]] = {
         "QSDP W8G8": _qsdp(),
         "QSDP W4G4 differences": _qsdp(weights="differences", weight_bits=4, gradient_bits=4),
     },
-    "2 x shards": {
+    "2 replicas x 2 shards": {
         "fp32": {"shards": {"method": "fsdp"}, **_exchange("allreduce")},
         "QSDP W8G8, ef_gradients": {**_qsdp(), **_exchange("ef_gradients")},
         "QSDP W8G8, CocktailSGD": {**_qsdp(), **_COCKTAIL},

@@ -17,7 +17,8 @@ from thinpipe.pipeline.wire.told import DIRECTIONS, Direction
 class End:
     """The memory at one end of a direction of a cut.
 
-    It holds `held` of the `samples` that a replica visits.
+    It holds `held` of the `samples` that a replica visits, and `most` once it visits those of lost
+    replicas, too.
     """
 
     cut: int
@@ -25,12 +26,14 @@ class End:
     side: Literal["sender", "receiver"]
     position: int
     row_nbytes: int
-    samples: int
-    held: int
+    samples: int = 0
+    held: int = 0
+    most: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.held * self.row_nbytes
+        """At most."""
+        return self.most * self.row_nbytes
 
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
@@ -77,9 +80,14 @@ def cache_ends(config: RunConfig) -> list[End]:
             if not row or upper == lower:
                 continue
             source, target = (upper, lower) if direction == "forward" else (lower, upper)
-            found.append(End(cut, direction, "sender", source, row, samples=0, held=0))
-            found.append(End(cut, direction, "receiver", target, row, samples=0, held=0))
+            found.append(End(cut, direction, "sender", source, row))
+            found.append(End(cut, direction, "receiver", target, row))
     return found
+
+
+def most_samples(config: RunConfig, sequences: int) -> int:
+    """That a DP rank visits once no more replicas can be lost."""
+    return sequences // (config.fewest_replicas * config.pipeline.shards)
 
 
 def batch_of_rank(config: RunConfig) -> int:

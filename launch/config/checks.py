@@ -87,9 +87,12 @@ def check_elastic(config: "RunConfig") -> None:
         return
     if not goes_on(method, config.method_options):
         able = [name for name in method_names() if getattr(load_method(name), "GOES_ON", False)]
+        remedy = f"use {', '.join(able)}"
+        if method in able:
+            remedy = f"set gradcomp.{method}.delayed = false"
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
-            f"use {', '.join(able)}, with delayed = false, or remove [elastic]"
+            f"{remedy}, or remove [elastic]"
         )
     block, shards = config.data.stream_block, pipeline.shards
     others = [f"data.stream_block = {block}"] if block is not None else []

@@ -115,6 +115,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return ""
 
     @property
+    def fewest_replicas(self) -> int:
+        """That the run goes on with; all, if it ends without one."""
+        return self.elastic.min_replicas or self.pipeline.replicas
+
+    @property
     def saves_in_training(self) -> bool:
         """Whether checkpoints are written while it trains, not only at the end."""
         saves, judged = self.checkpoint, (self.eval.best, self.eval.patience) != (None, None)

@@ -4,6 +4,7 @@ A rank's budget is divided so that each end of a cut on it holds equally many sa
 capacity of the two ends of a cut counts. In RAM, the rows that a step writes count too.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from thinpipe.launch.config.caches import (
     batch_of_rank,
     cache_ends,
     memory_folder,
+    most_samples,
     sample_capacity,
 )
 from thinpipe.launch.config.run import RunConfig
@@ -42,21 +44,24 @@ class HostBytes:
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike."""
-    replicas = config.elastic.min_replicas or config.pipeline.replicas  # samples of lost ones come
-    samples = sequences // (replicas * config.pipeline.shards)
+    samples, most = sequences // config.pipeline.dp_size, most_samples(config, sequences)
     ends = cache_ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
     planned = []
     for end in ends:
         both = [capacities[other.position] for other in ends if other.cut == end.cut]
-        held = min([samples, *(capacity for capacity in both if capacity is not None)])
-        planned.append(replace(end, samples=samples, held=held))
+        room = min((capacity for capacity in both if capacity is not None), default=most)
+        planned.append(replace(end, samples=samples, held=min(samples, room), most=min(most, room)))
     return planned
 
 
 def needs(config: RunConfig, ends: Sequence[End], positions: Iterable[int]) -> HostBytes:
-    """Bytes of the caches of ranks at these pipeline positions, all on one host."""
-    here = [end for position in positions for end in ends if end.position == position]
+    """Bytes at most of the caches of ranks at these pipeline positions, all on one host.
+
+    Most are held by as few replicas as may be left, if all that are left are here.
+    """
+    counts = {n: min(count, config.fewest_replicas) for n, count in Counter(positions).items()}
+    here = [end for end in ends for _ in range(counts.get(end.position, 0))]
     held = sum(end.nbytes for end in here)
     batch = batch_of_rank(config) * sum(end.row_nbytes for end in here)
     if config.memory.tier == "disk":

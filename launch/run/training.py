@@ -4,8 +4,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -18,7 +18,7 @@ from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.caches import memory_folder
+from thinpipe.launch.config.caches import memory_folder, most_samples
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
@@ -168,7 +168,7 @@ class Training:
             beginning.append(self._plan.words())
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
-        self._check_memories(self.start)
+        self._check_memories()
 
     def _begin_weights(self) -> str | None:
         """First weights, the same where they should be; what is to be said of them."""
@@ -352,21 +352,24 @@ class Training:
         if self._finished:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
 
-    def _check_memories(self, step: int) -> None:
-        """Both ends of each cut hold the same before this step; a collective.
+    def _check_memories(self) -> None:
+        most = most_samples(self._config, len(self._samples))
+        with self._room_for_caches():
+            own, first = self._sampler.all_ids(), self._ids(self.start)
+            repaired = self.built.engine.begin(own, first, most)
+        if repaired:
+            self.display.note_repaired(dict(repaired))
 
-        Raises:
-            ConfigError: there is no room for the activation caches.
-        """
+    @contextmanager
+    def _room_for_caches(self) -> Iterator[None]:
+        """Errors of activation caches say what to change."""
         try:
-            repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(step))
+            yield
         except OSError as error:
             folder = memory_folder(self._config)
             raise ConfigError(
                 f"memory.folder = {folder}: {disk.why(error, folder)}, or lower memory.budget"
             ) from error
-        if repaired:
-            self.display.note_repaired(dict(repaired))
 
     def _ids(self, step: int) -> torch.Tensor:
         over = step >= self.steps

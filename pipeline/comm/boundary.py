@@ -28,7 +28,7 @@ class Memory(Protocol):
     capacity: int | None
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
-        """Hold only these samples from here on, and at most so many.
+        """Hold at most so many samples from here on, of these first.
 
         Raises:
             OSError: there is no room for as many.

@@ -161,7 +161,8 @@ class IncomingChannel:
             job = self._worker.submit(partial(self._take, coming))
             self._jobs[coming] = first_error.watch(job)
         start = time.perf_counter()
-        x_BTD, decoded = first_error.wait_for(self._jobs.pop(m))
+        x_BTD, decoded = first_error.wait_for(self._jobs[m])
+        del self._jobs[m]  # if another failed meanwhile, `abandon_pass` waits for it
         self._record("wait", m, start, time.perf_counter())
         return self._stream.hand_over(x_BTD, decoded)
 

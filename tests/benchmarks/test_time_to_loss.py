@@ -13,7 +13,7 @@ from benchmarks.harness import write_tokenizer
 from benchmarks.links.workloads import PaperShape
 from benchmarks.shards import speed
 from benchmarks.time_to_loss import losses, plan, seconds
-from benchmarks.time_to_loss.__main__ import main
+from benchmarks.time_to_loss.__main__ import QUICK, main
 from benchmarks.time_to_loss.hours import compose, table
 from benchmarks.time_to_loss.record import record
 from benchmarks.time_to_loss.tasks import BASELINE, LAYOUTS, METHODS, Task, gpt2
@@ -100,6 +100,11 @@ def test_what_torch_has_itself_has_the_losses_of_a_method_of_ours() -> None:
     assert {*seconds._SHARDS.values()} <= {*speed.OURS, *speed.TORCHS}
     for name, settings in METHODS["shards"].items():
         assert ShardsConfig(**settings["shards"]) == speed.OURS[seconds._SHARDS[name]]
+
+
+def test_a_quick_look_is_at_methods_that_there_are() -> None:
+    for layout, names in QUICK.items():
+        assert {*names} <= {*METHODS[layout], *seconds.TORCH.get(layout, ())}
 
 
 def test_methods_too_slow_to_wait_for_are_told_apart() -> None:

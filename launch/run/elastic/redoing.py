@@ -157,9 +157,9 @@ class RedoingTraining(ElasticTraining):
     def _begin_weights(self) -> str | None:
         return super()._begin_weights() if self._call is None else None
 
-    def _check_memories(self, step: int) -> None:
+    def _check_memories(self) -> None:
         if self._call is None:
-            super()._check_memories(step)
+            super()._check_memories()
 
     def _begin_copies(self, change: int, step: int) -> None:
         hosts = self._elastic.places

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.gradcomp.base import GoesOn
 from thinpipe.launch.checkpoint.agreement import Ask
+from thinpipe.launch.config.caches import most_samples
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.fork_server import KERNELS
@@ -65,6 +66,7 @@ class ElasticTraining(Training):
         gives = newcomer is None and mesh.replica == 0
         self._givers = Givers(self.built, mesh.pipeline_ranks, gives=gives)
         self._changes: list[tuple[int, Mesh, str]] = []
+        self._caches_agree = True
         self._taker: Taker | None = None
         store = newcomer.store if newcomer else self._session.store
         if self._session.writes_run_folder:
@@ -215,6 +217,7 @@ class ElasticTraining(Training):
             self.agreement.release()
 
     def _go_on(self, passes: int) -> None:
+        self._caches_agree = False
         self.built.engine.regroup(self._sampler.all_ids(), passes)
         self._follow_plan()
 
@@ -323,10 +326,22 @@ class ElasticTraining(Training):
         Raises:
             ConfigError: weights differ, or there is no room for other samples' activations.
         """
+        self._agree_on_caches(self.done)  # first, as it drops samples only, not all that is held
         self._proof.compare(self.done)
-        if any(spec.remembers for spec in self._config.specs.values()):
-            self._check_memories(self.done)  # samples that went to other replicas are forgotten
         self._checkpoints.connect()
+
+    def _agree_on_caches(self, step: int) -> None:
+        """Before it, once after each change: the ends of this replica's cuts hold the same.
+
+        All its ranks call it.
+        """
+        if self._caches_agree or self._finished:  # they are closed as training ends
+            return
+        if any(spec.remembers for spec in self._config.specs.values()):
+            most = most_samples(self._config, len(self._samples))
+            with self._room_for_caches():
+                self.built.engine.go_on(self._ids(step), most)
+        self._caches_agree = True
 
     @property
     def _sync(self) -> GoesOn:
@@ -371,6 +386,7 @@ class ElasticTraining(Training):
         def train() -> StepTotals:
             nonlocal sampler, mesh
             self._admit_if_due()
+            self._agree_on_caches(step)
             self._givers.goes_on(has_met=has_met)
             own = batch if sampler is self._sampler else self.batch(step)  # shared anew
             sampler, mesh = self._sampler, self._session.mesh

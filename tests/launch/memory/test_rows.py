@@ -56,9 +56,14 @@ def test_samples_of_replicas_that_may_be_lost_are_counted() -> None:
         "boundary": [{"forward": {"kind": "aqsgd"}}],
         "train": {"batch_size": 8},
     }
-    assert {end.held for end in plan_memory(config(**sections), 1000)} == {250}
-    going_on = config(**sections, elastic={"min_replicas": 2})
-    assert {end.held for end in plan_memory(going_on, 1000)} == {500}
+    run, going_on = config(**sections), config(**sections, elastic={"min_replicas": 2})
+    ends = plan_memory(going_on, 1000)
+    assert {(end.held, end.samples, end.most) for end in ends} == {(250, 250, 500)}
+    assert not memory_notices(ends)
+    whole, alone = (needs(run, plan_memory(run, 1000), here).rows for here in ([0] * 4, [0]))
+    assert whole == 4 * alone
+    assert needs(going_on, ends, [0]).rows == 2 * alone
+    assert needs(going_on, ends, [0] * 4).rows == whole, "two are left, each with half"
 
 
 def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:

@@ -120,12 +120,13 @@ def test_below_the_least_it_ends_as_before(tmp_path: Path) -> None:
     [
         ({"gradcomp": {"method": "cocktail"}}, 'gradcomp.method = "cocktail": its replicas cannot'),
         (
-            {"gradcomp": {"method": "demo"}},
-            "powersgd, sparse_loco, topk, with delayed = false, or remove",
+            {"gradcomp": {"method": "qadam"}},
+            "use allreduce, async_average, bytegrad, demo, diloco, ef_gradients, powersgd",
         ),
+        ({"gradcomp": {"method": "demo"}}, "set gradcomp.demo.delayed = false, or remove"),
         (
             {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
-            "allreduce, async_average, bytegrad, diloco, ef_gradients, powersgd",
+            "set gradcomp.ef_gradients.delayed = false, or remove",
         ),
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],

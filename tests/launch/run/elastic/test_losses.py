@@ -20,9 +20,9 @@ from thinpipe.launch.run.elastic.training import ElasticTraining
 
 WORLD, LEAVES, EVERY = 4, 20, 16  # steps between two, of 400: the last is in before the end
 SEEDS = range(int(os.environ.get("SEEDS", "1")))
-OPTIONS = dict.fromkeys(["diloco", "sparse_loco"], "{interval=10, overlap=0}")
-"""By default the first two exchange more seldom than losses come; others have their defaults."""
-OPTIONS["demo"] = "{delayed=false}"
+OFTEN = "{interval=10, overlap=0}"  # by default they exchange more seldom than losses come
+OPTIONS = {"diloco": OFTEN, "sparse_loco": OFTEN, "demo": "{delayed=false}"}
+"""Of methods that do not have their defaults."""
 METHODS = ["allreduce", "async_average", "bytegrad", "ef_gradients", "powersgd", "topk", *OPTIONS]
 _PAUSE_S = 0.8
 """After a step while one comes: twenty newcomers take longer than 400 steps of this model."""

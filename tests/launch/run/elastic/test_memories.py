@@ -1,4 +1,4 @@
-"""Replicas of two stages lose one whose cuts remember samples, and get one that knows none."""
+"""Replicas of two stages, whose cuts remember samples, lose one of them or a connection."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +8,11 @@ import pytest
 from tests.launch.run.elastic.test_places import AQSGD, TRANSFORM
 from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.often import mostly_slow
+from thinpipe.launch.run import training as training_module
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.pipeline.comm.channel import OutgoingChannel
+from thinpipe.pipeline.comm.errors import TransportError
 
 SAMPLES = 120  # of an epoch; a replica has 3 in each of 20 steps
 TWO_BY_TWO = (
@@ -75,3 +78,65 @@ def test_ends_of_a_cut_stay_equal_as_another_replica_leaves(
     counted = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
     assert counted == [SAMPLES, SAMPLES]
     assert [{*first[step - 1].samples.values()} for step in (at, len(records))] == [{had}, {has}]
+
+
+def breaks_a_connection(rank: int, port: int, folder: str, at: int, *changes: str) -> list[Held]:
+    """That between ranks 0 and 1, in the middle of a step: one end has learned more by then."""
+    found, send = [], OutgoingChannel._send
+
+    def broken(channel: OutgoingChannel, m: int, *rest: Any) -> None:
+        send(channel, m, *rest)
+        if m == 0 and channel._pass.step == at and not broken_at:
+            broken_at.append(at)
+            raise TransportError("rank 0 -> rank 1: broken")
+
+    broken_at = list[int]()
+    if rank == 0:
+        OutgoingChannel._send = broken  # type: ignore[method-assign]
+    own = (*TWO_BY_TWO, *changes)
+    trains(rank, port, folder, *own, each=lambda run, step: found.append(held(run, step)), world=4)
+    assert bool(broken_at) == (rank == 0)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "changes", mostly_slow([(BOTH,), (TRANSFORM,), (AQSGD, DISK)], lambda case: case == (BOTH,))
+)
+def test_ends_of_a_cut_stay_equal_as_a_connection_breaks(
+    tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    """The step is done again, and changes nothing of what is learned."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    changes = (*changes, "gradcomp.method=allreduce")  # others move what servers owe
+    broken = ranks_of(tmp_path / "a", 4, breaks_a_connection, 27, *changes)
+    undisturbed = ranks_of(tmp_path / "b", 4, loses_a_replica, -1, *changes)
+    assert broken == undisturbed
+    assert broken[0] == broken[1] != broken[2] == broken[3]
+
+
+def loses_one_as_all_end(rank: int, port: int, folder: str) -> bool:
+    """Rank 3, with its neighbour, once caches are closed: what others gather is gathered again."""
+    gathered, gather = list[Any](), training_module.gather_json
+
+    def gone(transport: Any, own: Any) -> Any:
+        if rank > 1:
+            leave(runs[0])
+        gathered.append(own)
+        return gather(transport, own)
+
+    def each(run: ElasticTraining, _: int) -> None:
+        runs.append(run)
+        training_module.gather_json = gone
+
+    runs, own = list[ElasticTraining](), (*TWO_BY_TWO, AQSGD, DISK)
+    trains(rank, port, folder, *own, each=each, world=4)
+    return bool(gathered)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_replica_that_is_lost_as_all_end_costs_nothing(tmp_path: Path) -> None:
+    assert ranks_of(tmp_path, 4, loses_one_as_all_end) == [True, True, False, False]
+    assert (tmp_path / "run/summary.json").exists()
