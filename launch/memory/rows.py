@@ -58,13 +58,15 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
 def needs(config: RunConfig, ends: Sequence[End], positions: Iterable[int]) -> HostBytes:
     """Bytes at most of the caches of ranks at these pipeline positions, all on one host.
 
-    Most are held by as few replicas as may be left, if all that are left are here.
+    In RAM that is once as few replicas are left as may be, all of them here. On disk each replica
+    sets aside what it may need.
     """
-    counts = {n: min(count, config.fewest_replicas) for n, count in Counter(positions).items()}
-    here = [end for end in ends for _ in range(counts.get(end.position, 0))]
+    counts, on_disk = Counter(positions), config.memory.tier == "disk"
+    fewest = config.pipeline.replicas if on_disk else config.fewest_replicas
+    here = [end for end in ends for _ in range(min(counts[end.position], fewest))]
     held = sum(end.nbytes for end in here)
     batch = batch_of_rank(config) * sum(end.row_nbytes for end in here)
-    if config.memory.tier == "disk":
+    if on_disk:
         return HostBytes(rows=held, ram=_ROWS_IN_FLIGHT * batch, disk=held)
     return HostBytes(rows=held, ram=2 * held + batch, disk=0)
 

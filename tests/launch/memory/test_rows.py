@@ -64,6 +64,8 @@ def test_samples_of_replicas_that_may_be_lost_are_counted() -> None:
     assert whole == 4 * alone
     assert needs(going_on, ends, [0]).rows == 2 * alone
     assert needs(going_on, ends, [0] * 4).rows == whole, "two are left, each with half"
+    on_disk = config(**sections, elastic={"min_replicas": 2}, memory={"tier": "disk"})
+    assert needs(on_disk, ends, [0] * 4).disk == 2 * whole, "reserved by each"
 
 
 def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
