@@ -164,6 +164,8 @@ def _launch(
         print_error(f"error: {_why_not_met(error, nodes, network)}")
         return 1
     except SignalException as stopped:
+        if killed.store is not None:
+            rendezvous.tell_left(killed.store)
         return 128 + int(stopped.sigval)
     if all(lost.values()):
         print_error(f"error: {_LEFT_OUT}")
@@ -213,10 +215,10 @@ class _Killed(logging.Handler):
     def __init__(self, host: str) -> None:
         super().__init__()
         self._host = host
-        self._store: Store | None = None
+        self.store: Store | None = None
 
     def report_to(self, store: Store) -> None:
-        self._store = store
+        self.store = store
 
     def emit(self, record: logging.LogRecord) -> None:
         code, rank = (*(record.args or ()), None, None)[:2]
@@ -224,5 +226,5 @@ class _Killed(logging.Handler):
             process = f"the supervisor of local rank {rank} on {self._host}"
             how = death_by(-code, out_of_memory=False)
             print_error(f"{process}: {how}")
-            if self._store is not None:
-                report_killed(self._store, process, how)
+            if self.store is not None:
+                report_killed(self.store, process, how)

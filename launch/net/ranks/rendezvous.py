@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -42,6 +43,7 @@ from thinpipe.launch.net.ranks.stopping import Stop
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
+_PART = "rendezvous"  # of the store
 _Come = tuple[Any, int, str]  # what sorts a host, the number of its post, and its name
 _POLL_S = 0.05  # each look is a few requests to the store, which all machines share
 _LEAVE_S = 5.0  # for launchers that still read there why the run ended
@@ -91,6 +93,29 @@ class _RoundStore(PrefixStore):
             time.sleep(_POLL_S)
 
 
+def tell_left(store: Store) -> None:
+    """Say in the run's store that this launcher was stopped: where all end it does not come."""
+    with contextlib.suppress(RuntimeError):
+        PrefixStore(_PART, store).add("left", 1)
+
+
+class _OneMachineStore(PrefixStore):
+    """As `_RoundStore`, of launchers on one machine: who does not come has said that it leaves."""
+
+    def __init__(self, prefix: str, store: Store, hosts: int, left: Callable[[], int]) -> None:
+        super().__init__(prefix, store)
+        self._hosts, self._left = hosts, left
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        if keys != [f"{_END}{_LAST_MEMBER_CHECKIN}"]:
+            super().wait(keys, *timeout)
+            return
+        ended = self.add("ended", 1)
+        while ended + self._left() < self._hosts:
+            time.sleep(_POLL_S)
+            ended = self.add("ended", 0)
+
+
 class RejectedError(RendezvousClosedError):
     """A rank wants no restart; the message says why."""
 
@@ -131,7 +156,7 @@ class Rendezvous(RendezvousHandler):
         self._holds = network.server is not None or bool(network.newcomer)
         self._tcp = network.open_store(limit_s)
         opened(self._tcp)
-        self._store = PrefixStore(f"rendezvous{network.newcomer}", self._tcp)
+        self._store = PrefixStore(f"{_PART}{network.newcomer}", self._tcp)
         self._posts = self._handled = self._round = 0
         self._names: list[str] = []  # of the round before
         self._looked_s = 0.0
@@ -177,7 +202,9 @@ class Rendezvous(RendezvousHandler):
         self._environment[ROUND] = str(self._round)
         host, port = self._network.store
         name, overlay = f"{self._network.newcomer}round{self._round}", self._network.overlay
-        store = PrefixStore(name, self._tcp)
+        store: Store = _OneMachineStore(
+            name, self._tcp, self._hosts, partial(self._store.add, "left", 0)
+        )
         if overlay is not None:
             store = _RoundStore(name, self._tcp, self._network.host, self._names, overlay)
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))

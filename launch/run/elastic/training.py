@@ -231,7 +231,7 @@ class ElasticTraining(Training):
         self.records.planned(self.steps, self._elastic.hosts)
 
     def _say(self, words: str) -> None:
-        if self._plan.changed_at == self.done:
+        if self._plan.changed_at == self.done < self.steps:
             words += f"; from step {self.done + 1} {self._plan.words()}"
         self.display.note(words)
 

@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE_S
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.sampler import Change, EpochSampler
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.ranks.failures import Losses
+from thinpipe.launch.net.ranks.failures import LOST, Losses
 from thinpipe.launch.net.ranks.network import HOLDS
 from thinpipe.launch.run.elastic import hosts
 from thinpipe.launch.run.elastic.training import ElasticTraining
@@ -92,6 +92,21 @@ def test_a_replica_of_two_stages_leaves_as_a_whole(tmp_path: Path) -> None:
     assert "rank 2: the others go on without it, as its replica is lost" in run.said()
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
     assert run.summary["final_loss"] < run.summary["first_loss"] - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, LOST), (signal.SIGTERM, 128 + 15)])
+def test_launchers_on_one_machine_end_without_those_that_left(
+    tmp_path: Path, by: int, code: int
+) -> None:
+    """Without a relay nobody else says who is there."""
+    run = Launchers(tmp_path, apart=True)
+    if by == signal.SIGKILL:
+        run.kill_rank(2, after=8)
+    else:
+        run.wait_for_step(8)
+        run.launchers[2].send_signal(by)
+    assert sorted(run.done()) == [0, 0, code], run.said()
 
 
 @pytest.mark.slow
