@@ -20,7 +20,7 @@ CutDirection = tuple[int, int]
 # AQ-SGD at 2 bits with levels that fail grows from 0.23 to 0.47 of the activations; with ones that
 # hold changes shrink from 0.20 to 0.11 (benchmarks/results/aqsgd_convergence_cpu_202611.md)
 _ERROR, _RISE, _LEAST_CHANGE, _PATIENCE = 0.6, 1.5, 0.25, 20
-_REMEDY = "use more bits, or raw"
+_REMEDY = "use more bits (transform: a smaller step), or raw"
 # SmolLM2-135M before training, across three cuts: its loss rises by .01 where half of the channels
 # have errors up to .17 of their own, by .1 at .25, by .2 at .4 and by .7 and more from .5 on
 _CHANNEL_ERROR, _LARGE_SHARE = 0.25, 0.25

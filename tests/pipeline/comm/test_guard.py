@@ -74,11 +74,12 @@ LOST = replace(SUITED, channel_error=0.45)
         (
             GROWING,
             "changes have grown from 0.33 to 0.49 of the activations instead of shrinking; use "
-            "more bits, or raw",
+            "more bits (transform: a smaller step), or raw",
         ),
         (
             [ErrorStats(0, 1, 0.7)] * 60,
-            "the error is 0.70 of the values, the limit is 0.6; use more bits, or raw",
+            "the error is 0.70 of the values, the limit is 0.6; use more bits (transform: a "
+            "smaller step), or raw",
         ),
         (
             [LOST] * 60,
