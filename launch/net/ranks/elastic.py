@@ -33,6 +33,9 @@ from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0  # one machine waits for no other; its own store may be slow to open
 _LEFT_OUT = "this machine was lost, and the run goes on without it; --join brings it back"
+_HELD = (
+    "this machine was lost, and the run ends, as its store is here (--rdzv); --resume continues it"
+)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def _launch(
     try:
         lost = elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
-        return _failed(error)
+        return _failed(error, network)
     except rendezvous.RejectedError as rejected:
         print_error(f"not restarted: {rejected}")
         return 1 if str(rejected) == STOPPED else USAGE_ERROR
@@ -167,20 +170,23 @@ def _launch(
         if killed.store is not None:
             rendezvous.tell_left(killed.store)
         return 128 + int(stopped.sigval)
-    if all(lost.values()):
-        print_error(f"error: {_LEFT_OUT}")
-        return LOST
-    return 0
+    return _left_out(network) if all(lost.values()) else 0
 
 
-def _failed(error: ChildFailedError) -> int:
+def _left_out(network: HostNetwork) -> int:
+    """What this machine ends with, as the ranks of others go on without its own."""
+    holds = network.server is not None
+    print_error(f"error: {_HELD if holds else _LEFT_OUT}")
+    return 1 if holds else LOST
+
+
+def _failed(error: ChildFailedError, network: HostNetwork) -> int:
     """What this machine ends with, as ranks have failed."""
     if fork_server.is_gone():
         print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
     codes = [failure.exitcode for failure in error.failures.values()]
     if OUT in codes:
-        print_error(f"error: {_LEFT_OUT}")
-        return LOST
+        return _left_out(network)
     return next((code for code in codes if code > 0), 1)
 
 

@@ -14,10 +14,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from tests.ports import free_port
 from thinpipe.launch.cli import main
 from thinpipe.launch.net.ranks import elastic as spawn
 from thinpipe.launch.net.ranks.elastic import _Killed, run_local
-from thinpipe.launch.net.ranks.failures import Failures
+from thinpipe.launch.net.ranks.failures import LOST, Failures
+from thinpipe.launch.net.ranks.network import openly
 from thinpipe.launch.net.ranks.restarts import last_failure
 
 
@@ -76,3 +78,17 @@ def test_a_killed_process_of_an_agent_is_named_here_and_to_the_ranks(
     who = "the supervisor of local rank 0 on host1: killed by signal 9 (SIGKILL): if nobody did"
     assert who in capfd.readouterr().err
     assert (told.known() or "").startswith(who)
+
+
+def test_the_machine_with_the_store_does_not_say_that_the_run_goes_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As it ends with that machine."""
+    store = ("127.0.0.1", free_port())
+    holder, other = (openly("here", "127.0.0.1", store, holds=holds) for holds in (True, False))
+    assert (spawn._left_out(holder), spawn._left_out(other)) == (1, LOST)
+    said = capfd.readouterr().err.splitlines()
+    assert "the run ends, as its store is here (--rdzv); --resume" in said[0]
+    assert "the run goes on without it; --join brings it back" in said[1]
+    assert holder.server is not None
+    holder.server.close()
