@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from tests.ranks import CONTEXT
 from tests.waiting import PATIENCE_S
+from thinpipe.launch.host.signals import ENDING_SIGNALS
 from thinpipe.launch.net.ranks.fork_server import PARENT, name_process
 
 
@@ -71,6 +72,8 @@ def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[s
     from thinpipe.launch.net.ranks import fork_server
     from thinpipe.launch.run import script
 
+    # blocked if a test has called the launcher's `fork_server.start` before others began this one
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     for fd, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
     os.chdir(folder)
