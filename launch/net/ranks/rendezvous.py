@@ -100,7 +100,10 @@ def tell_left(store: Store) -> None:
 
 
 class _OneMachineStore(PrefixStore):
-    """As `_RoundStore`, of launchers on one machine: who does not come has said that it leaves."""
+    """As `_RoundStore`, of launchers on one machine: who does not come has said that it leaves.
+
+    One that was killed has not: it is waited for as long as torch's agents do.
+    """
 
     def __init__(self, prefix: str, store: Store, hosts: int, left: Callable[[], int]) -> None:
         super().__init__(prefix, store)
@@ -110,8 +113,8 @@ class _OneMachineStore(PrefixStore):
         if keys != [f"{_END}{_LAST_MEMBER_CHECKIN}"]:
             super().wait(keys, *timeout)
             return
-        ended = self.add("ended", 1)
-        while ended + self._left() < self._hosts:
+        ended, limit_s = self.add("ended", 1), time.monotonic() + self.timeout.total_seconds()
+        while ended + self._left() < self._hosts and time.monotonic() < limit_s:
             time.sleep(_POLL_S)
             ended = self.add("ended", 0)
 

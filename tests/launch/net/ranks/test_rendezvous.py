@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.utils.store import barrier
 
 from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
@@ -23,7 +26,7 @@ from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS
 from thinpipe.launch.net.ranks import fork_server
 from thinpipe.launch.net.ranks.network import HOLDS
-from thinpipe.launch.net.ranks.rendezvous import Rendezvous
+from thinpipe.launch.net.ranks.rendezvous import Rendezvous, _OneMachineStore
 from thinpipe.launch.net.ranks.stopping import Stop
 
 __all__ = ["run_file"]
@@ -161,3 +164,16 @@ def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     for host in hosts:
         host._looked_s = 0.0
         assert host.num_nodes_waiting() == restarts
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_killed_launcher_is_not_waited_for_forever(left: int) -> None:
+    """One that has left is not waited for at all, and a third one that ends in time is."""
+    tcp = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [_OneMachineStore("round1", tcp.clone(), 3, lambda: left) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        waits = [
+            threads.submit(barrier, store, 3, _TERMINAL_STATE_SYNC_ID, 60 if left else 0.3)
+            for store in stores
+        ]
+        assert [wait.result(PATIENCE_S) for wait in waits] == [None, None]
