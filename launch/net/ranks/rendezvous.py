@@ -113,7 +113,8 @@ class _OneMachineStore(PrefixStore):
         if keys != [f"{_END}{_LAST_MEMBER_CHECKIN}"]:
             super().wait(keys, *timeout)
             return
-        ended, limit_s = self.add("ended", 1), time.monotonic() + self.timeout.total_seconds()
+        waits: timedelta = self.timeout  # type: ignore[attr-defined]  # not in its stubs
+        ended, limit_s = self.add("ended", 1), time.monotonic() + waits.total_seconds()
         while ended + self._left() < self._hosts and time.monotonic() < limit_s:
             time.sleep(_POLL_S)
             ended = self.add("ended", 0)
