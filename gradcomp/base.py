@@ -36,10 +36,11 @@ class GoesOn(ReplicaSync, Protocol):
     | residuals, owed moves       | its own are lost               | it begins with none ² |
     | residuals of its shards     | its own are lost, others' sent | it begins with none   |
     | local steps since they met  | its own are lost               | it begins with none   |
-    | an exchange under way       | is made again, and waited for  | there is none         |
+    | an exchange under way       | is made again, and waited for  | there is none ³       |
 
-    ¹ Moments of local steps are older by as long as they were sent.
+    ¹ Moments of local steps, and with `cocktail`, are older by as long as they were sent.
     ² With local steps with replica 0's: about what the lost one owed.
+    ³ `cocktail` has one in each step: who joins takes part in the next.
     """
 
     def meet(self, step: int, hold: Hold) -> bool:
@@ -86,6 +87,8 @@ class BaseSync:
     def begin_step(self, step: int, passes: int) -> None: ...
 
     def before_step(self) -> None: ...
+
+    def commit(self) -> None: ...
 
     def after_step(self) -> None: ...
 

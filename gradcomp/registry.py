@@ -21,7 +21,8 @@ class Method(Protocol):
     """The content of a method's file.
 
     It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer;
-    `sync` is what `build` returned.
+    `sync` is what `build` returned. `GOES_ON`, if there is one, names the options with which
+    replicas go on when one is lost; what `build` returns is a `GoesOn` then.
     """
 
     Config: type[BaseModel]
@@ -34,13 +35,15 @@ class Method(Protocol):
         """Make the exchange of one rank; `peers` are the replicas of its stages."""
 
 
-def goes_on(name: str, options: BaseModel) -> bool:
-    """Whether a method's replicas can go on when one is lost: GOES_ON in its file.
+def goes_on_with(name: str) -> Mapping[str, Any] | None:
+    """The options with which a method's replicas go on when one is lost; None: they cannot."""
+    return getattr(load_method(name), "GOES_ON", None)
 
-    Not with gradients of earlier steps, as they would have to agree on what became of those.
-    """
-    delayed = getattr(options, "delayed", False)
-    return getattr(load_method(name), "GOES_ON", False) and not delayed
+
+def goes_on(name: str, options: BaseModel) -> bool:
+    """Whether replicas with these options go on when one is lost."""
+    needed = goes_on_with(name)
+    return needed is not None and needed.items() <= options.model_dump().items()
 
 
 def method_names() -> list[str]:

@@ -327,6 +327,7 @@ class PipelineEngine:
             stage.begin_pass(this, order)
 
     def _apply(self, totals: StepTotals) -> None:
+        self._sync.commit()
         if not totals.skipped:
             limit, norm = self._options.clip_norm, totals.grad_norm
             if self._sync.leaves == "gradients" and 0 < limit < norm:

@@ -45,6 +45,9 @@ class ReplicaSync(Protocol):
     def before_step(self) -> None:
         """Gradients are local; leave in `p.grad` what the optimizer is to apply."""
 
+    def commit(self) -> None:
+        """All ranks have come so far: what was exchanged before the step counts, skipped or not."""
+
     def after_step(self) -> None:
         """Parameters moved; exchange them here if the method does. Not called if they did not."""
 

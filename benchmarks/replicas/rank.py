@@ -111,6 +111,7 @@ class _Runner:
         for weight, update in zip(self._weights, self._updates, strict=True):
             weight.grad = update.clone()
         self.sync.before_step()
+        self.sync.commit()
         with torch.no_grad():
             for weight in self._weights:
                 assert weight.grad is not None

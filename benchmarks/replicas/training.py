@@ -92,6 +92,7 @@ class Replicas:
         losses = [self._backward(replica, sequences, step) for replica in self._replicas]
         self._on_all(lambda replica: replica.sync.before_step())
         for replica in self._replicas:
+            replica.sync.commit()
             if replica.sync.leaves == "gradients":
                 torch.nn.utils.clip_grad_norm_(replica.model.parameters(), _CLIP_NORM)
             replica.optimizer.step()

@@ -11,7 +11,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = True
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(ExchangeOptions):

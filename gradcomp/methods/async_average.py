@@ -22,7 +22,7 @@ from thinpipe.gradcomp.local_steps import LocalSteps, TurnsConfig
 from thinpipe.pipeline.comm.transport import Peers
 
 REPLICAS_EQUAL = False
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(TurnsConfig):

@@ -16,7 +16,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 _BITS = 8
 
 

@@ -16,12 +16,14 @@ their parameters have moved.
 
 So g + mean(r) + e moves by the mean of the local updates, exactly. With `delayed` the exchange that
 follows optimizer step t runs during forward and backward of step t + 1, and 3. is done before that
-step's optimizer moves the parameters. 3. is done by the training thread once everything has
-arrived: a failed exchange changes nothing.
+step's optimizer moves the parameters. 3. is done by the training thread once step t + 1 counts: a
+failed exchange changes nothing, and is made again with that step by those who are left.
 
 Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
+import operator
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,7 +34,7 @@ import torch
 from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.base import BaseSync
+from thinpipe.gradcomp.base import Hold, WithinSteps
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, Reduced, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket, gathered, replaced
@@ -44,6 +46,7 @@ from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 
 REPLICAS_EQUAL = False
+GOES_ON = {"delayed": True}  # else its exchange is no part of a step
 _SEED = 0  # of subsets: the same on all replicas
 
 
@@ -75,7 +78,7 @@ class Config(ExchangeOptions, populate_by_name=True):
         return self
 
 
-class Cocktail(BaseSync):
+class Cocktail(WithinSteps):
     """A `ReplicaSync` that exchanges parameters instead of gradients.
 
     All steps wait, also those between exchanges: exchanges are numbered by steps, so a step counts
@@ -85,34 +88,44 @@ class Cocktail(BaseSync):
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
         self.overlaps = config.delayed
-        nbytes = config.bucket_nbytes
-        buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
-        self._buckets = [SharedBucket(bucket) for bucket in buckets]
-        parts_of = [_parts(bucket.local_N, peers.size) for bucket in self._buckets]
-        self._errors = [
-            torch.zeros_like(bucket.local_N[parts[peers.rank]], dtype=torch.float32)
-            for bucket, parts in zip(self._buckets, parts_of, strict=True)
-        ]
-        self._owned = [*zip(self._buckets, parts_of, self._errors, strict=True)]
+        self._buckets, self._making = list[SharedBucket](), threading.Lock()
+        self._share_out()
         warmed_up = parameters if config.warmup_steps else ()
-        self._warmup = GradientSync(warmed_up, peers, AllReduce(peers, EXACT), nbytes)
+        averages = AllReduce(peers, EXACT)
+        self._warmup = GradientSync(warmed_up, peers, averages, config.bucket_nbytes)
         self._overlap = Overlap(device_of(self._parameters))
         self._captured = False
         self._steps, self._exchanges = 0, 0
+        self._pending = False
+        """Whether an exchange follows the last optimizer step that does not count yet."""
+        self._arrived = False  # all of it
 
     def begin_step(self, step: int, passes: int) -> None:
         if not self._captured:
             self._capture()
+        if self._pending and self._overlap.is_empty:
+            self._launch()
         self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
-        self._join()  # the optimizer then moves parameters from the new global model
+        if self._pending:
+            self._wait()
         if self._warming_up:
             self._warmup.before_step()
             return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:  # the loss was divided by the tokens of all replicas
             torch._foreach_mul_(gradients, float(self._peers.size))
+
+    def commit(self) -> None:
+        """Do step 3 of what has arrived; the optimizer moves parameters from there."""
+        if self._arrived:
+            with torch.no_grad():
+                for updates in self._overlap.join():
+                    for each, update in zip(self._owned, updates, strict=True):
+                        self._apply(*each, Reduced(*update))
+            self._exchanges += 1
+            self._pending = self._arrived = False
 
     def after_step(self) -> None:
         warming_up = self._warming_up
@@ -122,24 +135,51 @@ class Cocktail(BaseSync):
             return
         for bucket in self._buckets:
             bucket.check_storage()
-        jobs = [partial(self._exchange, *each, self._exchanges) for each in self._owned]
-        self._overlap.launch_each(jobs, lambda found: (found, None))  # as checkpoints hold it
+        self._pending = True
         if not self._config.delayed:
-            self._join()
+            self.finish()
 
     def finish(self) -> None:
-        self._join()
+        self.finish_by(operator.call)
+
+    def finish_by(self, hold: Hold) -> None:
+        if self._pending:
+            hold(self._wait)
+            self.commit()
+
+    def abandon(self) -> None:
+        self._overlap.abandon()
+        self._warmup.abandon()
+        self._arrived = False
+
+    def regroup(self, rank: int, size: int) -> None:
+        """Shards change. What this replica's answers lack, it sends from now on itself."""
+        self.commit()  # an exchange that others have had counted
+        self.abandon()
+        self._warmup.regroup(rank, size)
+        with torch.no_grad():
+            for bucket, parts, error_n in self._owned:
+                if bool(error_n.any()):  # a newcomer's state may come in another thread
+                    bucket.add_owed(parts[rank], error_n.mul_(self._peers.size))
+        self._share_out()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Parameters are the global ones, which are not sent twice where those are fp32."""
+        exact = [None if b.left_N is None else b.global_N for b in self._buckets]
+        return {**self.state_dict(), "global": exact, "left": [], "error": []}
+
+    def alike(self) -> list[Tensor]:
+        return [bucket.global_N for bucket in self._buckets]
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        self._overlap.wait()
         buckets = self._buckets if self._captured else ()
         return replaced(buckets, [bucket.global_N for bucket in buckets])
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self._overlap.save(),
             "steps": self._steps,
             "exchanges": self._exchanges,
+            "pending": self._pending,
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._buckets],
             "left": [bucket.left_N for bucket in self._buckets],
@@ -148,27 +188,54 @@ class Cocktail(BaseSync):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._overlap.restore(state)
         self._steps, self._exchanges = state["steps"], state["exchanges"]
+        # of before "pending", a checkpoint holds what an exchange found: it finds that again
+        self._pending = state["pending"] if "pending" in state else bool(state["under_way"])
         self._captured = state["captured"]
         self._warmup.load_state_dict(state["warmup"])
-        saved = zip(state["global"], state["left"], state["error"], strict=True)
-        for (bucket, _, error_n), (global_N, left_N, saved_n) in zip(
-            self._owned, saved, strict=True
-        ):
-            bucket.global_N.copy_(global_N)
+        if state["global"] and not self._buckets:  # a newcomer is alone as yet
+            self._share_out(alone=True)
+        for bucket, global_N in zip(self._buckets, state["global"], strict=True):
+            bucket.global_N.copy_(bucket.local_N if global_N is None else global_N)
+        for bucket, left_N in zip(self._buckets, state["left"], strict=False):
             if bucket.left_N is not None:
                 bucket.left_N.copy_(left_N)
-            error_n.copy_(saved_n)
+        for own_n, error_n in zip(self._errors, state["error"], strict=False):
+            own_n.copy_(error_n)
 
     @property
     def _warming_up(self) -> bool:
         return self._steps < self._config.warmup_steps
 
+    def _share_out(self, *, alone: bool = False) -> None:
+        """Have each replica serve a shard, and owe nothing; `alone`: also of one replica."""
+        with self._making:
+            self._rank, self._size = self._peers.rank, self._peers.size
+            if not self._buckets and (alone or self._size > 1):
+                made = make_buckets(self._parameters, self._config.bucket_nbytes)
+                self._buckets = [SharedBucket(bucket) for bucket in made]
+            parts_of = [_parts(bucket.local_N, self._size) for bucket in self._buckets]
+            self._errors = [
+                torch.zeros_like(bucket.local_N[parts[self._rank]], dtype=torch.float32)
+                for bucket, parts in zip(self._buckets, parts_of, strict=True)
+            ]
+            self._owned = [*zip(self._buckets, parts_of, self._errors, strict=True)]
+
     def _capture(self) -> None:
         for bucket in self._buckets:
             bucket.capture()
         self._captured = True
+
+    def _launch(self) -> None:
+        jobs = [partial(self._exchange, *each, self._exchanges) for each in self._owned]
+        self._overlap.launch_each(jobs)
+
+    def _wait(self) -> None:
+        """Until the exchange has arrived, which is made if it is not under way."""
+        if self._overlap.is_empty:
+            self._launch()
+        self._overlap.wait()
+        self._arrived = True
 
     def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
         return [
@@ -177,7 +244,7 @@ class Cocktail(BaseSync):
                 fraction=self._config.subset,
                 seed=_SEED,
                 step=number,
-                bucket=bucket.index * self._peers.size + server,
+                bucket=bucket.index * self._size + server,
             )
             for server, part in enumerate(parts)
         ]
@@ -189,8 +256,8 @@ class Cocktail(BaseSync):
         # Replicas that did not start from one model are noticed in the first exchange. After a
         # warm-up they are equal to rounding only, if optimizers run on unlike processors.
         digest = bucket.digest() if number == 0 and not self._config.warmup_steps else 0
-        subsets, size = self._subsets(bucket, parts, number), self._peers.size
-        owed_n = gathered(subsets[self._peers.rank], error_n)
+        subsets, size = self._subsets(bucket, parts, number), self._size
+        owed_n = gathered(subsets[self._rank], error_n)
         reduced = reduce_sharded(
             self._peers,
             ExchangeKey(number, bucket.index, digest),
@@ -200,21 +267,13 @@ class Cocktail(BaseSync):
         )
         return reduced.seen, reduced.results, reduced.left_n  # as a checkpoint can hold them
 
-    def _join(self) -> None:
-        """Wait for the exchange under way and do its step 3."""
-        for updates, _ in self._overlap.join():
-            with torch.no_grad():
-                for each, update in zip(self._owned, updates, strict=True):
-                    self._apply(*each, Reduced(*update))
-            self._exchanges += 1
-
     def _apply(
         self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, found: Reduced
     ) -> None:
         subsets = self._subsets(bucket, parts, self._exchanges)
         for each in zip(parts, subsets, found.seen, found.results, strict=True):
             bucket.apply(*each)
-        subsets[self._peers.rank].scatter(found.left_n, error_n)
+        subsets[self._rank].scatter(found.left_n, error_n)
 
 
 def _parts(local_N: Tensor, size: int) -> list[slice]:

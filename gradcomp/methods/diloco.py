@@ -27,7 +27,7 @@ from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = False
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(LocalStepsConfig):

@@ -21,7 +21,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
-GOES_ON = True
+GOES_ON = {"delayed": False}  # else they would have to agree on an exchange that is late
 
 
 class Config(ExchangeOptions):

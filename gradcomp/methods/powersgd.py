@@ -34,7 +34,7 @@ _LINALG = threading.Lock()
 """torch loads CUDA's linear algebra in the first call; made by two threads it fails (#90613)."""
 
 REPLICAS_EQUAL = True
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(ExchangeOptions):

@@ -35,6 +35,7 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
+GOES_ON: dict[str, object] = {}
 _EPS = 1e-8  # as torch's Adam
 _LEAST = 0.1
 """Of the mean variance of a tensor, what a frozen one is at least. At 0 training diverged: tokens
@@ -95,6 +96,14 @@ class Momentum(ServedReducer):
         super().keep()
         self.steps += 1
         self._momenta.keep()
+
+    def drop(self) -> None:
+        super().drop()
+        self._momenta.drop()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Who joins takes momenta over from its optimizer."""
+        return {"residuals": super().shared_state(), "steps": 0, "momenta": {}}
 
     def state_dict(self) -> dict[str, Any]:
         momenta = self._momenta.state_dict()

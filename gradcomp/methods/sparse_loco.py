@@ -27,7 +27,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.tile_topk import TileTopK
 
 REPLICAS_EQUAL = False
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(LocalStepsConfig):

@@ -17,7 +17,7 @@ from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
-GOES_ON = True
+GOES_ON: dict[str, object] = {}
 
 
 class Config(ExchangeOptions):

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
+from thinpipe.gradcomp.registry import (
+    goes_on,
+    goes_on_with,
+    load_method,
+    method_names,
+    parse_options,
+)
 from thinpipe.launch.config.errors import explain, first_misread, known_keys, written_keys
 
 if TYPE_CHECKING:
@@ -86,10 +92,10 @@ def check_elastic(config: "RunConfig") -> None:
     if least == pipeline.replicas:
         return
     if not goes_on(method, config.method_options):
-        able = [name for name in method_names() if getattr(load_method(name), "GOES_ON", False)]
-        remedy = f"use {', '.join(able)}"
-        if method in able:
-            remedy = f"set gradcomp.{method}.delayed = false"
+        able = [name for name in method_names() if goes_on_with(name) is not None]
+        options = (goes_on_with(method) or {}).items()
+        needed = [f"gradcomp.{method}.{key} = {json.dumps(value)}" for key, value in options]
+        remedy = f"set {', '.join(needed)}" if needed else f"use {', '.join(able)}"
         raise ValueError(
             f'gradcomp.method = "{method}": its replicas cannot go on without one yet ({what}); '
             f"{remedy}, or remove [elastic]"

@@ -83,6 +83,7 @@ def _step(
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     sync.before_step()
+    sync.commit()
     optimizer.step()
     sync.after_step()
 

@@ -83,11 +83,17 @@ class Plan:
 
     def words(self) -> str:
         change, now = self._changes[-1], self._mesh.dp_size
+        size, before = now * self._share, change.replicas * change.batch
         epoch = self.sampler.epoch(change.step)
         rest = range(change.step, min(self.sampler.steps_of(epoch).stop, self.steps))
         left = sum(map(self.sampler.samples, rest))
+        shared = [f"samples go to {_count(now, 'replica')} in place of {change.replicas}"]
+        if now == change.replicas:
+            shared = []
+        if size != before:
+            shared.append(f"a step takes {_count(size, 'sample')} in place of {before}")
         words = (
-            f"samples go to {_count(now, 'replica')} in place of {change.replicas}: the "
+            f"{', '.join(shared)}: the "
             f"{_count(left, 'sample')} left of epoch {epoch + 1} take {_count(len(rest), 'step')}, "
             f"each sample once; the run has {_count(self.steps, 'step')} in place of "
             f"{change.steps:,}"

@@ -139,9 +139,13 @@ class Replicas:
         self.step_number += 1
 
     def optimize(self) -> None:
+        self.commit()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def commit(self) -> None:
+        all_of(self.syncs, lambda sync: sync.commit())
 
     def finish(self) -> None:
         all_of(self.syncs, lambda sync: sync.finish())

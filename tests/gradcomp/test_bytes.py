@@ -40,6 +40,7 @@ def sent(method: str, options: dict[str, Any], size: int, side: int) -> int:
         for weight in weights:
             weight.grad = torch.randn(side, side)
         all_of(syncs, lambda sync: sync.before_step())
+        all_of(syncs, lambda sync: sync.commit())
         for weight in weights:
             weight.data += torch.randn(side, side)
         all_of(syncs, lambda sync: sync.after_step())

@@ -15,7 +15,13 @@ from torch import Tensor
 from tests.gradcomp.replicas import Replicas, Through, all_of
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.registry import goes_on, load_method, method_names, parse_options
+from thinpipe.gradcomp.registry import (
+    goes_on,
+    goes_on_with,
+    load_method,
+    method_names,
+    parse_options,
+)
 from thinpipe.pipeline.comm.errors import TransportError
 
 every_method = pytest.mark.parametrize("name", method_names())
@@ -159,6 +165,7 @@ def _given(replicas: Replicas, number: int, *, finite: bool) -> bool:
     found = [p.grad for net in replicas.nets for p in net.parameters() if p.grad is not None]
     # the loss is not finite then either, whatever the method leaves in the gradients
     counts = finite and all(bool(gradient.isfinite().all()) for gradient in found)
+    replicas.commit()
     if counts:
         replicas.optimize()
         all_of(replicas.syncs, lambda sync: sync.after_step())
@@ -194,28 +201,26 @@ class Moving(Through):
 
 def moved(state: Any, rank: int, size: int) -> Any:
     """A state in which what the server of a shard owes has become what its replica has to send."""
-    kept = state.get("reducer")
-    if not isinstance(kept, dict):
-        return state
+    reducer = state.get("reducer", {})
+    kept = reducer.get("residuals", reducer)
     sent = {name: kept[name] for name in kept if not name.startswith("served-")}
     for name in kept.keys() - sent.keys():
         shards = sent[name.replace("served", "sent")].tensor_split(size)  # views
         shards[rank].add_(kept[name])
-    return {**state, "reducer": sent}
+    return {**state, "reducer": {**reducer, "residuals": sent} if kept is not reducer else sent}
 
 
-OPTIONS = {"bucket_mb": 1e-4, "interval": 3, "overlap": 0, "delayed": False}
-
-
-def able(*, equal: bool) -> list[str]:
-    """Methods that can go on without a replica, and whether replicas are equal after each step."""
-    names = [name for name in method_names() if equal == load_method(name).REPLICAS_EQUAL]
-    return [name for name in names if goes_on(name, parse_options(name, _options(name)))]
+ABLE = [name for name in method_names() if goes_on_with(name) is not None]
+"""Methods that can go on without a replica."""
+EQUAL = [name for name in ABLE if load_method(name).REPLICAS_EQUAL]
+LOCAL = ["async_average", "diloco", "sparse_loco"]
+OPTIONS = {"bucket_mb": 1e-4, "interval": 3, "overlap": 0, "warmup_steps": 1}
 
 
 def _options(name: str) -> dict[str, Any]:
     fields = load_method(name).Config.model_fields
-    return {key: value for key, value in OPTIONS.items() if key in fields}
+    chosen = {key: value for key, value in OPTIONS.items() if key in fields}
+    return {**chosen, **(goes_on_with(name) or {})}
 
 
 def four(name: str) -> tuple[Replicas, list[Moving]]:
@@ -239,13 +244,15 @@ def leave(replicas: Replicas, moving: list[Moving], survivors: list[int]) -> Non
 
 
 def test_replicas_that_can_go_on() -> None:
-    assert able(equal=True) == ["allreduce", "bytegrad", "demo", "ef_gradients", "powersgd", "topk"]
-    assert able(equal=False) == ["async_average", "diloco", "sparse_loco"]
-    for name in ("demo", "ef_gradients"):
-        assert not goes_on(name, parse_options(name, {"delayed": True}))
+    assert EQUAL == ["allreduce", "bytegrad", "demo", "ef_gradients", "powersgd", "qadam", "topk"]
+    assert sorted(ABLE) == sorted([*EQUAL, *LOCAL, "cocktail"])
+    for name in method_names():
+        assert goes_on(name, parse_options(name, _options(name))) == (name in ABLE)
+    for name, delayed in (("cocktail", False), ("demo", True), ("ef_gradients", True)):
+        assert not goes_on(name, parse_options(name, {"delayed": delayed}))
 
 
-@pytest.mark.parametrize("name", able(equal=True))
+@pytest.mark.parametrize("name", [*EQUAL, "cocktail"])
 def test_replicas_that_are_left_go_on(name: str) -> None:
     """The step under way is forgotten and done again; what survivors owe stays owed."""
     replicas, moving = four(name)
@@ -266,16 +273,53 @@ def test_replicas_that_are_left_go_on(name: str) -> None:
     survivors = [0, 1, 3]
     leave(replicas, moving, survivors)
     for rank, sync in zip(survivors, replicas.syncs, strict=True):
-        expected = moved(copy.deepcopy(sync.state_dict()), rank, 4)
+        before_it = copy.deepcopy(sync.state_dict())
         sync.regroup(rank, 4)
-        assert_same(sync.state_dict(), expected)
-    first, *others = train(replicas, 3)
+        if name in EQUAL:
+            assert_same(sync.state_dict(), moved(before_it, rank, 4))
+    train(replicas, 3)
+    first, *others = replicas.global_parameters()
     assert all(torch.equal(first, other) for other in others)
     assert torch.isfinite(first).all()
     assert not torch.equal(first, before[0])
 
 
-@pytest.mark.parametrize("name", able(equal=False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_cocktail_owes_is_sent_by_those_who_are_left(dtype: torch.dtype) -> None:
+    """By the servers of shards, too: the global model comes to where it would have come."""
+    moving = [Moving(peers) for peers in local_peers(4)]
+    options = {"bucket_mb": 1e-4, "subset": 0.5, "topk": 0.3}
+    replicas = Replicas(4, "cocktail", options, peers=moving, dtype=dtype)
+    train(replicas, 5)
+    all_of(replicas.syncs, lambda sync: sync.finish())
+    survivors = [0, 1, 3]
+    leave(replicas, moving, survivors)
+    owed = sum(_owed_by_cocktail(sync) for sync in replicas.syncs)
+    for rank, sync in zip(survivors, replicas.syncs, strict=True):
+        sync.regroup(rank, 4)
+    owed_now = sum(_owed_by_cocktail(sync) for sync in replicas.syncs)
+    torch.testing.assert_close(owed_now, owed, rtol=1e-5, atol=1e-6)
+    goal = torch.cat(replicas.syncs[0].alike()) + owed / 3
+    for _ in range(60):  # nothing new is learnt
+        replicas.begin()
+        all_of(replicas.syncs, lambda sync: sync.before_step())
+        replicas.commit()
+        all_of(replicas.syncs, lambda sync: sync.after_step())
+    torch.testing.assert_close(torch.cat(replicas.syncs[0].alike()), goal, rtol=1e-2, atol=1e-2)
+
+
+def _owed_by_cocktail(sync: Any) -> Tensor:
+    """What this replica has not sent, and so many times what it has not answered."""
+    owed = []
+    for bucket, parts, error_n in sync._owned:
+        left_N = 0.0 if bucket.left_N is None else bucket.left_N
+        moved_N = bucket.local_N.float() + left_N - bucket.global_N
+        moved_N[parts[sync._rank]] += error_n * sync._peers.size
+        owed.append(moved_N)
+    return torch.cat(owed)
+
+
+@pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("survivors", [[0, 1, 3], [2]])
 def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: list[int]) -> None:
     """A meeting that fails leaves no trace: they go on as those whose peers left before it."""
@@ -298,7 +342,7 @@ def test_replicas_that_are_left_meet_without_the_others(name: str, survivors: li
         assert_same(other, found[0])
 
 
-@pytest.mark.parametrize("name", able(equal=False))
+@pytest.mark.parametrize("name", LOCAL)
 def test_an_exchange_that_loses_a_replica_while_others_train_is_made_again(name: str) -> None:
     """Whether it had failed or not, and also if the run was saved or restarted meanwhile."""
     found = _lost_under_way(name)
@@ -337,7 +381,7 @@ def _lost_under_way(name: str, *, fails: bool = False, restarts: Sequence[int] =
     return replicas.parameters()
 
 
-@pytest.mark.parametrize("name", [*able(equal=True), *able(equal=False)])
+@pytest.mark.parametrize("name", ABLE)
 def test_who_abandons_what_it_has_not_begun_loses_nothing(name: str) -> None:
     """As a replica does that was about to begin a step; its messages still are the others'."""
     (disturbed, _), (undisturbed, _) = four(name), four(name)
@@ -345,22 +389,43 @@ def test_who_abandons_what_it_has_not_begun_loses_nothing(name: str) -> None:
     assert_same(train(disturbed, 4), train(undisturbed, 4))
 
 
-@pytest.mark.parametrize("name", able(equal=False))
+@pytest.mark.parametrize("name", LOCAL)
 def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
     """Before they meet, from the global parameters; and it owes what its donor does."""
     replicas, moving = four(name)
     train(replicas, 3)  # they meet before the first of these
     assert all(sync.lets_in(6) and not sync.lets_in(7) for sync in replicas.syncs)
+    sync = _joined(replicas, moving, name)
+    assert_same(sync.state_dict()["outer"], replicas.syncs[0].state_dict()["outer"])
+    train(replicas, 4)
+    assert_same([sync.alike() for sync in replicas.syncs], 5 * [replicas.syncs[0].alike()])
+
+
+@pytest.mark.parametrize("name", [*EQUAL, "cocktail"])
+def test_one_that_joins_between_two_steps_goes_on_with_the_others(name: str) -> None:
+    """With cocktail it takes part in the exchange of the step before, and owes nothing."""
+    replicas, moving = four(name)
+    sync = _joined(replicas, moving, name)
+    assert sync.lets_in(3)
+    assert name != "cocktail" or not _owed_by_cocktail(sync).any()
+    train(replicas, 4)
+    assert_same(replicas.global_parameters(), 5 * [replicas.global_parameters()[0]])
+
+
+def _joined(replicas: Replicas, moving: list[Moving], name: str) -> Any:
+    """A fifth that has joined four."""
     alone = [Moving(peers) for peers in local_peers(1)]
     newcomer = Replicas(1, name, _options(name), peers=alone)
     for peers, inner in zip([*moving, *alone], local_peers(5), strict=True):
         peers.inner = inner
+    for rank, sync in enumerate(replicas.syncs):
+        sync.regroup(rank, 4)
     (sync,), (net,) = newcomer.syncs, newcomer.nets
     sync.regroup(0, 1)
     with replicas.syncs[0].global_parameters():
         net.load_state_dict(replicas.nets[0].state_dict())
+    newcomer.optimizers[0].load_state_dict(copy.deepcopy(replicas.optimizers[0].state_dict()))
     sync.load_state_dict(copy.deepcopy(replicas.syncs[0].shared_state()))
-    assert_same(sync.state_dict()["outer"], replicas.syncs[0].state_dict()["outer"])
     assert_same(sync.alike(), replicas.syncs[0].alike())
     for owners, own in (
         (replicas.nets, newcomer.nets),
@@ -368,5 +433,4 @@ def test_one_that_joins_holds_what_the_others_hold_alike(name: str) -> None:
         (replicas.optimizers, newcomer.optimizers),
     ):
         owners += own
-    train(replicas, 4)
-    assert_same([sync.alike() for sync in replicas.syncs], 5 * [replicas.syncs[0].alike()])
+    return sync

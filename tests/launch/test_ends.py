@@ -110,7 +110,7 @@ def test_sigterm_to_one_rank_saves_on_all(run_file: Path, method: str | None) ->
         done = run.done()
     finally:
         run.kill()
-    assert done.returncode in (1, 143)
+    assert done.returncode == 143
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")
     said = f"asked to stop: step {step} is saved, then the run ends\n"
     assert said in done.stderr

@@ -1,5 +1,6 @@
 """CocktailSGD's laws: one global copy, nothing lost, exact where it can be, delays as published."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -190,6 +191,23 @@ def test_parameters_that_moved_elsewhere_are_noticed() -> None:
     parameter.data = parameter.data.clone()
     with pytest.raises(RuntimeError, match="got other storage"):
         replicas.step()
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on() -> None:
+    """It holds what an exchange had found, which is found again."""
+    replicas = Replicas(2, "cocktail", SMALL)
+    for _ in range(3):
+        replicas.step()
+    owners = (replicas.nets, replicas.syncs)
+    nets, syncs = copy.deepcopy([[one.state_dict() for one in each] for each in owners])
+    replicas.finish()
+    found = Replicas(2, "cocktail", SMALL)
+    for rank, state in enumerate(syncs):
+        found.nets[rank].load_state_dict(nets[rank])
+        assert state.pop("pending")
+        found.syncs[rank].load_state_dict({**state, "under_way": [["found"]]})
+    found.finish()
+    assert all(map(torch.equal, found.parameters(), replicas.parameters()))
 
 
 def test_the_authors_names_are_accepted() -> None:

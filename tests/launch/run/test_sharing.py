@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.launch.run.elastic.trained import write_run
+from thinpipe.launch.checkpoint.manifest import Manifest
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.sharing import Plan
@@ -51,3 +52,15 @@ def test_a_replica_in_anothers_place_has_its_samples(plans: list[Plan]) -> None:
     assert plans[0].state == plans[1].state
     assert plans[0].changed_at is None
     assert not torch.equal(plans[0].sampler.ids(5), plans[1].sampler.ids(5))
+
+
+def test_samples_per_step_are_said_when_they_change(plans: list[Plan], tmp_path: Path) -> None:
+    """As replicas are lost, and as those who are left resume with the batch of the run file."""
+    plan = plans[0]
+    plan.share_anew(mesh(2), 3)
+    lost = "samples go to 2 replicas in place of 3, a step takes 4 samples in place of 6: the 102"
+    assert plan.words().startswith(lost)
+    saved = Manifest(5, 0, 0, plan.facts({}), ())
+    config = load_config(tmp_path / "run.toml", ["pipeline.replicas=2", "elastic.min_replicas=1"])
+    resumed = Plan(config, check_data(config).train, mesh(2), saved)
+    assert resumed.words().startswith("a step takes 6 samples in place of 4: the 94 samples left")

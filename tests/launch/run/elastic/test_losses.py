@@ -23,7 +23,8 @@ SEEDS = range(int(os.environ.get("SEEDS", "1")))
 OFTEN = "{interval=10, overlap=0}"  # by default they exchange more seldom than losses come
 OPTIONS = {"diloco": OFTEN, "sparse_loco": OFTEN, "demo": "{delayed=false}"}
 """Of methods that do not have their defaults."""
-METHODS = ["allreduce", "async_average", "bytegrad", "ef_gradients", "powersgd", "topk", *OPTIONS]
+METHODS = ["allreduce", "async_average", "bytegrad", "cocktail", "ef_gradients", "powersgd"]
+METHODS += ["qadam", "topk", *OPTIONS]
 _PAUSE_S = 0.8
 """After a step while one comes: twenty newcomers take longer than 400 steps of this model."""
 
