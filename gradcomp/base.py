@@ -22,7 +22,7 @@ class Kept(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-Hold = Callable[[Callable[[], None]], None]
+Hold = Callable[[Callable[[], object]], object]
 """Makes an exchange count for all replicas or for none: it may call it again, after `abandon`."""
 
 
@@ -39,8 +39,9 @@ class GoesOn(ReplicaSync, Protocol):
     | an exchange under way       | is made again, and waited for  | there is none ³       |
 
     ¹ Moments of local steps, and with `cocktail`, are older by as long as they were sent.
-    ² With local steps with replica 0's: about what the lost one owed.
-    ³ `cocktail` has one in each step: who joins takes part in the next.
+    ² With local steps and `cocktail` with replica 0's: about what the lost one owed.
+    ³ Delayed exchanges run in each step. Who joins takes part with zeros, with `demo` with what
+      replica 0 sends.
     """
 
     def meet(self, step: int, hold: Hold) -> bool:
@@ -64,8 +65,11 @@ class GoesOn(ReplicaSync, Protocol):
     def regroup(self, rank: int, size: int) -> None:
         """Replicas left or came between two steps; this one was `rank` of `size`."""
 
+    def parameters_to_give(self) -> AbstractContextManager[None]:
+        """Inside, parameters are those with which a replica joins."""
+
     def shared_state(self) -> dict[str, Any]:
-        """What a replica that joins loads: as `state_dict`, but for what it owes (as above)."""
+        """What it loads then: as `state_dict`, but for what it owes (as above)."""
 
 
 class BaseSync:
@@ -114,6 +118,9 @@ class WithinSteps(BaseSync):
 
     def finish_by(self, hold: Hold) -> None:
         self.finish()
+
+    def parameters_to_give(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def settle(self) -> None:
         self._overlap.settle()

@@ -59,6 +59,11 @@ class ServedReducer(FeedbackReducer):
         self.set(served, reduced.left_n)
         return torch.cat(reduced.results)
 
+    def forget(self, bucket: Bucket) -> None:
+        """What the last `reduce` of it has changed does not count."""
+        for name in (f"sent-{bucket.index}", f"served-{bucket.index}"):
+            self._fresh.pop(name, None)
+
     def regroup(self, rank: int, size: int) -> None:
         """Shards change. What this replica's answers lack, it sends from now on itself.
 

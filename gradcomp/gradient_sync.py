@@ -6,7 +6,7 @@ is everything around it.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,7 +46,6 @@ class GradientSync(WithinSteps):
 
     replicas_equal = True
     overlaps = False  # the gradients that come last have the time of none
-    _takes_lanes = True
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class GradientSync(WithinSteps):
 
         `alone`: the reducer has work to do for a single replica too.
         """
-        self._peers, self._reducer = peers, reducer
+        self._peers, self._reducer, self._parameters = peers, reducer, parameters
         self._overlap = Overlap(device_of(parameters))
         self._step = 0
         self._make = partial(make_buckets, list(reversed(parameters)), nbytes)
@@ -81,8 +80,8 @@ class GradientSync(WithinSteps):
 
     def regroup(self, rank: int, size: int) -> None:
         self._reducer.regroup(rank, size)
-        if self._peers.size > 1 and not self._buckets:  # it was alone
-            self._use(self._make())
+        if self._peers.size > 1:
+            self._make_once()
 
     def shared_state(self) -> dict[str, Any]:
         return {"reducer": self._reducer.shared_state()}
@@ -100,22 +99,23 @@ class GradientSync(WithinSteps):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reducer.load_state_dict(state["reducer"])
 
+    def _make_once(self) -> None:
+        """If it was alone."""
+        if not self._buckets:
+            self._use(self._make())
+
     def _launch(self, bucket: Bucket) -> None:
+        self._fill(bucket)
+        key = ExchangeKey(self._step, bucket.index)
+        reducer = self._reducer  # the thread must not keep `self` alive
+        # gradients stay as they are till `before_step`
+        self._overlap.launch(lambda: reducer.reduce(bucket, flat_gradients(bucket), key), key.lane)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Zeros for parameters that were not used on this replica."""
         for parameter in bucket.parameters:
-            if parameter.grad is None:  # not used on this replica
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        key, gradients = ExchangeKey(self._step, bucket.index), self._gradients(bucket)
-        reduce, reducer = self._reduce, self._reducer  # the thread must not keep `self` alive
-        lane = key.lane if self._takes_lanes else 0
-        self._overlap.launch(lambda: reduce(reducer, bucket, gradients(), key), lane)
-
-    @staticmethod
-    def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        return reducer.reduce(bucket, flat_N, key)
-
-    def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
-        """What reads them on the communication thread: they stay as they are till `before_step`."""
-        return partial(flat_gradients, bucket)
 
     def _put(self, sums: Sequence[Tensor]) -> None:
         for bucket, flat_N in zip(self._buckets if sums else (), sums, strict=True):

@@ -181,6 +181,9 @@ class LocalSteps(BaseSync):
         if self._peers.size > 1:
             self._make_once()
 
+    def parameters_to_give(self) -> AbstractContextManager[None]:
+        return self.global_parameters()
+
     def shared_state(self) -> dict[str, Any]:
         """Parameters are the global ones, which are not sent twice where those are fp32.
 

@@ -39,6 +39,7 @@ from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import EXACT, ExchangeKey, Reduced, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket, gathered, replaced
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
+from thinpipe.gradcomp.late import LateExchange
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
@@ -96,20 +97,16 @@ class Cocktail(WithinSteps):
         self._overlap = Overlap(device_of(self._parameters))
         self._captured = False
         self._steps, self._exchanges = 0, 0
-        self._pending = False
-        """Whether an exchange follows the last optimizer step that does not count yet."""
-        self._arrived = False  # all of it
+        self._late = LateExchange(self._overlap, self._launch)
 
     def begin_step(self, step: int, passes: int) -> None:
         if not self._captured:
             self._capture()
-        if self._pending and self._overlap.is_empty:
-            self._launch()
+        self._late.begin()
         self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
-        if self._pending:
-            self._wait()
+        self._late.wait()
         if self._warming_up:
             self._warmup.before_step()
             return
@@ -119,13 +116,11 @@ class Cocktail(WithinSteps):
 
     def commit(self) -> None:
         """Do step 3 of what has arrived; the optimizer moves parameters from there."""
-        if self._arrived:
+        for updates in self._late.take():
             with torch.no_grad():
-                for updates in self._overlap.join():
-                    for each, update in zip(self._owned, updates, strict=True):
-                        self._apply(*each, Reduced(*update))
+                for each, update in zip(self._owned, updates, strict=True):
+                    self._apply(*each, Reduced(*update))
             self._exchanges += 1
-            self._pending = self._arrived = False
 
     def after_step(self) -> None:
         warming_up = self._warming_up
@@ -135,7 +130,7 @@ class Cocktail(WithinSteps):
             return
         for bucket in self._buckets:
             bucket.check_storage()
-        self._pending = True
+        self._late.pending = True
         if not self._config.delayed:
             self.finish()
 
@@ -143,14 +138,13 @@ class Cocktail(WithinSteps):
         self.finish_by(operator.call)
 
     def finish_by(self, hold: Hold) -> None:
-        if self._pending:
-            hold(self._wait)
+        if self._late.pending:
+            hold(self._late.wait)
             self.commit()
 
     def abandon(self) -> None:
-        self._overlap.abandon()
+        self._late.abandon()
         self._warmup.abandon()
-        self._arrived = False
 
     def regroup(self, rank: int, size: int) -> None:
         """Shards change. What this replica's answers lack, it sends from now on itself."""
@@ -164,9 +158,8 @@ class Cocktail(WithinSteps):
         self._share_out()
 
     def shared_state(self) -> dict[str, Any]:
-        """Parameters are the global ones, which are not sent twice where those are fp32."""
-        exact = [None if b.left_N is None else b.global_N for b in self._buckets]
-        return {**self.state_dict(), "global": exact, "left": [], "error": []}
+        """Who joins has this replica's parameters, and so owes what it does, but its servers'."""
+        return {**self.state_dict(), "error": []}
 
     def alike(self) -> list[Tensor]:
         return [bucket.global_N for bucket in self._buckets]
@@ -179,7 +172,7 @@ class Cocktail(WithinSteps):
         return {
             "steps": self._steps,
             "exchanges": self._exchanges,
-            "pending": self._pending,
+            "pending": self._late.pending,
             "captured": self._captured,
             "global": [bucket.global_N for bucket in self._buckets],
             "left": [bucket.left_N for bucket in self._buckets],
@@ -190,14 +183,15 @@ class Cocktail(WithinSteps):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         # of before "pending", a checkpoint holds what an exchange found: it finds that again
-        self._pending = state["pending"] if "pending" in state else bool(state["under_way"])
+        pending = state["pending"] if "pending" in state else bool(state["under_way"])
+        self._late.pending = pending or None
         self._captured = state["captured"]
         self._warmup.load_state_dict(state["warmup"])
         if state["global"] and not self._buckets:  # a newcomer is alone as yet
             self._share_out(alone=True)
         for bucket, global_N in zip(self._buckets, state["global"], strict=True):
-            bucket.global_N.copy_(bucket.local_N if global_N is None else global_N)
-        for bucket, left_N in zip(self._buckets, state["left"], strict=False):
+            bucket.global_N.copy_(global_N)
+        for bucket, left_N in zip(self._buckets, state["left"], strict=True):
             if bucket.left_N is not None:
                 bucket.left_N.copy_(left_N)
         for own_n, error_n in zip(self._errors, state["error"], strict=False):
@@ -226,16 +220,9 @@ class Cocktail(WithinSteps):
             bucket.capture()
         self._captured = True
 
-    def _launch(self) -> None:
+    def _launch(self, _pending: Any) -> None:
         jobs = [partial(self._exchange, *each, self._exchanges) for each in self._owned]
         self._overlap.launch_each(jobs)
-
-    def _wait(self) -> None:
-        """Until the exchange has arrived, which is made if it is not under way."""
-        if self._overlap.is_empty:
-            self._launch()
-        self._overlap.wait()
-        self._arrived = True
 
     def _subsets(self, bucket: SharedBucket, parts: Sequence[slice], number: int) -> list[Subset]:
         return [
@@ -265,7 +252,7 @@ class Cocktail(WithinSteps):
             codec=self._config.codec,
             finish=lambda total_n: total_n.div_(size).add_(owed_n),
         )
-        return reduced.seen, reduced.results, reduced.left_n  # as a checkpoint can hold them
+        return reduced.seen, reduced.results, reduced.left_n  # in which `Overlap` sees tensors
 
     def _apply(
         self, bucket: SharedBucket, parts: Sequence[slice], error_n: Tensor, found: Reduced

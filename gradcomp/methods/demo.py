@@ -19,7 +19,6 @@ Axes: T tiles, S the side of one, N coefficients of all tiles.
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.base import WithinSteps
 from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
+from thinpipe.gradcomp.late import LateExchange
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
@@ -38,7 +38,7 @@ from thinpipe.pipeline.wire.tile_topk import TileTopK
 
 SIDE = 64  # as published; the 4,096 places of a tile fit `TileTopK`'s 12 bits
 REPLICAS_EQUAL = True
-GOES_ON = {"delayed": False}  # else they would have to agree on an exchange that is late
+GOES_ON: dict[str, object] = {}
 
 
 class Config(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -68,64 +68,63 @@ class DeMo(WithinSteps):
         self._tiles = Tiles([p.shape for p in self._parameters], device)
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._left: list[Tensor] = []  # what this step leaves of the momenta, once it counts
+        self._strongest_N: Tensor | None = None  # what it sends
         self._overlap = Overlap(device)
-        self._counts = not config.delayed  # whether the step of what is under way was made
+        self._late = LateExchange(self._overlap, self._submit)
         self._unapplied: Tensor | None = None
         """The answer that a step was given, until that counts: momenta have lost it already."""
         self._step = 0
 
     def begin_step(self, step: int, passes: int) -> None:
         self._step = step
+        self._late.begin()
 
     def abandon(self) -> None:
-        self._overlap.abandon()
+        self._late.abandon()
         self._left = []
 
     def regroup(self, rank: int, size: int) -> None:
         """What this replica's momenta hold it sends later, to whoever is there."""
 
     def shared_state(self) -> dict[str, Any]:
-        """Who joins begins with momenta of zero."""
-        return {**self._overlap.save(), "momenta": [], "counts": self._counts, "unapplied": None}
+        """Who joins begins with momenta of zero; it sends once more what replica 0 does."""
+        return {**self.state_dict(), "momenta": []}
 
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
-        answer_N = self._take() if self._config.delayed else None
-        if answer_N is None:
-            answer_N = self._unapplied
-        self._unapplied = answer_N
-        finite, strongest_N = self._select()
-        self._submit(strongest_N)
+        found = self._late.wait()
+        finite, self._strongest_N = self._select()
         if not self._config.delayed:
-            answer_N = self._take()
-        self._leave(answer_N, finite=finite)
+            self._submit(self._strongest_N)
+            found = self._overlap.join()
+        self._leave(found[0] if found else self._unapplied, finite=finite)
+
+    def commit(self) -> None:
+        for answer_N in self._late.take():
+            self._unapplied = answer_N
 
     def after_step(self) -> None:
         self._momenta, self._left = self._left, []
-        self._counts, self._unapplied = True, None
-
-    def finish(self) -> None:
-        self._overlap.wait()
-
-    def global_parameters(self) -> AbstractContextManager[None]:
-        self._overlap.wait()
-        return nullcontext()
+        self._unapplied = None
+        if self._config.delayed:
+            self._late.pending, self._strongest_N = self._strongest_N, None
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self._overlap.save(),
             "momenta": self._momenta,
-            "counts": self._counts,
+            "pending": self._late.pending,
             "unapplied": self._unapplied,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._overlap.restore(state)
-        self._counts = state["counts"]
         for momentum, saved in zip(self._momenta, state["momenta"] or self._momenta, strict=True):
             momentum.copy_(saved)
-        unapplied = state["unapplied"]
-        self._unapplied = None if unapplied is None else unapplied.to(device_of(self._parameters))
+        pending, unapplied = state.get("pending"), state["unapplied"]
+        if state.get("under_way") and state["counts"]:  # an earlier version had the answer then
+            (unapplied,) = state["under_way"]
+        device = device_of(self._parameters)
+        self._late.pending = None if pending is None else pending.to(device)
+        self._unapplied = None if unapplied is None else unapplied.to(device)
 
     def _select(self) -> tuple[bool, Tensor]:
         """Whether all gradients are finite, and the coefficients of which the largest are sent."""
@@ -151,7 +150,6 @@ class DeMo(WithinSteps):
 
     def _submit(self, strongest_N: Tensor) -> None:
         key, peers, codec = ExchangeKey(self._step, 0), self._peers, self._codec
-        self._counts = not self._config.delayed
 
         def exchange() -> Tensor:
             sum_N, count_N = torch.zeros_like(strongest_N), torch.zeros_like(strongest_N)
@@ -160,11 +158,6 @@ class DeMo(WithinSteps):
             return sum_N.div_(count_N.clamp_(min=1))
 
         self._overlap.launch(exchange)
-
-    def _take(self) -> Tensor | None:
-        """The answer under way; None if there is none, or its step was skipped."""
-        counts, found = self._counts, self._overlap.join()
-        return found[0] if found and counts else None
 
     def _leave(self, answer_N: Tensor | None, *, finite: bool) -> None:
         if answer_N is None:

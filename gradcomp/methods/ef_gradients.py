@@ -6,22 +6,25 @@ the bytes do not grow with the number of replicas as they do where each sends to
 `delayed`, sums travel during the next step and are applied with it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.buckets import Bucket, device_of
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.feedback import ServedReducer
-from thinpipe.gradcomp.gradient_sync import GradientSync, Reducer, flat_gradients
+from thinpipe.gradcomp.gradient_sync import GradientSync, flat_gradients
+from thinpipe.gradcomp.late import LateExchange
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
-GOES_ON = {"delayed": False}  # else they would have to agree on an exchange that is late
+GOES_ON: dict[str, object] = {}
 
 
 class Config(ExchangeOptions):
@@ -40,72 +43,96 @@ class Config(ExchangeOptions):
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+    reducer = ServedReducer(peers, config.codec)
     kind = DelayedGradientSync if config.delayed else GradientSync
-    return kind(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)
+    return kind(parameters, peers, reducer, config.bucket_nbytes)
 
 
 class DelayedGradientSync(GradientSync):
-    """A `GradientSync` whose sums are a step late: a bucket has that time to be exchanged.
+    """A `GradientSync` whose sums are a step late: they are exchanged during the next step.
 
-    The first step has none, its gradients are zeroed, and the last ones are not applied. What a
-    reducer left out of a bucket is needed by the next exchange, before the optimizer applied this
-    one: it counts as soon as the sum is there, unless that is not finite. All replicas see that
-    alike, and the step that would apply it is skipped. A finite sum of a skipped step is applied
-    with the next, as its residual counts already; what was not finite is dropped.
+    The first step has none, its gradients are zeroed, and the last ones are not applied. A step is
+    skipped on all replicas alike: a finite sum that it was given is applied with the next; what was
+    not finite is dropped, as is what it would leave for later.
     """
 
     overlaps = True
-    _takes_lanes = False  # what one bucket keeps would keep what another has begun
+    _reducer: ServedReducer
 
-    _unapplied: Sequence[Tensor] = ()  # what gradients are, until the step counts
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._late = LateExchange(self._overlap, self._exchange)
+        self._own: list[Tensor] = []  # gradients of this step, once it is over
+        self._given: list[Tensor] = []  # the sums that it applies
+        self._unapplied: list[Tensor] = []  # those of one that was skipped
+
+    def begin_step(self, step: int, passes: int) -> None:
+        super().begin_step(step, passes)
+        self._own = []
+        self._late.begin()
 
     def before_step(self) -> None:
-        """Put the sums of the step before in place of the gradients; zeros in the first step."""
+        """Put the sums of the step before in place of the gradients; zeros if there are none."""
         self._readiness.finish()
-        if self._step:
-            late = self._overlap.join(len(self._buckets))
-            if self._unapplied:
-                late = [_both(*pair) for pair in zip(self._unapplied, late, strict=True)]
-            self._put(late)
-            self._unapplied = late
-        else:
-            for parameter in (p for bucket in self._buckets for p in bucket.parameters):
-                assert parameter.grad is not None
-                parameter.grad.zero_()
-        self._step += 1
+        late, old = self._late.wait(), self._unapplied
+        both = [_both(*pair) for pair in zip(old, late, strict=True)] if old and late else []
+        self._given = both or late or old
+        self._put(self._given or [torch.zeros_like(own_N) for own_N in self._own])
+
+    def commit(self) -> None:
+        if self._own:
+            self._late.take()
+            self._reducer.keep()
+            self._late.pending, self._own = self._own, []
+            self._unapplied = self._given
 
     def after_step(self) -> None:
-        self._unapplied = ()
+        self._unapplied = []
 
-    def finish(self) -> None:
-        self._overlap.wait()
+    def abandon(self) -> None:
+        self._late.abandon()
+        self._reducer.drop()
+        self._own = []
+
+    def shared_state(self) -> dict[str, Any]:
+        """Who joins has no gradients to be exchanged with the others'."""
+        pending = self._late.pending is not None
+        return {**super().shared_state(), "pending": pending, "unapplied": self._unapplied}
 
     def state_dict(self) -> dict[str, Any]:
-        under_way = self._overlap.save()  # waits: residuals of the reducer count then
-        return {**super().state_dict(), **under_way, "unapplied": list(self._unapplied)}
+        pending = self._late.pending or []
+        return {**super().state_dict(), "pending": pending, "unapplied": self._unapplied}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._overlap.restore(state)
         super().load_state_dict(state)
-        self._unapplied = [
-            sum_N.to(bucket.parameters[0].device)
-            for bucket, sum_N in zip(self._buckets, state["unapplied"], strict=False)
-        ]
+        # an earlier version's checkpoint holds the sums that it had found
+        pending, device = state.get("pending"), device_of(self._parameters)
+        if pending is True:
+            self._make_once()
+            pending = [torch.zeros(bucket.numel) for bucket in self._buckets]
+        self._late.pending = [own_N.to(device) for own_N in pending or ()] or None
+        unapplied = state.get("under_way") or state["unapplied"]
+        self._unapplied = [sum_N.to(device) for sum_N in unapplied]
 
-    def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
-        """A copy made now: `before_step` overwrites gradients while they travel."""
-        flat_N = flat_gradients(bucket)
-        return lambda: flat_N
+    def _launch(self, bucket: Bucket) -> None:
+        """A copy now: `before_step` overwrites gradients."""
+        self._fill(bucket)
+        self._own.append(flat_gradients(bucket))
 
-    @staticmethod
-    def _reduce(reducer: Reducer, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """What is left out counts once a sum is there."""
-        sum_N = reducer.reduce(bucket, flat_N, key)
-        if bool(sum_N.isfinite().all()):
-            reducer.keep()
-        else:
-            reducer.drop()
-        return sum_N
+    def _exchange(self, pending: Sequence[Tensor]) -> None:
+        reducer, step = self._reducer, self._step
+        for bucket, own_N in zip(self._buckets, pending, strict=True):
+            key = ExchangeKey(step, bucket.index)
+            job = partial(_reduced, reducer, bucket, own_N, key)
+            self._overlap.launch(job, key.lane)
+
+
+def _reduced(reducer: ServedReducer, bucket: Bucket, own_N: Tensor, key: ExchangeKey) -> Tensor:
+    """The sum; what it leaves for later counts if it is finite."""
+    sum_N = reducer.reduce(bucket, own_N.clone(), key)  # which adds to it
+    if not bool(sum_N.isfinite().all()):
+        reducer.forget(bucket)
+    return sum_N
 
 
 def _both(old_N: Tensor, new_N: Tensor) -> Tensor:

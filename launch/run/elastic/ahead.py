@@ -126,6 +126,10 @@ class Giver:
         self._nbytes = self._queued_nbytes = 0
         self._begun = self._ended = self._has_given_up = False
 
+    @property
+    def _sync(self) -> GoesOn:
+        return cast(GoesOn, self._built.sync)
+
     def goes_on(self, *, has_met: bool) -> bool:
         """Whether it has something to do yet; see `Givers`."""
         if not self._ended and not self._built.sync.replicas_equal:
@@ -155,7 +159,7 @@ class Giver:
         """Copy the state, if there is room; nothing changes it meanwhile."""
         if self._ended:
             return
-        with self._gives_up(), self._built.sync.global_parameters():
+        with self._gives_up(), self._sync.parameters_to_give():
             state = _weights_of(self._built) | {"optimizer": self._built.optimizer.state_dict()}
             held = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
             self._nbytes = _nbytes_of(held)
@@ -169,7 +173,7 @@ class Giver:
 
     def _queue_weights(self) -> None:
         """In place of those that have not been sent yet, if any are queued."""
-        with self._built.sync.global_parameters():
+        with self._sync.parameters_to_give():
             tree, tensors = pack_state(snapshot(_weights_of(self._built)))
         with self._changed:
             self._messages.clear()

@@ -295,7 +295,7 @@ class ElasticTraining(Training):
         seed = self._config.run.seed + 1000 * self._elastic.number
         has = self._taker is not None and self._taker.has_state
         gives = transport.mesh.replica == 0
-        with self._sync.global_parameters() if gives else nullcontext():
+        with self._sync.parameters_to_give() if gives else nullcontext():
             nbytes = bring_up(self.built, transport, places, self._sync, seed=seed, has_some=has)
         if transport.mesh.rank in places:
             self._taker = None
@@ -351,7 +351,7 @@ class ElasticTraining(Training):
         self._admits = False  # no step follows
         self._sync.finish_by(self._hold)
 
-    def _hold(self, exchange: Callable[[], None]) -> None:
+    def _hold(self, exchange: Callable[[], object]) -> None:
         """A meeting of the replicas: who has heard of all knows that all have what they need."""
 
         def meet() -> None:

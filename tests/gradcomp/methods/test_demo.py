@@ -72,6 +72,7 @@ def updates(replicas: Replicas, gradient: list[Tensor], steps: int) -> list[Tens
                 parameter.grad = given.clone()
         all_of(replicas.syncs, lambda sync: sync.before_step())
         found.append(torch.cat([p.grad.flatten() for p in replicas.nets[0].parameters()]))  # type: ignore[union-attr]
+        replicas.commit()
         all_of(replicas.syncs, lambda sync: sync.after_step())
     return found
 

@@ -58,6 +58,7 @@ def summed(replicas: Replicas) -> Tensor:
         net.zero_grad()
     replicas.backward()
     all_of(replicas.syncs, lambda sync: sync.before_step())
+    replicas.commit()
     all_of(replicas.syncs, lambda sync: sync.after_step())
     first, *others = (
         torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])

@@ -133,15 +133,14 @@ def test_below_the_least_it_ends_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"gradcomp": {"method": "cocktail"}}, 'gradcomp.method = "cocktail": its replicas cannot'),
         (
-            {"gradcomp": {"method": "qadam"}},
-            "use allreduce, async_average, bytegrad, demo, diloco, ef_gradients, powersgd",
+            {"gradcomp": {"method": "decentralized"}},
+            'gradcomp.method = "decentralized": its replicas cannot go on without one yet '
+            r"\(elastic.min_replicas = 1\); use allreduce, async_average, bytegrad, cocktail, demo",
         ),
-        ({"gradcomp": {"method": "demo"}}, "set gradcomp.demo.delayed = false, or remove"),
         (
-            {"gradcomp": {"method": "ef_gradients", "ef_gradients": {"delayed": True}}},
-            "set gradcomp.ef_gradients.delayed = false, or remove",
+            {"gradcomp": {"method": "cocktail", "cocktail": {"delayed": False}}},
+            "set gradcomp.cocktail.delayed = true, or remove",
         ),
         ({"elastic": {"min_replicas": 3}}, r"there are 2 \(pipeline.replicas\)"),
     ],

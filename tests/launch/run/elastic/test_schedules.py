@@ -24,7 +24,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 
 WORLD, STOPPED_S, LAST = 3, 20.0, 400
 LOCAL = ["diloco", "sparse_loco"]
-METHODS = ["ef_gradients", *LOCAL, "allreduce", "cocktail"]
+METHODS = ["ef_gradients", *LOCAL, "allreduce", "cocktail", "demo"]
 DONOR = "the donor is lost"
 KINDS = ["lost as another joins", "two at once", "joins and is lost", "returns at once", DONOR]
 KINDS += ["stopped"]
