@@ -34,14 +34,20 @@ class GoesOn(ReplicaSync, Protocol):
     | parameters, optimizer       | stay, of local steps unmet too | those of replica 0 ¹  |
     | global copy, outer momentum | stay, equal on all             | those of all          |
     | residuals, owed moves       | its own are lost               | it begins with none ² |
-    | residuals of its shards     | its own are lost, others' sent | it begins with none   |
+    | residuals of shards ⁴       | its own are lost, others' sent | it begins with none   |
     | local steps since they met  | its own are lost               | it begins with none   |
     | an exchange under way       | is made again, and waited for  | there is none ³       |
 
     ¹ Moments of local steps, and with `cocktail`, are older by as long as they were sent.
     ² With local steps and `cocktail` with replica 0's: about what the lost one owed.
-    ³ Delayed exchanges run in each step. Who joins takes part with zeros, with `demo` with what
-      replica 0 sends.
+    ³ Delayed exchanges run in each step. Who joins takes part with what replica 0 sends, with
+      `ef_gradients` with zeros.
+    ⁴ With `cocktail` all are dropped: losses were the same.
+    """
+
+    sends_ahead: bool
+    """Whether what replicas have in common is worth sending before one joins: it does not change
+    in every step, or those changes follow.
     """
 
     def meet(self, step: int, hold: Hold) -> bool:
@@ -76,6 +82,7 @@ class BaseSync:
     """A `ReplicaSync` whose replicas wait for each other in every step, and exchange nothing."""
 
     replicas_equal = False
+    sends_ahead = True
     leaves = "gradients"
     loss_scope: LossScope = "global"
     overlaps = False

@@ -68,10 +68,6 @@ class SharedBucket(FlatBucket):
             moved_n += gathered(subset, self.left_N[part])
         return moved_n
 
-    def add_owed(self, part: slice, owed_n: Tensor) -> None:
-        """Have this replica send that, too: as if it had moved by so much more."""
-        (self.local_N if self.left_N is None else self.left_N)[part] += owed_n
-
     def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
         """Add `result_n` to the global copy; parameters keep what `seen_n` lacks of their move.
 

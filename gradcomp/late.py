@@ -1,6 +1,7 @@
-"""An exchange of what a step found that has the time of the next step, and counts with that.
+"""What step t found is exchanged during step t + 1.
 
-Until then it changes nothing. If the next step is given up it is made again, maybe with others.
+It counts once t + 1 counts; until then nothing changes. If t + 1 is given up, it is exchanged
+again, maybe with other replicas.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class LateExchange:
         return self._found or []
 
     def take(self) -> list[Any]:
-        """As `wait`, of one that has been waited for, and counts now."""
+        """What `wait` found; it counts from now on."""
         found, self._found = self._found, None
         if found is not None:
             self.pending = None

@@ -1,8 +1,8 @@
 """An exchange under way, on a thread of its own, in parallel with training.
 
-What it found is applied by the training thread, which may wait for it now or a step later. A
-checkpoint holds what was found, and a restored run applies that: no exchange is made twice. So it
-must hold, too, what a method keeps of an exchange whose job has ended.
+What it found is applied by the training thread, which may wait for it now or some steps later. A
+checkpoint made meanwhile can hold what was found. Then it must hold, too, what a method keeps of an
+exchange whose job has ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,10 +79,10 @@ class Overlap:
         for job in self._jobs:
             job.result()
 
-    def join(self, count: int | None = None) -> list[Any]:
-        """Wait for the oldest `count` jobs, by default all, and take what they found."""
-        found = [job.result() for job in self._jobs[:count]]
-        del self._jobs[:count]
+    def join(self) -> list[Any]:
+        """Wait for all jobs, and take what they found."""
+        found = [job.result() for job in self._jobs]
+        self._jobs.clear()
         for value, finished in found:
             for leaf in tree_leaves(value) if finished is not None else ():
                 if isinstance(leaf, Tensor):

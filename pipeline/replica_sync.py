@@ -46,7 +46,11 @@ class ReplicaSync(Protocol):
         """Gradients are local; leave in `p.grad` what the optimizer is to apply."""
 
     def commit(self) -> None:
-        """All ranks have come so far: what was exchanged before the step counts, skipped or not."""
+        """What `before_step` waited for counts.
+
+        Called after all ranks have shared the step's vector, before the optimizer, also if the step
+        is skipped.
+        """
 
     def after_step(self) -> None:
         """Parameters moved; exchange them here if the method does. Not called if they did not."""

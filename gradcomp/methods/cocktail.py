@@ -23,7 +23,6 @@ Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
 import operator
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -86,10 +85,12 @@ class Cocktail(WithinSteps):
     on all replicas or on none.
     """
 
+    sends_ahead = False
+
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
         self.overlaps = config.delayed
-        self._buckets, self._making = list[SharedBucket](), threading.Lock()
+        self._buckets = list[SharedBucket]()
         self._share_out()
         warmed_up = parameters if config.warmup_steps else ()
         averages = AllReduce(peers, EXACT)
@@ -142,20 +143,21 @@ class Cocktail(WithinSteps):
             hold(self._late.wait)
             self.commit()
 
+    def settle(self) -> None:
+        super().settle()
+        self._warmup.settle()
+
     def abandon(self) -> None:
         self._late.abandon()
         self._warmup.abandon()
 
     def regroup(self, rank: int, size: int) -> None:
-        """Shards change. What this replica's answers lack, it sends from now on itself."""
+        """Shards change: what their servers owe is dropped, as others serve them now."""
         self.commit()  # an exchange that others have had counted
         self.abandon()
         self._warmup.regroup(rank, size)
-        with torch.no_grad():
-            for bucket, parts, error_n in self._owned:
-                if bool(error_n.any()):  # a newcomer's state may come in another thread
-                    bucket.add_owed(parts[rank], error_n.mul_(self._peers.size))
-        self._share_out()
+        if (self._rank, self._size) != (self._peers.rank, self._peers.size):
+            self._share_out()
 
     def shared_state(self) -> dict[str, Any]:
         """Who joins has this replica's parameters, and so owes what it does, but its servers'."""
@@ -187,7 +189,7 @@ class Cocktail(WithinSteps):
         self._late.pending = pending or None
         self._captured = state["captured"]
         self._warmup.load_state_dict(state["warmup"])
-        if state["global"] and not self._buckets:  # a newcomer is alone as yet
+        if state["global"] and not self._buckets:  # there were more replicas
             self._share_out(alone=True)
         for bucket, global_N in zip(self._buckets, state["global"], strict=True):
             bucket.global_N.copy_(global_N)
@@ -203,17 +205,16 @@ class Cocktail(WithinSteps):
 
     def _share_out(self, *, alone: bool = False) -> None:
         """Have each replica serve a shard, and owe nothing; `alone`: also of one replica."""
-        with self._making:
-            self._rank, self._size = self._peers.rank, self._peers.size
-            if not self._buckets and (alone or self._size > 1):
-                made = make_buckets(self._parameters, self._config.bucket_nbytes)
-                self._buckets = [SharedBucket(bucket) for bucket in made]
-            parts_of = [_parts(bucket.local_N, self._size) for bucket in self._buckets]
-            self._errors = [
-                torch.zeros_like(bucket.local_N[parts[self._rank]], dtype=torch.float32)
-                for bucket, parts in zip(self._buckets, parts_of, strict=True)
-            ]
-            self._owned = [*zip(self._buckets, parts_of, self._errors, strict=True)]
+        self._rank, self._size = self._peers.rank, self._peers.size
+        if not self._buckets and (alone or self._size > 1):
+            made = make_buckets(self._parameters, self._config.bucket_nbytes)
+            self._buckets = [SharedBucket(bucket) for bucket in made]
+        parts_of = [_parts(bucket.local_N, self._size) for bucket in self._buckets]
+        self._errors = [
+            torch.zeros_like(bucket.local_N[parts[self._rank]], dtype=torch.float32)
+            for bucket, parts in zip(self._buckets, parts_of, strict=True)
+        ]
+        self._owned = [*zip(self._buckets, parts_of, self._errors, strict=True)]
 
     def _capture(self) -> None:
         for bucket in self._buckets:

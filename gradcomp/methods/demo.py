@@ -81,7 +81,7 @@ class DeMo(WithinSteps):
 
     def abandon(self) -> None:
         self._late.abandon()
-        self._left = []
+        self._left, self._strongest_N = [], None
 
     def regroup(self, rank: int, size: int) -> None:
         """What this replica's momenta hold it sends later, to whoever is there."""
@@ -93,9 +93,11 @@ class DeMo(WithinSteps):
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
         found = self._late.wait()
-        finite, self._strongest_N = self._select()
-        if not self._config.delayed:
-            self._submit(self._strongest_N)
+        finite, strongest_N = self._select()
+        if self._config.delayed:
+            self._strongest_N = strongest_N
+        else:
+            self._submit(strongest_N)
             found = self._overlap.join()
         self._leave(found[0] if found else self._unapplied, finite=finite)
 
@@ -106,8 +108,7 @@ class DeMo(WithinSteps):
     def after_step(self) -> None:
         self._momenta, self._left = self._left, []
         self._unapplied = None
-        if self._config.delayed:
-            self._late.pending, self._strongest_N = self._strongest_N, None
+        self._late.pending, self._strongest_N = self._strongest_N, None
 
     def state_dict(self) -> dict[str, Any]:
         return {

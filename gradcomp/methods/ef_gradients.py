@@ -74,9 +74,7 @@ class DelayedGradientSync(GradientSync):
     def before_step(self) -> None:
         """Put the sums of the step before in place of the gradients; zeros if there are none."""
         self._readiness.finish()
-        late, old = self._late.wait(), self._unapplied
-        both = [_both(*pair) for pair in zip(old, late, strict=True)] if old and late else []
-        self._given = both or late or old
+        self._given = _all_of(self._unapplied, self._late.wait())
         self._put(self._given or [torch.zeros_like(own_N) for own_N in self._own])
 
     def commit(self) -> None:
@@ -84,7 +82,7 @@ class DelayedGradientSync(GradientSync):
             self._late.take()
             self._reducer.keep()
             self._late.pending, self._own = self._own, []
-            self._unapplied = self._given
+            self._unapplied, self._given = self._given, []
 
     def after_step(self) -> None:
         self._unapplied = []
@@ -107,11 +105,12 @@ class DelayedGradientSync(GradientSync):
         super().load_state_dict(state)
         # an earlier version's checkpoint holds the sums that it had found
         pending, device = state.get("pending"), device_of(self._parameters)
-        if pending is True:
+        unapplied = _all_of(state["unapplied"], state.get("under_way", []))
+        if pending or unapplied:  # there were more replicas, or this one has just come
             self._make_once()
+        if pending is True:
             pending = [torch.zeros(bucket.numel) for bucket in self._buckets]
         self._late.pending = [own_N.to(device) for own_N in pending or ()] or None
-        unapplied = state.get("under_way") or state["unapplied"]
         self._unapplied = [sum_N.to(device) for sum_N in unapplied]
 
     def _launch(self, bucket: Bucket) -> None:
@@ -133,6 +132,13 @@ def _reduced(reducer: ServedReducer, bucket: Bucket, own_N: Tensor, key: Exchang
     if not bool(sum_N.isfinite().all()):
         reducer.forget(bucket)
     return sum_N
+
+
+def _all_of(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """Sums of buckets, of none, one or two steps."""
+    if old and new:
+        return [_both(*pair) for pair in zip(old, new, strict=True)]
+    return old or new
 
 
 def _both(old_N: Tensor, new_N: Tensor) -> Tensor:

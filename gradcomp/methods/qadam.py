@@ -102,7 +102,10 @@ class Momentum(ServedReducer):
         self._momenta.drop()
 
     def shared_state(self) -> dict[str, Any]:
-        """Who joins takes momenta over from its optimizer."""
+        """Who joins takes momenta over from its optimizer (`take_over`), as after 0 steps.
+
+        During the warm-up those are of clipped gradients; the first exchange averages that away.
+        """
         return {"residuals": super().shared_state(), "steps": 0, "momenta": {}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +158,16 @@ class QAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(parameters, defaults)
         self._warmup_steps = warmup_steps
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Moments stay in fp32: torch's makes them of the parameters' kind."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for parameter, number in zip(parameters, numbers, strict=True):
+            for name in ("m", "v") if number in state_dict["state"] else ():
+                saved = state_dict["state"][number][name]
+                self.state[parameter][name] = saved.to(parameter.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

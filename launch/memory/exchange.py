@@ -64,7 +64,7 @@ def measure_exchange(
                 sent.append(sum(sync.bytes_sent for sync, *_ in built))
                 before = peers[0].exchanges
             list(pool.map(lambda one, step=step: _step(step, *one), built))
-        states = list(pool.map(lambda one: held_nbytes(one[0].state_dict()), built))
+        states = list(pool.map(lambda one: _kept_nbytes(one[0].state_dict()), built))
         sent.append(sum(sync.bytes_sent for sync, *_ in built))
     numel = sum(parameter.numel() for parameter in built[0][1])
     nbytes = (sent[1] - sent[0]) / steps / replicas / numel
@@ -86,6 +86,11 @@ def _step(
     sync.commit()
     optimizer.step()
     sync.after_step()
+
+
+def _kept_nbytes(state: dict[str, Any]) -> int:
+    """What a late exchange is to send is there twice until the next step counts."""
+    return held_nbytes([state, state.get("pending")])
 
 
 def held_nbytes(held: Any) -> int:

@@ -357,10 +357,11 @@ class Taker:
 
 def _weights_of(built: Built) -> dict[str, Any]:
     """What replicas have in common, but for an optimizer's moments."""
+    sync = cast(GoesOn, built.sync)
+    if not sync.sends_ahead:
+        return {}
     found = {str(stage.stage_index): saved_state(module_of(stage)) for stage in built.stages}
-    if built.sync.replicas_equal:
-        return {"model": found}
-    return {"model": found, "sync": cast(GoesOn, built.sync).shared_state()}
+    return {"model": found} | ({} if sync.replicas_equal else {"sync": sync.shared_state()})
 
 
 def _message(
@@ -375,7 +376,7 @@ def _message(
 
 
 def _load(built: Built, state: Mapping[str, Any]) -> None:
-    for stage in built.stages:
+    for stage in built.stages if "model" in state else ():
         module = module_of(stage)
         found = state["model"][str(stage.stage_index)]
         module.load_state_dict(found, strict=not base_of(module))

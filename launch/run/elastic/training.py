@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint.agreement import Ask
 from thinpipe.launch.config.caches import most_samples
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.terminal import end_now
-from thinpipe.launch.net.ranks.fork_server import KERNELS
+from thinpipe.launch.net.ranks.fork_server import KERNELS, name_process
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.gloo_backend import Pair
 from thinpipe.launch.net.ranks.group import Newcomer, tell_began
@@ -72,6 +72,8 @@ class ElasticTraining(Training):
         if self._session.writes_run_folder:
             tell_began(store, self._config.pipeline.cuts, self._plan.first_steps)
         self._join(store, newcomer)
+        if newcomer is not None:  # it is no rank 0 any more
+            name_process(f"thinpipe {self._elastic.number}")
         self._checkpoints.watch(lambda: self._elastic.trouble)
         self._has_state = newcomer is None
         if newcomer is None:

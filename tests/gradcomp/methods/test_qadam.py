@@ -106,3 +106,16 @@ def test_under_another_layout_momenta_go_on_from_the_optimizers() -> None:
     assert {sync.leaves for sync in resumed.syncs} == {"updates"}
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.1 * LR)  # but for residuals
+
+
+def test_moments_of_a_model_in_bf16_are_restored_in_fp32() -> None:
+    """A resumed run goes on as one that was not interrupted."""
+    through, again = (
+        Replicas(2, "qadam", {"warmup_steps": 3}, dtype=torch.bfloat16) for _ in range(2)
+    )
+    for step in range(6):
+        if step in (2, 4):
+            again.restart()
+        for replicas in (through, again):
+            replicas.step()
+    assert torch.equal(through.parameters()[0], again.parameters()[0])

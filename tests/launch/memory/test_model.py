@@ -177,11 +177,11 @@ def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_
 
 
 @pytest.mark.parametrize(
-    ("method", "words"), [("allreduce", 0), ("cocktail", 1.75), ("diloco", 2), ("demo", 2)]
+    ("method", "words"), [("allreduce", 0), ("cocktail", 1.5), ("diloco", 2), ("demo", 3)]
 )
 def test_replicas_count_what_they_keep_to_exchange(method: str, words: float) -> None:
-    """cocktail: a global copy, a server's error for its half of it, and what an exchange of a tenth
-    finds, 2.5 times; diloco: a global copy and a momentum. What is copied of the buckets under way
+    """cocktail: a global copy, and a server's error for its half of it; diloco: a global copy and a
+    momentum; demo: a momentum, and what two steps send. What is copied of the buckets under way
     takes 12 bytes a gradient.
     """
     pipeline = {"cuts": [2], "microbatches": 2, "replicas": 2}

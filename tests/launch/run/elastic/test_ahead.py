@@ -25,12 +25,12 @@ VALUES = [0.0, -0.0, 1.5, float("nan"), float("-inf"), 1e-45, 0.0]
 class Sync:
     """What replicas have in common is one tensor."""
 
-    replicas_equal = True
+    replicas_equal = sends_ahead = True
 
     def __init__(self) -> None:
         self.common = torch.zeros(8)
 
-    def global_parameters(self) -> AbstractContextManager[None]:
+    def parameters_to_give(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def shared_state(self) -> dict[str, Any]:

@@ -205,8 +205,8 @@ def test_all_go_back_to_the_newest_step_that_all_have() -> None:
             "pipeline.shards = 2: with it no machine can take the place of another yet",
         ),
         (
-            {"gradcomp": {"method": "cocktail"}},
-            'gradcomp.method = "cocktail": with it no machine can take the place',
+            {"gradcomp": {"method": "decentralized"}},
+            'gradcomp.method = "decentralized": with it no machine can take the place',
         ),
     ],
 )
