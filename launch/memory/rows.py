@@ -135,6 +135,9 @@ def show_memory(
             format_bytes(end.nbytes),
         )
     console.print(table)
+    if config.fewest_replicas < config.pipeline.replicas:
+        least = config.elastic.min_replicas
+        console.print(f"bytes include room for samples of lost replicas, down to {least} left")
     for ranks in shares:
         which = name_ranks(config, ranks)
         console.print(f"with {which} on this host:", *_totals(config, ends, ranks))

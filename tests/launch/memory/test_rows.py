@@ -175,6 +175,12 @@ def dry_run(path: Path, *settings: str, code: int = 0) -> str:
     return said("train", path, "--dry-run", *words, code=code)
 
 
+def test_a_dry_run_says_that_lost_replicas_count(run_file: Path) -> None:
+    output = dry_run(run_file, "pipeline.replicas=2", "elastic.min_replicas=1")
+    assert "bytes include room for samples of lost replicas, down to 1 left" in output
+    assert "lost replicas" not in dry_run(run_file, "pipeline.replicas=2")
+
+
 def test_a_dry_run_shows_automatic_cuts_as_auto_and_what_counts_twice(run_file: Path) -> None:
     output = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
     assert "the 2 cuts are chosen when the run starts" in output
