@@ -19,7 +19,7 @@ def check_facts(
         CheckpointError: naming each that differs.
     """
     try:
-        changed = changed_settings(_as_set(saved), _as_set(now))
+        changed = changed_settings(_as_set(saved, now), _as_set(now, now))
     except ValueError as error:
         raise CheckpointError(
             f"{folder} was made with settings that are gone: {error}; start a new run from its "
@@ -40,10 +40,14 @@ def check_facts(
         )
 
 
-def _as_set(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings that a run began with: replicas, and with them the batch, may have changed."""
+def _as_set(facts: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that a run began with: replicas, and with them the batch, may have changed.
+
+    That it has `now` may be the last one, too.
+    """
     config: Mapping[str, Any] = facts["config"]
-    if "batch_size" not in facts:
+    wanted = now.get("batch_size", now["config"]["train"]["batch_size"])
+    if "batch_size" not in facts or config["train"]["batch_size"] == wanted:
         return config
     return {**config, "train": {**config["train"], "batch_size": facts["batch_size"]}}
 

@@ -95,9 +95,10 @@ class Plan:
         words = (
             f"{', '.join(shared)}: the "
             f"{_count(left, 'sample')} left of epoch {epoch + 1} take {_count(len(rest), 'step')}, "
-            f"each sample once; the run has {_count(self.steps, 'step')} in place of "
-            f"{change.steps:,}"
+            f"each sample once; the run has {_count(self.steps, 'step')}"
         )
+        if self.steps != change.steps:
+            words += f" in place of {change.steps:,}"
         if self.sampler.left_out:
             few = _count(self.sampler.left_out, "sample")
             words += f"; {few}, too few for all replicas, left out"

@@ -155,7 +155,8 @@ class Rendezvous(RendezvousHandler):
         self._timer.daemon = True
         if hosts > 1:
             if network.overlay is None:  # else it was said before
-                print_error(f"waiting for {self._what}, at most {self._limit}")
+                here = "" if network.server is None else "; the run's store is here"
+                print_error(f"waiting for {self._what}, at most {self._limit}{here}")
             self._timer.start()
         self._holds = network.server is not None or bool(network.newcomer)
         self._tcp = network.open_store(limit_s)

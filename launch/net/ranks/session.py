@@ -116,7 +116,8 @@ class TerminatedError(Exception):
         super().__init__("asked to stop" if number else "another rank was asked to stop")
         self.has_begun = has_begun
         """Whether this rank has trained."""
-        if number is None and os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        all_here = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+        if number is None and all_here and JOINS not in os.environ:
             number = signal.SIGTERM  # it came to this machine
         self.code = 1 if number is None else 128 + number
 

@@ -132,7 +132,7 @@ class ElasticTraining(Training):
 
     def stop(self, whole: bool) -> threading.Event:
         """This machine leaves after the step under way, if the others can go on without it."""
-        if whole or self._finished or not self._elastic.may_leave():
+        if whole or self._finished or not self._may_leave():
             return super().stop(whole)
         self._leaving.set()
         tell("asked to stop: this machine leaves after this step, and the others go on")
@@ -140,6 +140,16 @@ class ElasticTraining(Training):
         late.daemon = True
         late.start()
         return self._leaving
+
+    def _may_leave(self) -> bool:
+        with suppress(RuntimeError):  # the store is gone: so is the run
+            if self._elastic.may_leave():
+                return True
+            tell(
+                "the others cannot go on without this machine: it has rank 0 or the run's store "
+                "(--rdzv), too few replicas would be left, or another leaves now"
+            )
+        return False
 
     def _leave(self) -> None:
         """Tell the others, who go on, and end; at the end of a run nobody has to be told."""

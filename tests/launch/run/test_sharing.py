@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.launch.run.elastic.trained import write_run
-from thinpipe.launch.checkpoint.manifest import Manifest
+from thinpipe.launch.checkpoint.facts import check_facts
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.run.sharing import Plan
@@ -60,7 +61,26 @@ def test_samples_per_step_are_said_when_they_change(plans: list[Plan], tmp_path:
     plan.share_anew(mesh(2), 3)
     lost = "samples go to 2 replicas in place of 3, a step takes 4 samples in place of 6: the 102"
     assert plan.words().startswith(lost)
-    saved = Manifest(5, 0, 0, plan.facts({}), ())
-    config = load_config(tmp_path / "run.toml", ["pipeline.replicas=2", "elastic.min_replicas=1"])
-    resumed = Plan(config, check_data(config).train, mesh(2), saved)
+    resumed = resume(plan, tmp_path, 6)
     assert resumed.words().startswith("a step takes 6 samples in place of 4: the 94 samples left")
+
+
+def test_those_who_are_left_resume_with_the_first_batch_or_the_last(
+    plans: list[Plan], tmp_path: Path
+) -> None:
+    plan = plans[0]
+    plan.share_anew(mesh(2), 3)
+    data = load_config(tmp_path / "run.toml").data
+    for batch in (6, 4):
+        check_facts(tmp_path, plan.facts({}), resume(plan, tmp_path, batch).facts({}), data)
+    with pytest.raises(CheckpointError, match=r"train\.batch_size = 6"):
+        check_facts(tmp_path, plan.facts({}), resume(plan, tmp_path, 8).facts({}), data)
+    assert resume(plan, tmp_path, 4).steps == plan.steps
+
+
+def resume(plan: Plan, folder: Path, batch: int) -> Plan:
+    """What two replicas go on with after step 5."""
+    changes = ["pipeline.replicas=2", "elastic.min_replicas=1", f"train.batch_size={batch}"]
+    config = load_config(folder / "run.toml", changes)
+    saved = Manifest(5, 0, 0, plan.facts({}), ())
+    return Plan(config, check_data(config).train, mesh(2), saved)
