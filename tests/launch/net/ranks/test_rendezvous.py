@@ -54,7 +54,8 @@ def test_a_single_machine_times_out(run_file: Path, foreign_port: int, is_foreig
     assert done.returncode == 1
     limits = f"{LIMIT_S} s (pipeline.peer_timeout_s)"
     first, last = done.stderr.splitlines()
-    assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
+    here = "" if is_foreign else "; the run's store is here"
+    assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}{here}"
     assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not join within {limits}: ")
     why = "(is the port in use by another program?)" if is_foreign else "only 1 joined"
     assert f"{why}; run `thinpipe doctor`" in last
