@@ -87,8 +87,15 @@ class DeMo(WithinSteps):
         """What this replica's momenta hold it sends later, to whoever is there."""
 
     def shared_state(self) -> dict[str, Any]:
-        """Who joins begins with momenta of zero; it sends once more what replica 0 does."""
-        return {**self.state_dict(), "momenta": []}
+        """Who joins begins with momenta of zero; it sends once more what replica 0 does, which it
+        gets as bytes of a message, as all wait for it.
+        """
+        pending_N, wire_W = self._late.pending, None
+        if pending_N is not None:
+            nbytes = self._codec.capacity(pending_N.numel())
+            wire_W = torch.empty(nbytes, dtype=torch.uint8, device=pending_N.device)
+            self._codec.encode(pending_N[None], wire_W[None], noise=None)
+        return {**self.state_dict(), "momenta": [], "pending": wire_W}
 
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
@@ -124,6 +131,9 @@ class DeMo(WithinSteps):
         if state.get("under_way") and state["counts"]:  # an earlier version had the answer then
             (unapplied,) = state["under_way"]
         device = device_of(self._parameters)
+        if pending is not None and pending.dtype == torch.uint8:  # of a replica that joins
+            wire_W, pending = pending, torch.empty(self._tiles.count * SIDE * SIDE)
+            self._codec.decode(wire_W[None], pending[None])
         self._late.pending = None if pending is None else pending.to(device)
         self._unapplied = None if unapplied is None else unapplied.to(device)
 

@@ -62,6 +62,18 @@ def test_what_is_sent_and_what_is_left_are_the_momentum() -> None:
         torch.testing.assert_close(one + rest, 0.9 * old + gradient, rtol=1e-5, atol=1e-5)
 
 
+def test_one_that_joins_gets_a_message_and_sends_the_same() -> None:
+    """It is small: all wait for it."""
+    replicas, other = (Replicas(2, "demo", {"kept": 4}) for _ in range(2))
+    for _ in range(3):
+        replicas.step()
+    shared = replicas.syncs[0].shared_state()  # type: ignore[attr-defined]
+    assert shared["pending"].nbytes * 50 < replicas.syncs[0].state_dict()["pending"].nbytes
+    other.syncs[0].load_state_dict(shared)
+    again = other.syncs[0].shared_state()  # type: ignore[attr-defined]
+    assert torch.equal(again["pending"], shared["pending"])
+
+
 def updates(replicas: Replicas, gradient: list[Tensor], steps: int) -> list[Tensor]:
     """What the optimizer is given in each step, if gradients never change."""
     found = []
