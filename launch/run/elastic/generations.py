@@ -92,8 +92,8 @@ class Generations:
         """The last section is done."""
         self._losses.close()
 
-    def may_leave(self) -> bool:
-        """Whether all ranks of this machine may leave: enough replicas are left without them.
+    def needed_for(self) -> str:
+        """Why not all ranks of this machine may leave; empty if they may.
 
         Of several machines that ask in a generation, one may. Called by another thread.
 
@@ -103,10 +103,12 @@ class Generations:
         with self._news.changed:
             gone = {*self._hosts.own_ranks, *self._news.lost}
             replicas, generation = self._replicas, self._generation + self._tried
-        if self._hosts.is_needed or sum(not gone & {*r} for r in replicas) < self._least:
-            return False
-        first = self._own.compare_set(f"leaves/{generation}", "", self._hosts.own)
-        return bool(first.decode() == self._hosts.own)
+        if self._hosts.is_needed:
+            return "it has rank 0 or the run's store (--rdzv)"
+        if (left := sum(not gone & {*r} for r in replicas)) < self._least:
+            return f"{left} replicas would be left, fewer than elastic.min_replicas = {self._least}"
+        first = self._own.compare_set(f"leaves/{generation}", "", self._hosts.own).decode()
+        return "" if first == self._hosts.own else f"{first} leaves, too"
 
     def leave(self, why: str) -> None:
         """Have the others go on without this rank, which ends. Called by any thread.

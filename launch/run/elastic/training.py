@@ -143,12 +143,9 @@ class ElasticTraining(Training):
 
     def _may_leave(self) -> bool:
         with suppress(RuntimeError):  # the store is gone: so is the run
-            if self._elastic.may_leave():
+            if not (why := self._elastic.needed_for()):
                 return True
-            tell(
-                "the others cannot go on without this machine: it has rank 0 or the run's store "
-                "(--rdzv), too few replicas would be left, or another leaves now"
-            )
+            tell(f"the others cannot go on without this machine: {why}")
         return False
 
     def _leave(self) -> None:

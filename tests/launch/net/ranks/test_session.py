@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import PATIENCE_S
-from thinpipe.launch.net.ranks.session import _TERMINATION_GRACE_S
+from thinpipe.launch.net.ranks.network import JOINS
+from thinpipe.launch.net.ranks.session import _TERMINATION_GRACE_S, TerminatedError
 
 pytestmark = pytest.mark.dist
 
@@ -96,3 +97,19 @@ def test_a_rank_that_looks_ends_in_order_also_when_asked_twice() -> None:
         rank.kill()
         rank.wait()
     assert (rank.returncode, reported) == (1, "stopped in order\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "world", "joins", "code"),
+    [(None, 4, False, 143), (None, 8, False, 1), (None, 4, True, 1), (2, 8, True, 130)],
+)
+def test_a_machine_that_was_asked_to_stop_ends_with_the_signal(
+    monkeypatch: pytest.MonkeyPatch, number: int | None, world: int, joins: bool, code: int
+) -> None:
+    """Of one with all four ranks of a run each was asked; of a newcomer the others were."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.delenv(JOINS, raising=False)
+    if joins:
+        monkeypatch.setenv(JOINS, "newcomer")
+    assert TerminatedError(number).code == code

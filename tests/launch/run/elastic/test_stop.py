@@ -3,10 +3,11 @@
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.waiting import PATIENCE_S, until
@@ -129,3 +130,21 @@ def test_a_stop_that_only_some_ranks_saw_is_for_all(tmp_path: Path, last: int) -
     assert first == {"end": TerminatedError, "done": last, "told": []}
     assert second == {"end": TerminatedError, "done": last, "told": [last]}
     assert files.newest(tmp_path / "run/checkpoints") == last
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [("", ""), ("it has rank 0", "this machine: it has rank 0"), (None, "")]
+)
+def test_a_machine_that_is_needed_says_what_for(
+    found: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """None: the store is gone, so the run ends."""
+
+    def needed_for() -> str:
+        if found is None:
+            raise DistNetworkError("Failed to recv, got 0 bytes")
+        return found
+
+    training: Any = SimpleNamespace(_elastic=SimpleNamespace(needed_for=needed_for))
+    assert Elastic._may_leave(training) == (found == "")
+    assert said in capfd.readouterr().err
