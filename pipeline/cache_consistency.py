@@ -74,11 +74,13 @@ class CacheConsistency:
         self.prefetch(first_ids_B)
         return _sum(repaired, self._compare(first_ids_B, "world"))
 
-    def go_on(self, ids_B: Tensor, next_ids_B: Tensor, samples: int) -> None:
+    def go_on(self, ids_B: Tensor, next_ids_B: Tensor, samples: int, *, anew: bool) -> None:
         """Agree anew in this replica, as others left or came, or messages were lost.
 
-        As `begin`; of samples, only those of the next step are compared.
+        As `begin`; of samples, only those of the next step are compared. `anew`: nothing is held.
         """
+        for memory in self._memories.values() if anew else ():
+            memory.reset()
         self._agree_on_room(ids_B, samples)
         self._agree_on_what_was_learned()
         self.prefetch(next_ids_B)

@@ -136,14 +136,16 @@ class PipelineEngine:
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return repaired
 
-    def go_on(self, next_ids_B: Tensor, samples: int) -> None:
+    def go_on(self, next_ids_B: Tensor, samples: int, *, anew: bool) -> None:
         """As `begin`, before a step after `regroup`; all ranks of a replica call it.
+
+        `anew`: they are of other replicas, and caches begin empty.
 
         Raises:
             OSError: there is no room for the activation caches.
         """
         assert self._own_ids_B is not None, "a stream does not go on"
-        self._stats.consistency.go_on(self._own_ids_B, next_ids_B, samples)
+        self._stats.consistency.go_on(self._own_ids_B, next_ids_B, samples, anew=anew)
         self._finish_step(keep=False)
 
     def announce(self, ids_B: Tensor) -> None:

@@ -59,16 +59,13 @@ _MOST_PER_VALUE, _MOST_BESIDES = 24, 1 << 20
 class Givers:
     """What a rank sends to newcomers; training calls `goes_on` and `end`, other threads `give`."""
 
-    def __init__(self, built: Built, ranks: int = 1, *, gives: bool = True) -> None:
-        """`ranks` is how many of this machine may do the same at once; without `gives` it never
-        does: it is not of replica 0, or a newcomer.
-        """
+    def __init__(self, built: Built, ranks: int = 1) -> None:
+        """`ranks` is how many of this machine may do the same at once."""
         self._built, self._ranks = built, ranks
         self._still, self._depth = threading.RLock(), 0  # a class of optimizer may step in another
         self._all: list[Giver] = []
-        if gives:
-            built.optimizer.register_step_pre_hook(self._before_step)
-            built.optimizer.register_step_post_hook(self._after_step)
+        built.optimizer.register_step_pre_hook(self._before_step)
+        built.optimizer.register_step_post_hook(self._after_step)
 
     def give(
         self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float, tell: Tell

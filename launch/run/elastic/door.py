@@ -77,9 +77,9 @@ class Door:
     def answer(self, numbers: Sequence[int]) -> None:
         self._store.set(f"there/{numbers[0]}", "")
 
-    def begin(self, number: int, numbers: Sequence[int]) -> None:
-        """Have the ranks of replica 0 send these their state, as number so many, from 1."""
-        self._store.set(f"gets/{numbers[0]}", "")
+    def begin(self, number: int, numbers: Sequence[int], givers: Sequence[int]) -> None:
+        """Have `givers`, which are replica 0, send these their state, as number so many, from 1."""
+        self._store.set(f"givers/{numbers[0]}", json.dumps(givers))
         self._store.set(f"begun/{number}", json.dumps(numbers))
 
     def begun(self, number: int) -> list[int]:
@@ -91,13 +91,16 @@ class Door:
         await_key(self._store, f"begun/{number}")
         return self._said(f"begun/{number}")
 
-    def gets(self, numbers: Sequence[int]) -> bool:
-        """Whether these are to get it."""
-        return bool(self._store.check([f"gets/{numbers[0]}"]))
+    def givers(self, numbers: Sequence[int]) -> list[int]:
+        """Who sends it to these; nobody, as long as it is not their turn."""
+        return self._said(f"givers/{numbers[0]}")
 
     def has_sent(self, number: int, place: int) -> None:
         """The rank at this place of replica 0 has sent nearly all, or cannot."""
         self._store.set(f"sent/{number}/{place}", "")
+
+    def was_sent(self, number: int, place: int) -> bool:
+        return bool(self._store.check([f"sent/{number}/{place}"]))
 
     def have_sent(self, number: int, places: int) -> bool:
         return bool(self._store.check([f"sent/{number}/{place}" for place in range(places)]))

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -101,12 +102,12 @@ class Generations:
             RuntimeError: the store is gone.
         """
         with self._news.changed:
-            gone = {*self._hosts.own_ranks, *self._news.lost}
-            replicas, generation = self._replicas, self._generation + self._tried
+            left = self._left({*self._hosts.own_ranks, *self._news.lost})
+            generation = self._generation + self._tried
         if self._hosts.is_needed:
             return "it has rank 0 or the run's store (--rdzv)"
-        if (left := sum(not gone & {*r} for r in replicas)) < self._least:
-            return f"{left} replicas would be left, fewer than elastic.min_replicas = {self._least}"
+        if not self._are_enough(left):
+            return self._why_not(left)
         first = self._own.compare_set(f"leaves/{generation}", "", self._hosts.own).decode()
         return "" if first == self._hosts.own else f"{first} leaves, too"
 
@@ -148,8 +149,11 @@ class Generations:
 
     @property
     def _replicas(self) -> list[list[int]]:
-        size, members = self._transport.mesh.pipeline_ranks, self._members
-        return [members[at : at + size] for at in range(0, len(members), size)]
+        return self._as_replicas(self._members)
+
+    def _as_replicas(self, members: Sequence[int]) -> list[list[int]]:
+        size = self._transport.mesh.pipeline_ranks
+        return [[*members[at : at + size]] for at in range(0, len(members), size)]
 
     @property
     def _cold(self) -> list[int]:
@@ -215,7 +219,7 @@ class Generations:
 
     def _why_not(self, members: Sequence[int]) -> str:
         if 0 not in members:
-            return "replica 0, which is lost, writes the run's folder: the others do not go on"
+            return "replica 0 writes the run's folder: without it the others do not go on"
         left = len(members) // self._transport.mesh.pipeline_ranks
         return f"replicas left: {left}, fewer than elastic.min_replicas = {self._least}"
 
@@ -282,10 +286,16 @@ class Generations:
         return [*map(json.loads, self._store.multi_get(keys))]
 
     def _choose(self, silent: Set[int]) -> list[int]:
-        """The next members: replicas of which no rank is lost, or `silent` for too long."""
+        """The next members: replicas without ranks that are lost, or `silent` for too long."""
         with self._news.changed:
             gone = silent | self._news.lost.keys()
-        return [member for ranks in self._replicas if not gone & {*ranks} for member in ranks]
+        return self._left(gone)
+
+    def _left(self, gone: Set[int]) -> list[int]:
+        replicas = whole(self._replicas, gone)
+        if self._run.steps_are_joint:
+            replicas = made_whole(self._replicas, gone, cold={*self._cold})
+        return [*chain(*replicas)]
 
     def _form(self, name: str) -> None:
         """Make the groups of the members; raises TransportError if another rank is lost."""
@@ -311,3 +321,31 @@ class Generations:
             self._hosts.now(members)
         except RuntimeError as error:
             raise TransportError(f"rank {self.number}: {error}") from error
+
+
+def whole(replicas: Sequence[Sequence[int]], gone: Set[int]) -> list[list[int]]:
+    """Of these replicas, those that have lost no rank."""
+    return [[*ranks] for ranks in replicas if not gone & {*ranks}]
+
+
+def made_whole(
+    replicas: Sequence[Sequence[int]], gone: Set[int], *, cold: Set[int]
+) -> list[list[int]]:
+    """Also those that ranks of broken ones are together, each in its own stage.
+
+    Rank 0 writes the run's folder: its replica takes ranks of the last whole one if it must. Ranks
+    that are `cold` have no state, and complete no other replica.
+    """
+    left = whole(replicas, gone)
+    broken = [ranks for ranks in replicas if gone & {*ranks}]
+    made = _together(broken, gone | cold)
+    others = [ranks for ranks in left if 0 not in ranks and not cold & {*ranks}]
+    if 0 not in gone and others and not any(0 in ranks for ranks in [*left, *made]):
+        left.remove(others[-1])
+        made = _together([*broken, others[-1]], gone | cold)
+    return sorted([*left, *made])
+
+
+def _together(broken: Sequence[Sequence[int]], gone: Set[int]) -> list[list[int]]:
+    stages = ([rank for rank in ranks if rank not in gone] for ranks in zip(*broken, strict=True))
+    return [[*ranks] for ranks in zip(*stages, strict=False)]

@@ -179,7 +179,11 @@ class Sections(Generations):
         gone = [member for member in before if member not in self._members]
         named = self._news.lost_of(before) or f"ranks {gone}, which came too late"
         words = f"lost: {named}" if gone else "all are there: they have connected anew"
-        self._adapt(int(furthest["passes"]), words, agreed=agreed, at=furthest["steps"])
+        made = [ranks for ranks in self._replicas if ranks not in self._as_replicas(before)]
+        words += "".join(f"; ranks {str(ranks)[1:-1]} are a replica now" for ranks in made)
+        is_made = any(self.number in ranks for ranks in made)
+        more = {"agreed": agreed, "at": furthest["steps"], "is_made": is_made}
+        self._adapt(int(furthest["passes"]), words, **more)
 
     def _adapt(self, passes: int, words: str, **more: Any) -> None:
         before, mesh = self._known_as, self._transport.mesh

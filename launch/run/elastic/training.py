@@ -63,10 +63,9 @@ class ElasticTraining(Training):
         self._leaving, self._stops_here = threading.Event(), False
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         mesh, newcomer = self._session.mesh, self._session.newcomer
-        gives = newcomer is None and mesh.replica == 0
-        self._givers = Givers(self.built, mesh.pipeline_ranks, gives=gives)
+        self._givers = Givers(self.built, mesh.pipeline_ranks)
         self._changes: list[tuple[int, Mesh, str]] = []
-        self._caches_agree = True
+        self._caches_agree, self._is_made = True, False
         self._taker: Taker | None = None
         store = newcomer.store if newcomer else self._session.store
         if self._session.writes_run_folder:
@@ -159,6 +158,11 @@ class ElasticTraining(Training):
         end_now(0, left if speaks() else "")
 
     @property
+    def steps_are_joint(self) -> bool:
+        """Whether no replica makes a step by itself: all ranks of a stage hold alike weights."""
+        return self._sync.loss_scope == "global"
+
+    @property
     def passes(self) -> int:
         """The number of the last pass through the pipeline."""
         return self.built.engine.passes
@@ -177,16 +181,19 @@ class ElasticTraining(Training):
         *,
         agreed: tuple[int, int] = (0, 0),
         at: int = 0,
+        is_made: bool = False,
     ) -> None:
         """The mesh has changed, for the `change`-th time; this rank was `before` (replica, of).
 
         `passes` is the most that a rank has begun, `words` say who left or came, `agreed` is that
         of the rank that is furthest, and `at` is how many steps it has done: up to there all
-        samples belong to whom they belonged to.
+        samples belong to whom they belonged to. `is_made`: this replica is of ranks of others,
+        whose caches hold other samples.
         """
         mesh = self._session.mesh
         is_shared = before != (mesh.replica, mesh.replicas)
         self._regroup_parts(change, before)
+        self._is_made |= is_made
         if is_shared:
             self._changes.append((at, mesh, words))
         self._share_anew()
@@ -349,8 +356,8 @@ class ElasticTraining(Training):
         if any(spec.remembers for spec in self._config.specs.values()):
             most = most_samples(self._config, len(self._samples))
             with self._room_for_caches():
-                self.built.engine.go_on(self._ids(step), most)
-        self._caches_agree = True
+                self.built.engine.go_on(self._ids(step), most, anew=self._is_made)
+        self._caches_agree, self._is_made = True, False
 
     @property
     def _sync(self) -> GoesOn:

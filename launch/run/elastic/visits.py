@@ -54,6 +54,7 @@ class Elastic(Sections):
         Its `transport` connects the ranks of its own replica.
         """
         own, mesh = PrefixStore("elastic", store), transport.mesh
+        self._before: list[int] = []  # a newcomer comes
         self._door, self._newcomer, self._seats = Door(own), newcomer, mesh.world_size
         members = newcomer.numbers(self._door.numbers, mesh) if newcomer else ()
         super().__init__(store, transport, run, members=members, **settings)
@@ -64,8 +65,9 @@ class Elastic(Sections):
             if mesh.pipeline_ranks > 1:
                 parts = store.clone(), mesh.pipeline_ranks  # type: ignore[attr-defined]
                 threading.Thread(target=bring_together, args=parts, daemon=True).start()
-        if newcomer is None and mesh.replica == 0:
-            threading.Thread(target=self._give, args=(store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
+        self._gives = False
+        if newcomer is None:
+            self._give_if_first()
 
     def admit(self) -> None:
         """Let in who was invited, if anybody; all members call it after the same step.
@@ -136,7 +138,8 @@ class Elastic(Sections):
         newcomer.has_entered = True
         self._news.generation, self._done = how["generation"], how["done"]
         self._visits = how["visits"]
-        self._tried, self._warm = self._visits, {*how["members"]}
+        self._tried, self._before = self._visits, how["members"]
+        self._warm = {*self._before}
 
     def _answer(self, own: Sequence[int], place: int) -> bool:
         """Say that these are there once the run asks; whether it has."""
@@ -149,8 +152,8 @@ class Elastic(Sections):
     def _take(self, own: Sequence[int], place: int) -> bool:
         """Whether the state is sent; it is taken then."""
         # not before: others may get theirs first, for longer than a connection waits
-        if self._door.gets(own):
-            self._run.take(partial(self._connect, place, self.number))
+        if givers := self._door.givers(own):
+            self._run.take(partial(self._connect, givers[place], self.number))
             return True
         if place == 0 and self._door.is_late(own):
             self._door.knock(own)
@@ -186,12 +189,12 @@ class Elastic(Sections):
         """Make groups with newcomers. Who has begun that is followed by all, see `_regroup`."""
         before = [member for member in self._members if member not in invited]
         if self.number in invited:
-            before = [*self._warm]
+            before = self._before
         elif self.number == 0:
             how = {"generation": self._generation, "done": self._done, "members": before}
             self._door.let_in(invited, {**how, "visits": self._visits})
         self._tried = self._visits + 1
-        self._be(sorted([*before, *invited]))
+        self._be([*before, *invited])
         self._form(f"visit{self._visits}")
         passes = gather_json(self._transport, self._run.passes)
         hosts = ", ".join(dict.fromkeys(self._hosts.of(number) for number in invited))
@@ -220,7 +223,7 @@ class Elastic(Sections):
 
     def _is_sent(self, door: Door, number: int, newcomers: Sequence[int]) -> bool:
         """Have replica 0 send its state, and wait until it has; False if these are lost before."""
-        door.begin(number, newcomers)
+        door.begin(number, newcomers, self._replicas[0])
         while not door.have_sent(number, self._transport.mesh.pipeline_ranks):
             if self._news.lost.keys() & {*newcomers}:
                 return False
@@ -228,11 +231,22 @@ class Elastic(Sections):
             time.sleep(_POLL_S)
         return True
 
+    def _adapt(self, *arguments: Any, **more: Any) -> None:
+        super()._adapt(*arguments, **more)
+        self._give_if_first()
+
+    def _give_if_first(self) -> None:
+        if self._transport.mesh.replica == 0 and not self._gives:
+            self._gives, store = True, self._root.clone()  # type: ignore[attr-defined]
+            threading.Thread(target=self._give, args=(store,), daemon=True).start()
+
     def _give(self, store: Store) -> None:
         """Send this rank's state to those that come, behind what training sends; a thread."""
-        door, place = Door(PrefixStore("elastic", store)), self.number
+        door, place = Door(PrefixStore("elastic", store)), self._transport.mesh.position
         with suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count(1):
+                if door.was_sent(number, place):  # by another rank in this place
+                    continue
                 newcomer = door.begun(number)[place]
                 sent = partial(door.has_sent, number, place)
                 try:

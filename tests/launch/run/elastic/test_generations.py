@@ -95,6 +95,18 @@ def test_a_replica_of_two_stages_leaves_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_of_another_replica_completes_the_first(tmp_path: Path) -> None:
+    run = Launchers(tmp_path, *TWO_BY_TWO, count=1)
+    run.kill_rank(1, after=12)
+    assert run.done() == [0], run.said()
+    assert "lost: rank 1" in run.said()
+    assert "; ranks 0, 3 are a replica now; from step" in run.said()
+    assert "rank 2: the others go on without it, as its replica is lost" in run.said()
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+    assert run.summary["final_loss"] < run.summary["first_loss"] - 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, LOST), (signal.SIGTERM, 128 + 15)])
 def test_launchers_on_one_machine_end_without_those_that_left(
     tmp_path: Path, by: int, code: int

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tests.launch.run.elastic.launchers import SAMPLES, Launchers
+from tests.launch.run.elastic.launchers import SAMPLES, TWO_BY_TWO, Launchers
 from tests.launch.run.elastic.test_sections import Recorder, end, grouped
 from tests.launch.run.elastic.trained import members
 from tests.waiting import PATIENCE_S, until
@@ -246,3 +246,19 @@ def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
     assert any(f"as {numbers}; from step" in run.said(number) for number in range(3))
     assert "samples go to 3 replicas in place of 2" in run.said(4)
     assert run.summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 17)}
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_its_state_from_ranks_of_two_replicas(tmp_path: Path) -> None:
+    """Then one of its own takes the place of one of those."""
+    settings = ("train.epochs=8", "train.verify_every=1")
+    run = Launchers(tmp_path, *TWO_BY_TWO, *settings, count=2)
+    run.kill_rank(1, after=12)
+    until(lambda: "ranks 0, 3 are a replica now" in run.said(0))
+    run.join(2)
+    until(lambda: "joined" in run.said(2))
+    run.kill_rank(3, after=run.steps + 3)
+    assert run.done() == [0, LOST, 0], [run.said(n) for n in range(3)]
+    assert "; ranks 0, 5 are a replica now; from step" in run.said(0)
+    assert "rank 4: the others go on without it" in run.said(2)
+    assert run.summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 9)}

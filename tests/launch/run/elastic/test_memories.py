@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.launch.run.elastic.test_places import AQSGD, TRANSFORM
+from tests.launch.run.elastic.test_sections import end
 from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.often import mostly_slow
 from thinpipe.launch.run import training as training_module
+from thinpipe.launch.run.elastic import generations
 from thinpipe.launch.run.elastic.training import ElasticTraining
 from thinpipe.launch.view.report.metrics import read_metrics
 from thinpipe.pipeline.comm.channel import OutgoingChannel
@@ -133,6 +135,45 @@ def loses_one_as_all_end(rank: int, port: int, folder: str) -> bool:
     runs, own = list[ElasticTraining](), (*TWO_BY_TWO, AQSGD, DISK)
     trains(rank, port, folder, *own, each=each, world=4)
     return bool(gathered)
+
+
+def loses_one_rank(rank: int, port: int, folder: str, lost: int, *changes: str) -> list[Held]:
+    """One rank alone leaves."""
+    found = []
+
+    def each(training: ElasticTraining, step: int) -> None:
+        found.append(held(training, step))
+        if rank == lost and step == 9:
+            leave(training)
+
+    generations.end_now = end  # type: ignore[assignment]
+    own = (*TWO_BY_TWO, *changes)
+    trains(rank, port, folder, *own, each=each, ends=[SystemExit], world=4)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "changes",
+    mostly_slow(
+        [(AQSGD,), (BOTH, "gradcomp.method=cocktail"), (TRANSFORM, "gradcomp.method=demo")],
+        lambda case: case == (AQSGD,),
+    ),
+)
+def test_a_replica_is_made_of_two_whose_ranks_hold_other_samples(
+    tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    """Rank 3 takes the place of rank 1: that replica writes the run's folder."""
+    found = ranks_of(tmp_path, 4, loses_one_rank, 1, *changes)
+    first, *_, last = found
+    assert [len(each) for each in found[1:3]] == [9, 9]
+    assert first[9:] == last[9:]
+    assert first[8] != last[8]
+    assert {*first[9].samples.values()} == {3}, "those of one step"
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    counted = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
+    assert counted == [SAMPLES, SAMPLES]
+    assert records[-1].loss < records[0].loss - 1
 
 
 @pytest.mark.dist

@@ -36,6 +36,7 @@ class Recorder:
         self.done, self.shared_from = 0, list[int]()
 
     passes, agreed, at, came = 7, (0, 0), (0, 0), 0
+    steps_are_joint = True
 
     def settle(self) -> None: ...
 
@@ -319,7 +320,7 @@ def too_few_are_left(rank: int, port: int, lost: int, least: int) -> str:
     ("lost", "least", "why"),
     [
         (2, 3, "; replicas left: 2, fewer than elastic.min_replicas = 3"),
-        (0, 1, "; replica 0, which is lost, writes the run's folder: the others do not go on"),
+        (0, 1, "; replica 0 writes the run's folder: without it the others do not go on"),
     ],
 )
 def test_below_the_least_or_without_rank_0_the_failure_is_raised(
