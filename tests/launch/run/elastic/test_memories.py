@@ -1,5 +1,7 @@
 """Replicas of two stages, whose cuts remember samples, lose one of them or a connection."""
 
+import os
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,19 +139,51 @@ def loses_one_as_all_end(rank: int, port: int, folder: str) -> bool:
     return bool(gathered)
 
 
-def loses_one_rank(rank: int, port: int, folder: str, lost: int, *changes: str) -> list[Held]:
-    """One rank alone leaves."""
-    found = []
+def loses_ranks(
+    rank: int, port: int, folder: str, lost: dict[int, int], replicas: int, *changes: str
+) -> tuple[list[Held], list[list[int]]]:
+    """Ranks leave after the steps that `lost` says; also the ranks of each one's replica."""
+    found, together = list[Held](), list[list[int]]()
 
     def each(training: ElasticTraining, step: int) -> None:
         found.append(held(training, step))
-        if rank == lost and step == 9:
+        (own,) = [ranks for ranks in training._elastic._replicas if rank in ranks]
+        together.append(own)
+        if lost.get(rank) == step:
             leave(training)
 
     generations.end_now = end  # type: ignore[assignment]
-    own = (*TWO_BY_TWO, *changes)
-    trains(rank, port, folder, *own, each=each, ends=[SystemExit], world=4)
-    return found
+    own = (*TWO_BY_TWO, f"pipeline.replicas={replicas}", *changes)
+    trains(rank, port, folder, *own, each=each, ends=[SystemExit], world=2 * replicas)
+    return found, together
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SCHEDULES", "6"))))
+def test_replicas_are_made_again_and_again(tmp_path: Path, seed: int) -> None:
+    """Of three, two or three ranks are lost: the ends of each cut hold the same after each step."""
+    draw, cuts = random.Random(seed), [AQSGD, BOTH, TRANSFORM][seed % 3]
+    method = ["ef_gradients", "allreduce", "cocktail", "demo"][seed % 4]
+    lost = {rank: draw.randint(3, 24) for rank in draw.sample(range(1, 6), draw.choice([2, 3]))}
+    if seed % 2:  # at once
+        lost = dict.fromkeys(lost, min(lost.values()))
+    if {1, 3, 5} <= lost.keys():  # somebody has the second stage
+        del lost[5]
+    found = ranks_of(tmp_path, 6, loses_ranks, lost, 3, cuts, f"gradcomp.method={method}")
+    first, together = found[0]
+    counts = [len(held) for held, _ in found]
+    for step, ranks in enumerate(together):
+        assert all(counts[rank] > step for rank in ranks), (lost, counts)
+    for rank, (own, with_whom) in enumerate(found):
+        for mine, ranks in zip(own, with_whom, strict=True):
+            theirs = [found[other][0] for other in ranks if other != rank]
+            assert all(mine in held for held in theirs), (rank, mine.step, ranks, lost)
+    assert together[-1][1] not in lost
+    records = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert len(records) == len(first)
+    counted = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
+    assert counted == [SAMPLES, SAMPLES]
 
 
 @pytest.mark.dist
@@ -164,9 +198,9 @@ def test_a_replica_is_made_of_two_whose_ranks_hold_other_samples(
     tmp_path: Path, changes: tuple[str, ...]
 ) -> None:
     """Rank 3 takes the place of rank 1: that replica writes the run's folder."""
-    found = ranks_of(tmp_path, 4, loses_one_rank, 1, *changes)
-    first, *_, last = found
-    assert [len(each) for each in found[1:3]] == [9, 9]
+    found = ranks_of(tmp_path, 4, loses_ranks, {1: 9}, 2, *changes)
+    first, *others, last = [held for held, _ in found]
+    assert [*map(len, others)] == [9, 9]
     assert first[9:] == last[9:]
     assert first[8] != last[8]
     assert {*first[9].samples.values()} == {3}, "those of one step"
