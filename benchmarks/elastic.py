@@ -3,11 +3,12 @@
     python -m benchmarks.elastic --json out.jsonl
 
 Four emulated hosts at 100 Mbit/s and 1 ms, each with a launcher, a relay and a rank (as root): a
-replica, or with `--stages 2` half of one. At intervals a host is struck that has no part of replica
-0: SIGKILL of its rank, of its relay or of all its processes at once, SIGSTOP of its rank for 20 s,
-or its link cut for 60 s. It comes back with `--join`, once its launcher has ended. `restarts` has
-no [elastic]: all ranks begin anew from a checkpoint (`--max-restarts`). Ranks compute by sleeping,
-as hosts share cores; launchers still slow the others down.
+replica, or with `--stages 2` half of one. At intervals a host is struck, but never that of rank 0,
+nor with local steps one of its replica, nor with stages while another is out: SIGKILL of its rank,
+of its relay or of all its processes at once, SIGSTOP of its rank for 20 s, or its link cut for
+60 s. It comes back with `--join`, once its launcher has ended. `restarts` has no [elastic]: all
+ranks begin anew from a checkpoint (`--max-restarts`). Ranks compute by sleeping, as hosts share
+cores; launchers still slow the others down.
 
 *Goodput* is the number of steps, *samples* that of their samples, by those of a calm time before.
 *In steps*, by that of the calm time too: the time that steps would take if each took as long as
@@ -79,7 +80,11 @@ patience_s = 3
 class Faulty:
     """A run of which machines are struck and come back."""
 
-    def __init__(self, run: HostsRun, seed: int, given: Namespace, *, joins: bool) -> None:
+    def __init__(
+        self, run: HostsRun, seed: int, given: Namespace, *, joins: bool, spared: int
+    ) -> None:
+        """So many hosts are `spared`."""
+        self._spared = spared
         self._run, self._draw = run, random.Random(seed)
         self._back_s, self._joins, self._stages = given.back_s, joins, given.stages
         self._heal: dict[int, tuple[float, Callable[[], None]]] = {}
@@ -99,7 +104,11 @@ class Faulty:
             self._run.has_ended()
             for host in [host for host, when in self._back_at.items() if now >= when]:
                 self._bring_back(host, now)
-            if unasked := self._run.codes.keys() - self._back_at.keys():
+            unasked = self._run.codes.keys() - self._back_at.keys()
+            if self._stages > 1:  # those of a replica that is broken end, too
+                self._back_at |= dict.fromkeys(unasked - {0}, now + self._back_s)
+                unasked &= {0}
+            if unasked:
                 raise RuntimeError(f"hosts {unasked} have ended:\n{self._run.text()[-6000:]}")
             time.sleep(0.02)
 
@@ -135,17 +144,16 @@ class Faulty:
             self.progress.append((now, self._run.steps()))
 
     def strike(self) -> tuple[str, float] | None:
-        """The kind of fault and when, unless no machine is whole."""
-        whole = [host for host in range(self._stages, HOSTS) if host not in self._back_at]
-        if not whole:
+        """The kind of fault and when, unless no machine may be struck."""
+        whole = [host for host in range(self._spared, HOSTS) if host not in self._back_at]
+        if not whole or (self._stages > 1 and self._back_at):
             return None
         if not self._kinds:
             self._kinds = self._draw.sample(KINDS, len(KINDS))
         kind, host = self._kinds.pop(), self._draw.choice(whole)
         self._break(kind, host, time.monotonic())
         now = time.monotonic()
-        first = host // self._stages * self._stages
-        self._back_at |= dict.fromkeys(range(first, first + self._stages), now + self._back_s)
+        self._back_at[host] = now + self._back_s
         return kind, now
 
     def _break(self, kind: str, host: int, now: float) -> None:
@@ -209,7 +217,8 @@ def measure(method: str, seed: int, given: Namespace) -> Row:
     options = (*QUIET, *(() if elastic else ("--max-restarts", "1000")))
     with hosts_run("100mbit", given.delay, _RUN, *settings, options=options) as run:
         run.wait_for_step(_FIRST_STEPS)
-        faulty = Faulty(run, seed, given, joins=elastic)
+        spared = given.stages if method in LOCAL else 1
+        faulty = Faulty(run, seed, given, joins=elastic, spared=spared)
         begin_s = time.monotonic()
         strikes = list[tuple[str, float]]()
         faulty.pass_time(begin_s + _CALM_S)
