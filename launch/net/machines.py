@@ -64,7 +64,7 @@ def several_machines(
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if joins:
-        _find(address, port, endpoint)
+        _find(address, port, endpoint, log)
     here = ip_address(address).is_loopback
     if here or config.trusted:
         own = LOOPBACK if here else _chosen_interface(address).address
@@ -103,9 +103,9 @@ def several_machines(
     return HostNetwork(endpoint, own, store, server, order, overlay.name, overlay)
 
 
-def _find(address: str, port: int, endpoint: str) -> None:
+def _find(address: str, port: int, endpoint: str, log: Callable[[str], None]) -> None:
     """Raises OverlayError: there is no run."""
-    limit_s = time.monotonic() + _ANSWERS_S
+    limit_s, waits = time.monotonic() + _ANSWERS_S, False
     while True:
         try:
             socket.create_connection((address, port), _ANSWERS_S).close()
@@ -116,6 +116,9 @@ def _find(address: str, port: int, endpoint: str) -> None:
                     f"--join: no run answers at {endpoint} ({error.strerror or error}): it has "
                     "ended, or has not begun"
                 ) from None
+            if not waits:
+                log(f"no run answers at {endpoint} yet; trying for {_ANSWERS_S:.0f} s")
+                waits = True
         time.sleep(_AGAIN_S)
 
 

@@ -143,10 +143,11 @@ def test_a_run_of_too_many_machines_is_rejected() -> None:
 
 def test_who_joins_where_no_run_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not after the time that ranks wait for each other."""
-    monkeypatch.setattr(machines, "_ANSWERS_S", 0.2)
-    place = f"127.0.0.1:{free_port()}"
+    monkeypatch.setattr(machines, "_ANSWERS_S", 1.2)
+    place, said = f"127.0.0.1:{free_port()}", list[str]()
     with pytest.raises(OverlayError, match=rf"no run answers at {place} \(Connection refused\)"):
-        several_machines(NetworkConfig(), place, 1, limit_s=300, log=str, joins="now")
+        several_machines(NetworkConfig(), place, 1, limit_s=300, log=said.append, joins="now")
+    assert said == [f"no run answers at {place} yet; trying for 1 s"]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
