@@ -96,20 +96,26 @@ class Generations:
     def needed_for(self) -> str:
         """Why not all ranks of this machine may leave; empty if they may.
 
-        Of several machines that ask in a generation, one may. Called by another thread.
+        Machines ask one after another; who may leave counts as gone. Called by another thread.
 
         Raises:
             RuntimeError: the store is gone.
         """
-        with self._news.changed:
-            left = self._left({*self._hosts.own_ranks, *self._news.lost})
-            generation = self._generation + self._tried
         if self._hosts.is_needed:
             return "it has rank 0 or the run's store (--rdzv)"
-        if not self._are_enough(left):
-            return self._why_not(left)
-        first = self._own.compare_set(f"leaves/{generation}", "", self._hosts.own).decode()
-        return "" if first == self._hosts.own else f"{first} leaves, too"
+        own, said = self._hosts.own_ranks, ""
+        while True:
+            leave = {*json.loads(said or "[]")}
+            with self._news.changed:
+                left = self._left({*own, *leave, *self._news.lost})
+                others = {self._hosts.of(m) for m in self._members if m in leave - {*own}}
+            if not self._are_enough(left):
+                too = f"; {', '.join(sorted(others))} may leave, too" if others else ""
+                return self._why_not(left) + too
+            mine = json.dumps(sorted({*own, *leave}))
+            if (found := self._own.compare_set("leave", said, mine).decode()) == mine:
+                return ""
+            said = found
 
     def leave(self, why: str) -> None:
         """Have the others go on without this rank, which ends. Called by any thread.
@@ -212,7 +218,8 @@ class Generations:
             if self._cold:
                 end_now(1, f"rank {self.number}: a rank was lost as it joined; start it again")
             code = OUT if self._hosts.own in out else LOST
-            end_now(code, f"rank {self.number}: {self._left_out}")
+            leaves = self._run.leaves  # as it was asked to
+            end_now(0 if leaves else code, f"rank {self.number}: {self._left_out}")
 
     def _are_enough(self, members: Sequence[int]) -> bool:
         return len(members) >= self._least * self._transport.mesh.pipeline_ranks and 0 in members

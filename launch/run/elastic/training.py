@@ -158,6 +158,11 @@ class ElasticTraining(Training):
         end_now(0, left if speaks() else "")
 
     @property
+    def leaves(self) -> bool:
+        """Whether this machine leaves after the step under way."""
+        return self._leaving.is_set()
+
+    @property
     def steps_are_joint(self) -> bool:
         """Whether no replica makes a step by itself: all ranks of a stage hold alike weights."""
         return self._sync.loss_scope == "global"

@@ -124,6 +124,15 @@ class Launchers:
         (found,) = named(self._seen, f"thinpipe {rank}")
         found.send_signal(by)
 
+    def owner(self, rank: int) -> "subprocess.Popen[bytes]":
+        """The launcher of a rank."""
+        (found,) = [
+            launcher
+            for launcher in self.launchers
+            if named(psutil.Process(launcher.pid).children(recursive=True), f"thinpipe {rank}")
+        ]
+        return found
+
     def done(self) -> list[int]:
         """Exit codes; all that was there when a rank was killed is gone then."""
         codes = [launcher.wait(PATIENCE_S) for launcher in self.launchers]

@@ -6,13 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from pydantic import ValidationError
 from torch.distributed import HashStore
 
 from tests.launch.run.elastic.launchers import EPOCHS, SAMPLES, TWO_BY_TWO, Launchers
-from tests.processes import named
 from tests.training import config
 from tests.waiting import PATIENCE_S
 from thinpipe.launch.config.sections import CheckpointConfig
@@ -112,16 +110,26 @@ def test_a_rank_of_another_replica_completes_the_first(tmp_path: Path) -> None:
 def test_a_machine_of_the_first_replica_may_leave(tmp_path: Path) -> None:
     run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True)
     run.wait_for_step(8)
-    processes = {
-        launcher: psutil.Process(launcher.pid).children(recursive=True)
-        for launcher in run.launchers
-    }
-    (own,) = [launcher for launcher, found in processes.items() if named(found, "thinpipe 1")]
+    own = run.owner(1)
     own.send_signal(signal.SIGTERM)
     assert own.wait(PATIENCE_S) == 128 + signal.SIGTERM
     said = [run.said(number) for number in range(4)]
     assert sorted(run.done()) == [0, 0, LOST, 128 + signal.SIGTERM], said
     assert any("; ranks 0, 3 are a replica now" in text for text in said)
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+
+
+@pytest.mark.slow
+def test_all_machines_of_a_replica_may_leave(tmp_path: Path) -> None:
+    """At once, or one after the other."""
+    run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True)
+    run.wait_for_step(8)
+    owners = [run.owner(rank) for rank in (2, 3)]
+    for own in owners:
+        own.send_signal(signal.SIGTERM)
+    assert [own.wait(PATIENCE_S) for own in owners] == [128 + signal.SIGTERM] * 2
+    said = [run.said(number) for number in range(4)]
+    assert sorted(run.done()) == [0, 0, *[128 + signal.SIGTERM] * 2], said
     assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
 
 

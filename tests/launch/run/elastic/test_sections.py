@@ -36,7 +36,7 @@ class Recorder:
         self.done, self.shared_from = 0, list[int]()
 
     passes, agreed, at, came = 7, (0, 0), (0, 0), 0
-    steps_are_joint = True
+    steps_are_joint, leaves = True, False
 
     def settle(self) -> None: ...
 
