@@ -63,8 +63,46 @@ class SharedState(Protocol):
         """Know nothing."""
 
 
+class NoSamples:
+    """That of a boundary that only learns something besides samples."""
+
+    capacity: int | None = 0
+    caches = False
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
+
+    def __len__(self) -> int:
+        return 0
+
+    def restrict(self, ids_B: Tensor, samples: int) -> None: ...
+
+    def prefetch(self, ids_B: Tensor) -> None: ...
+
+    def forget(self, ids_B: Tensor) -> None: ...
+
+    def release(self) -> None: ...
+
+    def fingerprints(self, ids_B: Tensor) -> Tensor:
+        return torch.zeros(len(ids_B), dtype=torch.int64)
+
+    def learned(self) -> int:
+        return self._shared.digest()
+
+    def reset(self) -> None:
+        self._shared.reset()
+
+    def digest(self) -> str:
+        return str(self.learned())
+
+    def summary(self) -> int:
+        return self.learned()
+
+
 class SampleMemory:
     """Last seen values by sample id; ids that were never committed are unknown."""
+
+    caches = True
 
     def __init__(
         self,

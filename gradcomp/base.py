@@ -38,6 +38,8 @@ class GoesOn(ReplicaSync, Protocol):
     | local steps since they met  | its own are lost               | it begins with none   |
     | an exchange under way       | is made again, and waited for  | there is none ³       |
 
+    A rank that completes another replica keeps what it has.
+
     ¹ Moments of local steps, and with `cocktail`, are older by as long as they were sent.
     ² With local steps and `cocktail` with replica 0's: about what the lost one owed.
     ³ Delayed exchanges run in each step. Who joins takes part with what replica 0 sends, with

@@ -112,7 +112,9 @@ class PipelineEngine:
         self._cached_gradients = [
             channel.codec
             for channel in self.channels
-            if channel.codec.direction == BACKWARD and channel.codec.memory is not None
+            if channel.codec.direction == BACKWARD
+            and (memory := channel.codec.memory) is not None
+            and memory.caches
         ]
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0

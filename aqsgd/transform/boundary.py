@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.memory import NoSamples, SampleMemory
 from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
@@ -122,11 +122,11 @@ class TransformBoundary:
     """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
     def __init__(
-        self, learned: Learned, memory: SampleMemory | None, steps: Steps, share: float
+        self, learned: Learned, memory: SampleMemory | NoSamples, steps: Steps, share: float
     ) -> None:
         """`memory` holds rows of `rows.row_nbytes`; `share` of the directions is sent."""
         self.memory, self.learned = memory, learned
-        self._rows = None if memory is None else Rows(memory, learned)
+        self._rows = Rows(memory, learned) if isinstance(memory, SampleMemory) else None
         self.error_meter = ErrorMeter()
         self._width, self._steps = learned.width, steps
         self._proposals = Proposals(learned.width, share)
@@ -145,8 +145,7 @@ class TransformBoundary:
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """Lengths depend on values; the checksum stands for all that both ends have learned."""
-        none_B = torch.zeros(len(ids_B), dtype=torch.int64)
-        prints_B = none_B if self.memory is None else self.memory.fingerprints(ids_B)
+        prints_B = self.memory.fingerprints(ids_B)
         checksum = crc32(torch.cat([prints_B, torch.tensor([self.learned.digest()])]))
         nbytes = self.capacity(shape_BTD)
         return MessagePlan(ids_B, shape_BTD, step, nbytes, prints_B != 0, checksum, exact=False)

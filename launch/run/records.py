@@ -276,15 +276,15 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
 
 
 def places_of(config: RunConfig, hosts: Mapping[int, str]) -> list["Place"]:
-    """Where each rank runs, by the names of their machines."""
-    meshes = [config.mesh(rank) for rank in hosts]
+    """Where each rank runs, by the names of their machines; in the order of their places."""
+    meshes = [config.mesh(place) for place in range(len(hosts))]
     stages = [
         [stage for stage, place in sorted(config.stage_ranks.items()) if place == mesh.position]
         for mesh in meshes
     ]
     return [
-        {"rank": m.rank, "host": host, "stages": own, "replica": m.replica, "shard": m.shard}
-        for m, host, own in zip(meshes, hosts.values(), stages, strict=True)
+        {"rank": rank, "host": host, "stages": own, "replica": m.replica, "shard": m.shard}
+        for m, (rank, host), own in zip(meshes, hosts.items(), stages, strict=True)
     ]
 
 

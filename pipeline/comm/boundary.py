@@ -22,10 +22,12 @@ GradientSink = Callable[[Tensor, Tensor], None]
 class Memory(Protocol):
     """A boundary's activation cache. That of its other end takes the same calls.
 
-    `capacity` is how many samples this end could hold, None if it does not matter.
+    `capacity` is how many samples this end could hold, None if it does not matter. One that never
+    `caches` samples only learns something else.
     """
 
     capacity: int | None
+    caches: bool
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
         """Hold at most so many samples from here on, of these first.

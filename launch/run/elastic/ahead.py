@@ -64,8 +64,11 @@ class Givers:
         self._built, self._ranks = built, ranks
         self._still, self._depth = threading.RLock(), 0  # a class of optimizer may step in another
         self._all: list[Giver] = []
-        built.optimizer.register_step_pre_hook(self._before_step)
-        built.optimizer.register_step_post_hook(self._after_step)
+
+    def follow(self) -> None:
+        """The optimizer's steps are those of training from here on."""
+        self._built.optimizer.register_step_pre_hook(self._before_step)
+        self._built.optimizer.register_step_post_hook(self._after_step)
 
     def give(
         self, send: Callable[[Tensor], None], close: Callable[[], None], wait_s: float, tell: Tell

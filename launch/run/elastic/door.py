@@ -99,9 +99,6 @@ class Door:
         """The rank at this place of replica 0 has sent nearly all, or cannot."""
         self._store.set(f"sent/{number}/{place}", "")
 
-    def was_sent(self, number: int, place: int) -> bool:
-        return bool(self._store.check([f"sent/{number}/{place}"]))
-
     def have_sent(self, number: int, places: int) -> bool:
         return bool(self._store.check([f"sent/{number}/{place}" for place in range(places)]))
 

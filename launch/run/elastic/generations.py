@@ -215,16 +215,19 @@ class Generations:
         if not goes_on:
             raise TransportError(f"{error}; {self._why_not(members)}") from error
         if self.number not in members:
-            if self._cold:
+            if self.number in self._cold:
                 end_now(1, f"rank {self.number}: a rank was lost as it joined; start it again")
+            if self._run.leaves:
+                self._run.leave_now()
             code = OUT if self._hosts.own in out else LOST
-            leaves = self._run.leaves  # as it was asked to
-            end_now(0 if leaves else code, f"rank {self.number}: {self._left_out}")
+            end_now(code, f"rank {self.number}: {self._left_out}")
 
     def _are_enough(self, members: Sequence[int]) -> bool:
         return len(members) >= self._least * self._transport.mesh.pipeline_ranks and 0 in members
 
     def _why_not(self, members: Sequence[int]) -> str:
+        if not members:
+            return "no replica is left, nor ranks of all its stages"
         if 0 not in members:
             return "replica 0 writes the run's folder: without it the others do not go on"
         left = len(members) // self._transport.mesh.pipeline_ranks
@@ -293,10 +296,15 @@ class Generations:
         return [*map(json.loads, self._store.multi_get(keys))]
 
     def _choose(self, silent: Set[int]) -> list[int]:
-        """The next members: replicas without ranks that are lost, or `silent` for too long."""
+        """The next members: replicas without ranks that are lost, or `silent` for too long.
+
+        Nor with those that may leave (`needed_for`): they leave now, if the others are enough.
+        """
         with self._news.changed:
             gone = silent | self._news.lost.keys()
-        return self._left(gone)
+        leave = json.loads(self._store.get("leave")) if self._store.check(["leave"]) else ()
+        stay = self._left(gone | {*leave})
+        return stay if self._are_enough(stay) else self._left(gone)
 
     def _left(self, gone: Set[int]) -> list[int]:
         replicas = whole(self._replicas, gone)

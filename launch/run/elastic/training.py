@@ -64,6 +64,8 @@ class ElasticTraining(Training):
         self._timeline_step = -1  # its events are no numbers that all ranks agree on
         mesh, newcomer = self._session.mesh, self._session.newcomer
         self._givers = Givers(self.built, mesh.pipeline_ranks)
+        if newcomer is None:
+            self._givers.follow()
         self._changes: list[tuple[int, Mesh, str]] = []
         self._caches_agree, self._is_made = True, False
         self._taker: Taker | None = None
@@ -118,6 +120,7 @@ class ElasticTraining(Training):
         kernels.start()
         self._elastic.join()
         kernels.join()
+        self._givers.follow()  # not before: what it took has made steps
         self._admits, self.start = False, self.done
 
     def finish(self, done: int) -> None:
@@ -135,7 +138,7 @@ class ElasticTraining(Training):
             return super().stop(whole)
         self._leaving.set()
         tell("asked to stop: this machine leaves after this step, and the others go on")
-        late = threading.Timer(self._config.checkpoint.grace_s - _SOONER_S, self._leave)
+        late = threading.Timer(self._config.checkpoint.grace_s - _SOONER_S, self.leave_now)
         late.daemon = True
         late.start()
         return self._leaving
@@ -147,7 +150,7 @@ class ElasticTraining(Training):
             tell(f"the others cannot go on without this machine: {why}")
         return False
 
-    def _leave(self) -> None:
+    def leave_now(self) -> None:
         """Tell the others, who go on, and end; at the end of a run nobody has to be told."""
         if self._finished:
             return
@@ -164,7 +167,7 @@ class ElasticTraining(Training):
 
     @property
     def steps_are_joint(self) -> bool:
-        """Whether no replica makes a step by itself: all ranks of a stage hold alike weights."""
+        """Whether all replicas make each step together: their ranks can take each other's place."""
         return self._sync.loss_scope == "global"
 
     @property
@@ -358,7 +361,7 @@ class ElasticTraining(Training):
         """
         if self._caches_agree or self._finished:  # they are closed as training ends
             return
-        if any(spec.remembers for spec in self._config.specs.values()):
+        if any(spec.remembers or spec.learns for spec in self._config.specs.values()):
             most = most_samples(self._config, len(self._samples))
             with self._room_for_caches():
                 self.built.engine.go_on(self._ids(step), most, anew=self._is_made)
@@ -429,7 +432,7 @@ class ElasticTraining(Training):
         )
         if self._leaving.is_set():
             self.done = step + 1
-            self._leave()
+            self.leave_now()
         return totals, sampler.epoch(step), sampler.samples(step)
 
     def _forget_step(self) -> None:

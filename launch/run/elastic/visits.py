@@ -245,10 +245,11 @@ class Elastic(Sections):
         door, place = Door(PrefixStore("elastic", store)), self._transport.mesh.position
         with suppress(RuntimeError):  # the store is gone, which ends the process
             for number in count(1):
-                if door.was_sent(number, place):  # by another rank in this place
+                newcomers, sent = door.begun(number), partial(door.has_sent, number, place)
+                if door.givers(newcomers)[place] != self.number:  # who was in this place is lost
+                    sent()
                     continue
-                newcomer = door.begun(number)[place]
-                sent = partial(door.has_sent, number, place)
+                newcomer = newcomers[place]
                 try:
                     self._run.give(self._connect(newcomer, newcomer)[0], sent)
                 except TransportError:  # it gets all when it is let in, or is lost
@@ -264,7 +265,7 @@ class Elastic(Sections):
         except RuntimeError as error:
             raise TransportError(str(error)) from error
         store = PrefixStore(f"ahead/{newcomer}", self._root.clone())  # type: ignore[attr-defined]
-        own = self._newcomer
+        own = self._newcomer if self.number == newcomer else None
         waits = JoiningStore(
             store,
             # nor does the other end come if a newcomer is let in before that

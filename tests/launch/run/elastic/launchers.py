@@ -88,8 +88,8 @@ class Launchers:
         with (self.folder / f"log{number}").open("ab") as log:
             return subprocess.Popen(words, stdout=log, stderr=log)
 
-    def join(self, number: int) -> "subprocess.Popen[bytes]":
-        launcher = self.start(number, "--join", self._where)
+    def join(self, number: int, *options: str) -> "subprocess.Popen[bytes]":
+        launcher = self.start(number, "--join", self._where, *options)
         self.launchers.append(launcher)
         return launcher
 
@@ -124,12 +124,13 @@ class Launchers:
         (found,) = named(self._seen, f"thinpipe {rank}")
         found.send_signal(by)
 
-    def owner(self, rank: int) -> "subprocess.Popen[bytes]":
-        """The launcher of a rank."""
+    def number_of(self, rank: int) -> int:
+        """That of the launcher of a rank."""
         (found,) = [
-            launcher
-            for launcher in self.launchers
-            if named(psutil.Process(launcher.pid).children(recursive=True), f"thinpipe {rank}")
+            number
+            for number, launcher in enumerate(self.launchers)
+            if launcher.poll() is None
+            and named(psutil.Process(launcher.pid).children(recursive=True), f"thinpipe {rank}")
         ]
         return found
 

@@ -94,6 +94,7 @@ def test_without_room_for_a_copy_nothing_is_sent(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ahead, "free_memory", lambda: 1000)
     built, sent = Built(), list[Tensor]()
     givers = Givers(built)  # type: ignore[arg-type]
+    givers.follow()
     assert givers.give(sent.append, lambda: None, 1.0, lambda _: None) == 0
     assert not sent
     givers.goes_on(has_met=False)
@@ -103,6 +104,7 @@ def test_without_room_for_a_copy_nothing_is_sent(monkeypatch: pytest.MonkeyPatch
 def giving() -> tuple[Built, Giver]:
     built = Built()
     givers, giver = Givers(built), Giver(built)  # type: ignore[arg-type]
+    givers.follow()
     giver.begin()
     givers._all.append(giver)
     return built, giver
@@ -113,6 +115,7 @@ def test_a_copy_is_made_in_the_middle_of_a_step_but_not_of_the_optimizers() -> N
     built, other, coming = Built(), Built(), list[Tensor]()
     built.stages, other.stages = [Stage(built.layer)], [Stage(other.layer)]
     givers, ended, copied = Givers(built), threading.Event(), threading.Event()  # type: ignore[arg-type]
+    givers.follow()
 
     def send(part: Tensor) -> None:
         coming.append(part.clone())
@@ -144,6 +147,7 @@ def test_of_local_steps_nothing_is_copied_before_training_comes_to_it() -> None:
     built = Built()
     built.sync.replicas_equal = False  # type: ignore[misc]
     givers, sent = Givers(built), list[Tensor]()  # type: ignore[arg-type]
+    givers.follow()
     done = threading.Event()
 
     def give() -> None:
@@ -177,6 +181,7 @@ def test_an_optimizer_may_step_in_another_or_fail(fails: bool) -> None:
     torch.optim.SGD(built.layer.parameters())  # from here on hooks are called in it
     built.optimizer = Nested(built.layer.parameters(), lr=0.1)
     givers, giver = Givers(built), Giver(built)  # type: ignore[arg-type]
+    givers.follow()
     giver.begin()
     givers._all.append(giver)
     if not fails:

@@ -110,7 +110,7 @@ def test_a_rank_of_another_replica_completes_the_first(tmp_path: Path) -> None:
 def test_a_machine_of_the_first_replica_may_leave(tmp_path: Path) -> None:
     run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True)
     run.wait_for_step(8)
-    own = run.owner(1)
+    own = run.launchers[run.number_of(1)]
     own.send_signal(signal.SIGTERM)
     assert own.wait(PATIENCE_S) == 128 + signal.SIGTERM
     said = [run.said(number) for number in range(4)]
@@ -124,7 +124,7 @@ def test_all_machines_of_a_replica_may_leave(tmp_path: Path) -> None:
     """At once, or one after the other."""
     run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True)
     run.wait_for_step(8)
-    owners = [run.owner(rank) for rank in (2, 3)]
+    owners = [run.launchers[run.number_of(rank)] for rank in (2, 3)]
     for own in owners:
         own.send_signal(signal.SIGTERM)
     assert [own.wait(PATIENCE_S) for own in owners] == [128 + signal.SIGTERM] * 2

@@ -1,5 +1,6 @@
 """A replica joins a run that is under way."""
 
+import re
 import signal
 import threading
 import time
@@ -250,15 +251,19 @@ def test_a_killed_replica_comes_back(tmp_path: Path, cuts: str) -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_gets_its_state_from_ranks_of_two_replicas(tmp_path: Path) -> None:
-    """Then one of its own takes the place of one of those."""
-    settings = ("train.epochs=8", "train.verify_every=1")
-    run = Launchers(tmp_path, *TWO_BY_TWO, *settings, count=2)
-    run.kill_rank(1, after=12)
-    until(lambda: "ranks 0, 3 are a replica now" in run.said(0))
-    run.join(2)
-    until(lambda: "joined" in run.said(2))
-    run.kill_rank(3, after=run.steps + 3)
-    assert run.done() == [0, LOST, 0], [run.said(n) for n in range(3)]
-    assert "; ranks 0, 5 are a replica now; from step" in run.said(0)
-    assert "rank 4: the others go on without it" in run.said(2)
-    assert run.summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 9)}
+    """Then one of its own takes the place of one of those, and gives its state to the next."""
+    settings = ("train.epochs=16", "train.verify_every=1")
+    run = Launchers(tmp_path, *TWO_BY_TWO, *settings, count=4, apart=True)
+    given = re.compile(r"MB of state in [0-9.]+ s, in training")
+    for lost, giver, comes in ((1, 3, 4), (3, 5, 6)):
+        run.kill_rank(lost, after=run.steps + 9)
+        until(lambda giver=giver: f"ranks 0, {giver} are a replica now" in run.said(0))
+        gives = run.number_of(giver)
+        before = len(given.findall(run.said(gives)))
+        for number in (comes, comes + 1):
+            run.join(number, "--ranks", "1")
+        until(lambda comes=comes: "; from step" in run.said(comes))
+        assert len(given.findall(run.said(gives))) > before, run.said(gives)
+    codes = run.done()
+    assert sorted(codes) == [0] * 4 + [LOST] * 4, [run.said(n) for n in range(8)]
+    assert run.summary["samples"] == {str(epoch): SAMPLES for epoch in range(1, 17)}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.launch.run.elastic.test_places import AQSGD, TRANSFORM
+from tests.launch.run.elastic.test_places import AQSGD, FORGETS, TRANSFORM
 from tests.launch.run.elastic.test_sections import end
 from tests.launch.run.elastic.trained import leave, ranks_of, trains
 from tests.often import mostly_slow
@@ -190,7 +190,12 @@ def test_replicas_are_made_again_and_again(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     "changes",
     mostly_slow(
-        [(AQSGD,), (BOTH, "gradcomp.method=cocktail"), (TRANSFORM, "gradcomp.method=demo")],
+        [
+            (AQSGD,),
+            (BOTH, "gradcomp.method=cocktail"),
+            (TRANSFORM, "gradcomp.method=demo"),
+            (FORGETS,),
+        ],
         lambda case: case == (AQSGD,),
     ),
 )
@@ -203,7 +208,7 @@ def test_a_replica_is_made_of_two_whose_ranks_hold_other_samples(
     assert [*map(len, others)] == [9, 9]
     assert first[9:] == last[9:]
     assert first[8] != last[8]
-    assert {*first[9].samples.values()} == {3}, "those of one step"
+    assert {*first[9].samples.values()} == {0 if FORGETS in changes else 3}
     records = read_metrics(tmp_path / "run/metrics.jsonl")
     counted = [sum(r.samples or 0 for r in records if r.epoch == epoch) for epoch in (1, 2)]
     assert counted == [SAMPLES, SAMPLES]

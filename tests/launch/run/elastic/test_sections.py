@@ -70,6 +70,8 @@ class Recorder:
 
     def interrupt(self) -> None: ...
 
+    def leave_now(self) -> None: ...
+
 
 def grouped(rank: int, port: int, world: int, *, name: str = "first") -> Store:
     """This process is in another group from now on; the store that it was given."""
