@@ -63,46 +63,8 @@ class SharedState(Protocol):
         """Know nothing."""
 
 
-class NoSamples:
-    """That of a boundary that only learns something besides samples."""
-
-    capacity: int | None = 0
-    caches = False
-
-    def __init__(self, shared: SharedState) -> None:
-        self._shared = shared
-
-    def __len__(self) -> int:
-        return 0
-
-    def restrict(self, ids_B: Tensor, samples: int) -> None: ...
-
-    def prefetch(self, ids_B: Tensor) -> None: ...
-
-    def forget(self, ids_B: Tensor) -> None: ...
-
-    def release(self) -> None: ...
-
-    def fingerprints(self, ids_B: Tensor) -> Tensor:
-        return torch.zeros(len(ids_B), dtype=torch.int64)
-
-    def learned(self) -> int:
-        return self._shared.digest()
-
-    def reset(self) -> None:
-        self._shared.reset()
-
-    def digest(self) -> str:
-        return str(self.learned())
-
-    def summary(self) -> int:
-        return self.learned()
-
-
 class SampleMemory:
     """Last seen values by sample id; ids that were never committed are unknown."""
-
-    caches = True
 
     def __init__(
         self,
@@ -111,12 +73,14 @@ class SampleMemory:
         *,
         capacity: int | None = None,
         shared: SharedState | None = None,
+        caches: bool = True,
     ) -> None:
         """`row_nbytes` are those of a sample of so many values.
 
-        `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
+        `capacity` is how many samples this end could hold; the ends agree on one (`restrict`). One
+        that `caches` none only has what is `shared`.
         """
-        self.capacity, self._shared = capacity, shared
+        self.capacity, self._shared, self.caches = capacity, shared, caches
         self._nbytes_of, self._store = row_nbytes, store or RamStore()
         self._limit = capacity
         self._histories: dict[int, History] = {}

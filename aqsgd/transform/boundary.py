@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.memory import NoSamples, SampleMemory
+from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_sizes
 from thinpipe.aqsgd.transform.basis_search import sampled
@@ -121,12 +121,10 @@ class TransformBoundary:
     bits = 4
     """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
-    def __init__(
-        self, learned: Learned, memory: SampleMemory | NoSamples, steps: Steps, share: float
-    ) -> None:
+    def __init__(self, learned: Learned, memory: SampleMemory, steps: Steps, share: float) -> None:
         """`memory` holds rows of `rows.row_nbytes`; `share` of the directions is sent."""
         self.memory, self.learned = memory, learned
-        self._rows = Rows(memory, learned) if isinstance(memory, SampleMemory) else None
+        self._rows = Rows(memory, learned) if memory.caches else None
         self.error_meter = ErrorMeter()
         self._width, self._steps = learned.width, steps
         self._proposals = Proposals(learned.width, share)

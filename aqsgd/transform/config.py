@@ -121,14 +121,12 @@ def build_transform(
     capacity: int | None = None,
 ) -> "TransformBoundary":
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
-    from thinpipe.aqsgd.memory import NoSamples, SampleMemory
+    from thinpipe.aqsgd.memory import SampleMemory
     from thinpipe.aqsgd.transform.boundary import TransformBoundary
     from thinpipe.aqsgd.transform.learned import Learned
     from thinpipe.aqsgd.transform.rows import row_nbytes
 
-    learned = Learned(width)
-    memory: SampleMemory | NoSamples = NoSamples(learned)
-    if config.memory:
-        nbytes = partial(row_nbytes, width)
-        memory = SampleMemory(nbytes, store, capacity=capacity, shared=learned)
+    learned, nbytes = Learned(width), partial(row_nbytes, width)
+    capacity = capacity if config.memory else 0
+    memory = SampleMemory(nbytes, store, capacity=capacity, shared=learned, caches=config.memory)
     return TransformBoundary(learned, memory, config.steps, config.dimensions)
