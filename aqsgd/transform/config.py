@@ -88,7 +88,7 @@ class TransformConfig(BoundaryKind):
 
     def words(self) -> str:
         share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
-        return f"transform step {self.step:g}{share}"
+        return f"transform step {self.step if self.memory else self.first_step:g}{share}"
 
     def fidelity(self, direction: Direction) -> float:
         bits = math.log2(4 / (self.step if self.memory else self.first_step))

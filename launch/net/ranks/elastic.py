@@ -27,14 +27,16 @@ from thinpipe.launch.net.machines import Joins, several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
 from thinpipe.launch.net.ranks.failures import LOST, OUT, death_by
+from thinpipe.launch.net.ranks.group import await_end
 from thinpipe.launch.net.ranks.network import HostNetwork, one_machine
 from thinpipe.launch.net.ranks.restarts import STOPPED, report_killed
 from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0  # one machine waits for no other; its own store may be slow to open
-_LEFT_OUT = "this machine was lost, and the run goes on without it; --join brings it back"
-_HELD = (
-    "this machine was lost, and the run ends, as its store is here (--rdzv); --resume continues it"
+_LEFT_OUT = "this machine is out of the run, which goes on without it; --join brings it back"
+_HOLDS = (
+    "this machine is out of the run, which goes on; its store is here (--rdzv): this command stays "
+    "until the run has ended, and Ctrl-C ends the run"
 )
 
 
@@ -156,7 +158,7 @@ def _launch(
     try:
         lost = elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
-        return _failed(error, network)
+        return _failed(error, network, killed.store)
     except rendezvous.RejectedError as rejected:
         print_error(f"not restarted: {rejected}")
         return 1 if str(rejected) == STOPPED else USAGE_ERROR
@@ -170,23 +172,29 @@ def _launch(
         if killed.store is not None:
             rendezvous.tell_left(killed.store)
         return 128 + int(stopped.sigval)
-    return _left_out(network) if all(lost.values()) else 0
+    return _left_out(network, killed.store) if all(lost.values()) else 0
 
 
-def _left_out(network: HostNetwork) -> int:
+def _left_out(network: HostNetwork, store: Store | None) -> int:
     """What this machine ends with, as the ranks of others go on without its own."""
-    holds = network.server is not None
-    print_error(f"error: {_HELD if holds else _LEFT_OUT}")
-    return 1 if holds else LOST
+    if network.server is None or store is None:
+        print_error(f"error: {_LEFT_OUT}")
+        return LOST
+    print_error(_HOLDS)
+    try:
+        await_end(store)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return LOST
 
 
-def _failed(error: ChildFailedError, network: HostNetwork) -> int:
+def _failed(error: ChildFailedError, network: HostNetwork, store: Store | None) -> int:
     """What this machine ends with, as ranks have failed."""
     if fork_server.is_gone():
         print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
     codes = [failure.exitcode for failure in error.failures.values()]
     if OUT in codes:
-        return _left_out(network)
+        return _left_out(network, store)
     return next((code for code in codes if code > 0), 1)
 
 

@@ -27,6 +27,8 @@ from thinpipe.pipeline.mesh import Mesh
 
 _NAME, _POLL_S = "run", 0.1
 _OPEN, _BEGAN, _NEEDS = "elastic/door/first", "elastic/began", "elastic/needs"
+BEATS, _SILENT_S = "beats", 20.0
+"""Where ranks of a run that goes on without lost ones count; without it rank 0 has ended."""
 PARTS = "parts"
 """Where machines say in the store which part of a replica they bring."""
 
@@ -99,6 +101,16 @@ def find_run(met: Store, wait_s: float, say: Callable[[str], None]) -> str:
         f"--join: nobody may join the run there yet, after {wait_s:.0f} s: it has not begun, or "
         "ends when a rank is lost (elastic.min_replicas, checkpoint.ram_every)"
     )
+
+
+def await_end(met: Store) -> None:
+    """Wait until rank 0 of the run gives no more sign of life (`launch/run/elastic/beats.py`)."""
+    beats, count = PrefixStore(BEATS, PrefixStore(met.get(_NAME).decode(), met)), 0
+    since_s = time.monotonic()
+    while time.monotonic() < since_s + _SILENT_S:
+        before, count = count, beats.add("0", 0)
+        since_s = time.monotonic() if count != before else since_s
+        time.sleep(_POLL_S)
 
 
 def come_together(

@@ -259,7 +259,7 @@ def _be_part(
 ) -> tuple[str, Mesh]:
     """The name of the replica that this machine's ranks are part of, and the place of this one."""
     whole = mesh.world_size
-    tell(f"waiting for machines with the other {whole - ranks} ranks of a replica")
+    tell(f"waiting for machines with the rest of a replica ({whole - ranks} of {whole} ranks)")
     name, first = come_together(run, token, ranks, whole, first=rank == 0, wait_s=wait_s)
     os.environ |= {"RANK": str(first + rank), "WORLD_SIZE": str(whole)}
     return name, replace(mesh, rank=first + rank)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from thinpipe.launch.net.ranks.group import BEATS
+
 _BEAT_S = 1.0  # below network.patience_s, at least 3 s; a request to the store for each it watches
 _SLACK = 3
 """Beats that may be late: they come over the links of the run."""
@@ -18,7 +20,7 @@ class Beats:
 
     def __init__(self, store: Store, member: int, patience_s: float) -> None:
         """`store` is the calling thread's own."""
-        self._store, self._member = PrefixStore("beats", store), member
+        self._store, self._member = PrefixStore(BEATS, store), member
         self.patience_s = patience_s
         self._looked_s = 0.0
         self._seen: dict[int, tuple[int, float]] = {}  # the count, and when it had changed

@@ -229,7 +229,8 @@ class Generations:
         if not members:
             return "no replica is left, nor ranks of all its stages"
         if 0 not in members:
-            return "replica 0 writes the run's folder: without it the others do not go on"
+            local = "" if self._run.steps_are_joint else "; with local steps none is completed"
+            return f"replica 0 writes the run's folder: without it the others do not go on{local}"
         left = len(members) // self._transport.mesh.pipeline_ranks
         return f"replicas left: {left}, fewer than elastic.min_replicas = {self._least}"
 

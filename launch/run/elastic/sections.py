@@ -181,6 +181,8 @@ class Sections(Generations):
         words = f"lost: {named}" if gone else "all are there: they have connected anew"
         made = [ranks for ranks in self._replicas if ranks not in self._as_replicas(before)]
         words += "".join(f"; ranks {str(ranks)[1:-1]} are a replica now" for ranks in made)
+        over = [m for m in gone if not self._news.lost_of([m])] if named else []
+        words += f"; left over: {str(over)[1:-1]}" if over else ""
         is_made = any(self.number in ranks for ranks in made)
         more = {"agreed": agreed, "at": furthest["steps"], "is_made": is_made}
         self._adapt(int(furthest["passes"]), words, **more)

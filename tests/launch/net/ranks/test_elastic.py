@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import threading
+import time
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
@@ -17,8 +19,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from tests.ports import free_port
 from thinpipe.launch.cli import main
 from thinpipe.launch.net.ranks import elastic as spawn
+from thinpipe.launch.net.ranks import group
 from thinpipe.launch.net.ranks.elastic import _Killed, run_local
 from thinpipe.launch.net.ranks.failures import LOST, Failures
+from thinpipe.launch.net.ranks.group import name_run
 from thinpipe.launch.net.ranks.network import openly
 from thinpipe.launch.net.ranks.restarts import last_failure
 
@@ -80,15 +84,27 @@ def test_a_killed_process_of_an_agent_is_named_here_and_to_the_ranks(
     assert (told.known() or "").startswith(who)
 
 
-def test_the_machine_with_the_store_does_not_say_that_the_run_goes_on(
-    capfd: pytest.CaptureFixture[str],
+def test_the_machine_with_the_store_stays_as_long_as_rank_0_counts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it ends with that machine."""
-    store = ("127.0.0.1", free_port())
-    holder, other = (openly("here", "127.0.0.1", store, holds=holds) for holds in (True, False))
-    assert (spawn._left_out(holder), spawn._left_out(other)) == (1, LOST)
+    monkeypatch.setattr(group, "_SILENT_S", 1.0)
+    place, store = ("127.0.0.1", free_port()), HashStore()
+    name_run(store, "session")
+    holder, other = (openly("here", "127.0.0.1", place, holds=holds) for holds in (True, False))
+    assert spawn._left_out(other, store) == LOST
+    codes = list[int]()
+    serves = threading.Thread(target=lambda: codes.append(spawn._left_out(holder, store)))
+    beats = PrefixStore(group.BEATS, PrefixStore("session", store))
+    beats.add("0", 1)
+    serves.start()
+    for _ in range(8):
+        time.sleep(0.4)
+        beats.add("0", 1)
+    assert not codes
+    serves.join(60)
+    assert codes == [LOST]
     said = capfd.readouterr().err.splitlines()
-    assert "the run ends, as its store is here (--rdzv); --resume" in said[0]
-    assert "the run goes on without it; --join brings it back" in said[1]
+    assert "which goes on without it; --join brings it back" in said[0]
+    assert "this command stays until the run has ended" in said[1]
     assert holder.server is not None
     holder.server.close()

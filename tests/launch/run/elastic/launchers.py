@@ -69,14 +69,20 @@ class Launchers:
         count: int = 3,
         method: str = "ef_gradients",
         apart: bool = False,
+        store_last: bool = False,
     ) -> None:
-        """Those that are `apart` have names, as if each was on a machine of its own."""
+        """Those that are `apart` have names, as if each was on a machine of its own; `store_last`:
+        that with the store has the last rank.
+        """
         self.folder, self._file = folder, write_run(folder, RUN + _RAW, method=method)
         self._where, self._settings = f"127.0.0.1:{(port := free_port())}", settings
         meet = ["--nnodes", str(count), "--rdzv", self._where] if count > 1 else []
-        names = [["--set", f"network.name=host{number}"] * apart for number in range(count)]
+        names = [
+            ["--set", f"network.name=host{9 - number if store_last else number}"] * apart
+            for number in range(count)
+        ]
         self.launchers = [self.start(0, *meet, *names[0])]
-        if count > 1:  # it holds the store, and has rank 0
+        if count > 1:  # it holds the store
             first = psutil.Process(self.launchers[0].pid)
             until(lambda: port in [socket.laddr.port for socket in first.net_connections()])
         self.launchers += [self.start(n, *meet, *names[n]) for n in range(1, count)]

@@ -120,6 +120,19 @@ def test_a_machine_of_the_first_replica_may_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lost", [2, 3])
+def test_a_machine_that_is_out_of_the_run_keeps_its_store(tmp_path: Path, lost: int) -> None:
+    """Where its own rank is lost, or is left over."""
+    run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True, store_last=True)
+    run.kill_rank(lost, after=8)
+    assert run.done() == [LOST, LOST, 0, 0], [run.said(n) for n in range(4)]
+    assert "this command stays until the run has ended" in run.said(0)
+    assert f"lost: rank {lost} on" in run.said(3)
+    assert ("left over: 2; from step" in run.said(3)) == (lost == 3)
+    assert run.summary["samples"] == {"1": SAMPLES, "2": SAMPLES}
+
+
+@pytest.mark.slow
 def test_all_machines_of_a_replica_may_leave(tmp_path: Path) -> None:
     """At once, or one after the other."""
     run = Launchers(tmp_path, *TWO_BY_TWO, count=4, apart=True)

@@ -103,9 +103,9 @@ def test_two_machines_bring_a_replica_of_two_stages(tmp_path: Path) -> None:
         kill_machine(run, 3)
         until(lambda: "its machine is gone" in said_by(run, 0))
         until(lambda: 2 in run.codes or bool(run.has_ended()))
-        assert "this machine was lost, and the run goes on without it; --join" in said_by(run, 2)
+        assert "this machine is out of the run, which goes on without it; --join" in said_by(run, 2)
         run.start(2, joins=True, options=("--ranks", "1"))
-        until(lambda: "waiting for machines with the other 1 ranks" in said_by(run, 2))
+        until(lambda: "waiting for machines with the rest of a replica (1 of 2 ranks)" in said_by(run, 2))
         run.start(3, joins=True, options=("--ranks", "1"))
         until(lambda: "as ranks 4, 5" in said_by(run, 0) or run.has_ended())
         assert "joined: host2, host3, as ranks 4, 5" in said_by(run, 0), run.text()
@@ -151,7 +151,7 @@ def test_of_two_machines_that_lose_each_other_one_goes_on(
     assert (codes[0], codes[1], codes[2]) == (0, 0, LOST), run.text()
     assert "lost: rank 2 on host2: its machine is gone" in said_by(run, 0)
     assert "the others go on without it" in said_by(run, 2)
-    assert "this machine was lost, and the run goes on without it; --join" in said_by(run, 2)
+    assert "this machine is out of the run, which goes on without it; --join" in said_by(run, 2)
     assert trained(run) == {"1": SAMPLES, "2": SAMPLES}
 
 
