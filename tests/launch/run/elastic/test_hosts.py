@@ -105,7 +105,7 @@ def test_two_machines_bring_a_replica_of_two_stages(tmp_path: Path) -> None:
         until(lambda: 2 in run.codes or bool(run.has_ended()))
         assert "this machine is out of the run, which goes on without it; --join" in said_by(run, 2)
         run.start(2, joins=True, options=("--ranks", "1"))
-        until(lambda: "waiting for machines with the rest of a replica (1 of 2 ranks)" in said_by(run, 2))
+        until(lambda: "with the rest of a replica (1 of 2 ranks)" in said_by(run, 2))
         run.start(3, joins=True, options=("--ranks", "1"))
         until(lambda: "as ranks 4, 5" in said_by(run, 0) or run.has_ended())
         assert "joined: host2, host3, as ranks 4, 5" in said_by(run, 0), run.text()
