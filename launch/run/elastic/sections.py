@@ -177,11 +177,12 @@ class Sections(Generations):
         self._proven = False
         agreed = (int(furthest["agreed"][0]), int(furthest["agreed"][1]))
         gone = [member for member in before if member not in self._members]
-        named = self._news.lost_of(before) or f"ranks {gone}, which came too late"
+        lost = self._news.lost_of(before)
+        named = lost or f"ranks {gone}, which came too late"
         words = f"lost: {named}" if gone else "all are there: they have connected anew"
         made = [ranks for ranks in self._replicas if ranks not in self._as_replicas(before)]
         words += "".join(f"; ranks {str(ranks)[1:-1]} are a replica now" for ranks in made)
-        over = [m for m in gone if not self._news.lost_of([m])] if named else []
+        over = [member for member in gone if lost and not self._news.lost_of([member])]
         words += f"; left over: {str(over)[1:-1]}" if over else ""
         is_made = any(self.number in ranks for ranks in made)
         more = {"agreed": agreed, "at": furthest["steps"], "is_made": is_made}
