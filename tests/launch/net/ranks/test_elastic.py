@@ -87,7 +87,7 @@ def test_a_killed_process_of_an_agent_is_named_here_and_to_the_ranks(
 def test_the_machine_with_the_store_stays_as_long_as_rank_0_counts(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "_SILENT_S", 1.0)
+    monkeypatch.setattr(group, "_SILENT_S", 0.8)
     place, store = ("127.0.0.1", free_port()), HashStore()
     name_run(store, "session")
     holder, other = (openly("here", "127.0.0.1", place, holds=holds) for holds in (True, False))
@@ -97,8 +97,8 @@ def test_the_machine_with_the_store_stays_as_long_as_rank_0_counts(
     beats = PrefixStore(group.BEATS, PrefixStore("session", store))
     beats.add("0", 1)
     serves.start()
-    for _ in range(8):
-        time.sleep(0.4)
+    for _ in range(5):
+        time.sleep(0.3)
         beats.add("0", 1)
     assert not codes
     serves.join(60)
