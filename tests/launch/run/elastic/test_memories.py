@@ -165,20 +165,24 @@ def test_replicas_are_made_again_and_again(tmp_path: Path, seed: int) -> None:
     """Of three, two or three ranks are lost: the ends of each cut hold the same after each step."""
     draw, cuts = random.Random(seed), [AQSGD, BOTH, TRANSFORM][seed % 3]
     method = ["ef_gradients", "allreduce", "cocktail", "demo"][seed % 4]
-    lost = {rank: draw.randint(3, 24) for rank in draw.sample(range(1, 6), draw.choice([2, 3]))}
+    ranks = draw.sample(range(1, 6), draw.choice([2, 3]))
+    if 1 in ranks:  # as others are left over, three losses in turn may leave no second stage
+        ranks = ranks[:2]
+    lost = {rank: draw.randint(3, 24) for rank in ranks}
     if seed % 2:  # at once
         lost = dict.fromkeys(lost, min(lost.values()))
-    if {1, 3, 5} <= lost.keys():  # somebody has the second stage
-        del lost[5]
     found = ranks_of(tmp_path, 6, loses_ranks, lost, 3, cuts, f"gradcomp.method={method}")
     first, together = found[0]
-    counts = [len(held) for held, _ in found]
-    for step, ranks in enumerate(together):
-        assert all(counts[rank] > step for rank in ranks), (lost, counts)
+    by_step = [{h.step: (h, ranks) for h, ranks in zip(*one, strict=True)} for one in found]
     for rank, (own, with_whom) in enumerate(found):
-        for mine, ranks in zip(own, with_whom, strict=True):
-            theirs = [found[other][0] for other in ranks if other != rank]
-            assert all(mine in held for held in theirs), (rank, mine.step, ranks, lost)
+        for at, (mine, ranks) in enumerate(zip(own, with_whom, strict=True)):
+            for other in {*ranks} - {rank}:
+                theirs, their_ranks = by_step[other].get(mine.step, (None, None))
+                if ranks == their_ranks:
+                    assert mine == theirs, (rank, mine.step, ranks, lost)
+                else:  # one had done a step that another had not, as a rank was lost
+                    near = [with_whom[i] for i in (at - 1, at + 1) if 0 <= i < len(own)]
+                    assert len(near) < 2 or near != [ranks, ranks], (rank, mine.step, ranks, lost)
     assert together[-1][1] not in lost
     records = read_metrics(tmp_path / "run/metrics.jsonl")
     assert len(records) == len(first)
